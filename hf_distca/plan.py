@@ -1,0 +1,83 @@
+"""The data of a plan: which rank holds which rows, and which worker computes which core attention.
+
+Pure data, the same on every rank: a deterministic function of document lengths and settings.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+SEGMENT = np.dtype(
+    [
+        ("document", np.int64),  # index into Layout.lengths
+        ("start", np.int64),  # first row of the document in this segment
+        ("stop", np.int64),  # one past its last row
+        ("rank", np.int64),  # the rank that holds these rows outside core attention
+        ("offset", np.int64),  # where row `start` lies among the rank's own rows
+    ]
+)
+"""Rows [start, stop) of a document, held by one rank from `offset` on."""
+
+TASK = np.dtype(
+    [
+        ("document", np.int64),  # index into Layout.lengths
+        ("start", np.int64),  # first query row
+        ("stop", np.int64),  # one past the last query row
+        ("worker", np.int64),  # who computes it: ranks first, then dedicated servers
+    ]
+)
+"""Core attention of query rows [start, stop) of a document, computed by one worker."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """All segments of one micro-batch.
+
+    Attributes:
+        lengths: [documents] int64, tokens of each document; a document attends causally to itself only.
+        segments: [segments] of dtype SEGMENT, sorted by (rank, offset). They cover every row of every
+            document once, and each rank's rows [0, n) without a gap.
+        ranks: number of ranks; a rank may hold no rows.
+    """
+
+    lengths: NDArray[np.int64]
+    segments: NDArray[np.void]
+    ranks: int
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[ranks] int64: rows that each rank holds."""
+        rows = self.segments["stop"] - self.segments["start"]
+        return np.bincount(self.segments["rank"], weights=rows, minlength=self.ranks).astype(np.int64)
+
+    def of_rank(self, rank: int) -> NDArray[np.void]:
+        """The segments of one rank in the order of its rows."""
+        mine: NDArray[np.void] = self.segments[self.segments["rank"] == rank]
+        return mine
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A layout and the tasks of one kind of attention layer on it.
+
+    Attributes:
+        layout: where the rows are.
+        tasks: [tasks] of dtype TASK, sorted by (worker, document, start). They cover every row of every
+            document once. A task needs K/V rows [first, stop): first = 0, or the window's edge.
+        workers: number of workers; workers 0 to ranks-1 are the ranks themselves (in-place servers),
+            any further ones are dedicated servers, which hold no rows.
+        window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
+    """
+
+    layout: Layout
+    tasks: NDArray[np.void]
+    workers: int
+    window: int | None = None
+
+    def first_key(self) -> NDArray[np.int64]:
+        """[tasks] int64: first K/V row that each task needs."""
+        if self.window is None:
+            return np.zeros(len(self.tasks), np.int64)
+        first: NDArray[np.int64] = np.maximum(self.tasks["start"] - self.window + 1, 0)
+        return first

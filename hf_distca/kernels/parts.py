@@ -1,0 +1,126 @@
+"""Cutting tasks into parts that a kernel without bottom-right alignment or windows can compute.
+
+Pure integers. A part is a batch of equally large blocks of rows and keys, evenly spaced, in which either
+every row sees every key ("full"), or row i sees keys j <= i ("causal"), or row i sees keys j >= i ("anti";
+the last two are square). All parts together hold each visible pair of row and key exactly once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, groupby
+from typing import Literal
+
+from .contract import AttentionParams, TaskShapes
+
+
+@dataclass(frozen=True)
+class Part:
+    """`count` blocks; block b holds rows q_first + b·q_step + [0, q_rows) and keys likewise.
+
+    Attributes:
+        q_first: first packed row of block 0.
+        q_rows: rows of a block, at least 1. The rows of different blocks never overlap.
+        k_first: first packed key of block 0.
+        k_rows: keys of a block, at least 1. The keys of different blocks may overlap.
+        mask: which pairs of a block are visible.
+        count: number of blocks.
+        q_step: rows from one block to the next.
+        k_step: keys from one block to the next.
+    """
+
+    q_first: int
+    q_rows: int
+    k_first: int
+    k_rows: int
+    mask: Literal["full", "causal", "anti"]
+    count: int = 1
+    q_step: int = 0
+    k_step: int = 0
+
+
+def plan_parts(shapes: TaskShapes, params: AttentionParams) -> tuple[Part, ...]:
+    """Cut all tasks of a call into parts.
+
+    Args:
+        shapes: lengths of the tasks.
+        params: the mask.
+
+    Returns:
+        Parts such that the first part which touches a row touches it with its diagonal, if it has one.
+    """
+    return _plan(shapes.q_lens, shapes.k_lens, params.causal, params.window)
+
+
+# Every layer of a micro-batch asks for the same plan, twice.
+@lru_cache(maxsize=256)
+def _plan(
+    q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, window: int | None
+) -> tuple[Part, ...]:
+    parts: list[Part] = []
+    q_starts, k_starts = accumulate(q_lens, initial=0), accumulate(k_lens, initial=0)
+    tasks = zip(q_lens, k_lens, q_starts, k_starts, strict=False)
+    for (q_len, k_len), group in groupby(tasks, key=lambda task: task[:2]):
+        run = list(group)
+        if not q_len or not k_len:
+            continue
+        _, _, q_first, k_first = run[0]
+        for part in _task_parts(q_len, k_len, causal, window):
+            moved = replace(part, q_first=q_first + part.q_first, k_first=k_first + part.k_first)
+            if len(run) == 1:
+                parts.append(moved)
+            elif part.count == 1:
+                # Tasks of equal lengths that lie beside each other are one batch.
+                parts.append(replace(moved, count=len(run), q_step=q_len, k_step=k_len))
+            else:
+                parts.extend(
+                    replace(moved, q_first=moved.q_first + i * q_len, k_first=moved.k_first + i * k_len)
+                    for i in range(len(run))
+                )
+    return tuple(parts)
+
+
+def _task_parts(q_len: int, k_len: int, causal: bool, window: int | None) -> Iterator[Part]:
+    """The parts of one task whose rows and keys begin at 0."""
+    if not causal:
+        yield Part(0, q_len, 0, k_len, "full")
+        return
+    before = k_len - q_len  # keys before the first row's own
+    if window is None or window >= k_len:
+        yield from _causal_parts(q_len, before)
+        return
+    # Rows that see all keys before them.
+    head = min(max(window - 1 - before, 0), q_len)
+    if head:
+        yield from _causal_parts(head, before)
+    # The others in blocks of a few rows, see `_window_parts`; the last block may be smaller.
+    block = min(window, max(window // 4, 64), 256)
+    blocks, rest = divmod(q_len - head, block)
+    yield from _window_parts(head, block, blocks, before, window)
+    yield from _window_parts(head + blocks * block, rest, 1, before, window)
+
+
+def _causal_parts(rows: int, before: int) -> Iterator[Part]:
+    """Rows [0, rows) against all keys before them, `before` of which precede row 0's own."""
+    yield Part(0, rows, before, rows, "causal")
+    if before:
+        yield Part(0, rows, 0, before, "full")
+
+
+def _window_parts(first: int, block: int, blocks: int, before: int, window: int) -> Iterator[Part]:
+    """Blocks of `block` <= window rows each, from `first` on, whose keys the task's start does not cut off.
+
+    The keys of a block, seen from its first row's own key at column 0, with n rows and window W:
+
+        column  -W+1 ... -W+n-1 | -W+n ... -1 | 0 ... n-1
+                anti, n-1 rows  | full        | causal
+    """
+    if not block or not blocks:
+        return
+    own = before + first
+    step = {"count": blocks, "q_step": block, "k_step": block}
+    yield Part(first, block, own, block, "causal", **step)
+    if window > block:
+        yield Part(first, block, own - window + block, window - block, "full", **step)
+    if block > 1:
+        yield Part(first, block - 1, own - window + 1, block - 1, "anti", **step)

@@ -1,0 +1,1 @@
+"""Choosing layouts and tasks. Pure Python and NumPy: no torch, no communication."""

@@ -1,0 +1,178 @@
+"""What core attention costs: query-key pairs, bytes of a row, speed of a worker."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+FINEST = 0.01
+"""The balance that tolerance 0 stands for: every worker within 1 % of its share.
+
+Documents are cut at whole rows, preferably whole kernel blocks; closer than this the bytes still grow
+and the time of a step no longer changes measurably.
+"""
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of one row (one token, one layer) of what an exchange carries.
+
+    Attributes:
+        q: the row of Q, all query heads.
+        kv: the rows of K and of V together, all key-value heads.
+        o: the row of O, all query heads.
+
+    The defaults are Llama-3-8B in bfloat16: 32 query heads, 8 key-value heads, head_dim 128.
+    """
+
+    q: int = 8192
+    kv: int = 4096
+    o: int = 8192
+
+    def __post_init__(self) -> None:
+        if min(self.q, self.kv, self.o) <= 0:
+            raise ValueError(f"bytes of a row must be positive, got {self}")
+
+    @classmethod
+    def of_heads(cls, q_heads: int, kv_heads: int, head_dim: int, bytes_per_value: int) -> "RowBytes":
+        """Bytes of the rows of an attention with these heads.
+
+        Raises:
+            ValueError: a number is not positive, or kv_heads does not divide q_heads.
+        """
+        given = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "bytes": bytes_per_value}
+        for name, value in given.items():
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if q_heads % kv_heads:
+            raise ValueError(
+                f"kv_heads must divide q_heads, got q_heads={q_heads} and kv_heads={kv_heads}; "
+                "each key-value head serves the same number of query heads"
+            )
+        head = head_dim * bytes_per_value
+        return cls(q=q_heads * head, kv=2 * kv_heads * head, o=q_heads * head)
+
+
+@overload
+def pairs(start: int, stop: int, window: int | None = None) -> int: ...
+
+
+@overload
+def pairs(
+    start: NDArray[np.int64] | int, stop: NDArray[np.int64] | int, window: int | None = None
+) -> NDArray[np.int64]: ...
+
+
+def pairs(
+    start: NDArray[np.int64] | int, stop: NDArray[np.int64] | int, window: int | None = None
+) -> NDArray[np.int64] | int:
+    """Query-key pairs of query rows [start, stop) of one document.
+
+    Row p attends to p + 1 keys, or to min(p + 1, window) with a sliding window.
+
+    Args:
+        start: first row, or an array of them.
+        stop: one past the last row, or an array of them.
+        window: width of the sliding window; None for full causal attention.
+    """
+    return _pairs_before(stop, window) - _pairs_before(start, window)
+
+
+def _pairs_before(row: NDArray[np.int64] | int, window: int | None) -> NDArray[np.int64] | int:
+    """Pairs of rows [0, row): row (row + 1) / 2, the part beyond the window growing by `window` a row."""
+    if window is None:
+        return row * (row + 1) // 2
+    if isinstance(row, int):
+        inside = min(row, window)
+        return inside * (inside + 1) // 2 + (row - inside) * window
+    ramp: NDArray[np.int64] = np.minimum(row, window)
+    return ramp * (ramp + 1) // 2 + (row - ramp) * window
+
+
+def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None) -> NDArray[np.float64]:
+    """The (fractional) row x for which rows [0, x) hold `amount` pairs: the inverse of pairs(0, x).
+
+    x (x + 1) / 2 = amount gives x = √(2 amount + 1/4) − 1/2; beyond the window a row adds `window`.
+    """
+    amount = np.maximum(np.asarray(amount, np.float64), 0.0)
+    inside = np.sqrt(2.0 * amount + 0.25) - 0.5
+    if window is None:
+        return inside
+    ramp = window * (window + 1) / 2
+    result: NDArray[np.float64] = np.where(amount <= ramp, inside, window + (amount - ramp) / window)
+    return result
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Who can compute core attention, and how fast.
+
+    Worker w finishes at base_load[w] + pairs / speed[w].
+
+    Attributes:
+        speed: pairs per unit of time, relative to the usual worker (1.0).
+        base_load: time that a worker spends outside core attention, in pairs of a worker of speed 1.0.
+    """
+
+    speed: tuple[float, ...]
+    base_load: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.speed or len(self.speed) != len(self.base_load):
+            raise ValueError(
+                f"every worker needs a speed and a base load, got {len(self.speed)} speeds and "
+                f"{len(self.base_load)} base loads"
+            )
+        if not all(math.isfinite(s) and s > 0 for s in self.speed):
+            raise ValueError(f"speeds must be positive and finite, got {self.speed}")
+        if not all(math.isfinite(b) and b >= 0 for b in self.base_load):
+            raise ValueError(f"base loads must be finite and not negative, got {self.base_load}")
+
+    @classmethod
+    def uniform(cls, count: int) -> "Workers":
+        """`count` equal workers that do nothing besides."""
+        return cls((1.0,) * count, (0.0,) * count)
+
+    def __len__(self) -> int:
+        return len(self.speed)
+
+    def finishing(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[workers] float64: when each worker finishes, for [workers] pairs."""
+        done: NDArray[np.float64] = np.asarray(self.base_load) + loads / np.asarray(self.speed)
+        return done
+
+    def ideal(self, total: int) -> float:
+        """The earliest time at which `total` pairs can be done if they can be divided at will.
+
+        The level t with Σ speed · max(t − base, 0) = total: workers whose base load is above it get nothing.
+        """
+        order = sorted(range(len(self)), key=lambda w: (self.base_load[w], w))
+        speed = amount = 0.0
+        level = 0.0
+        for position, worker in enumerate(order):
+            speed += self.speed[worker]
+            amount += self.speed[worker] * self.base_load[worker]
+            level = (total + amount) / speed
+            following = order[position + 1 :]
+            if not following or level <= self.base_load[following[0]]:
+                break
+        return level
+
+
+def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """[documents] int64 from any sequence of document lengths.
+
+    Raises:
+        ValueError: a length is not a positive integer.
+    """
+    array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"document lengths must be integers in one dimension, got {lengths!r:.80}")
+    if len(array) and array.min() < 1:
+        raise ValueError(
+            f"document {int(array.argmin())} has length {int(array.min())}; leave empty documents out"
+        )
+    return array.astype(np.int64)

@@ -1,0 +1,136 @@
+"""Layouts: where the rows of a micro-batch's documents live."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import SEGMENT, Layout
+from hf_distca.planner.cost import FINEST, as_lengths
+from hf_distca.planner.packing import pack
+
+
+def fixed_layout(
+    rows: Sequence[Sequence[int]], ranks: int | None = None, *, tokens_per_rank: int | None = None
+) -> Layout:
+    """The layout of documents that are already placed.
+
+    One row of documents per rank, or, when `ranks` is k times the number of rows, one row per k consecutive
+    ranks: such a row is cut wherever one of its ranks is full, so its documents may span ranks.
+
+    Args:
+        rows: rows[r] = lengths of the documents on rank r in order, possibly none.
+        ranks: number of ranks; None for one per row.
+        tokens_per_rank: where a row over k ranks is cut; None for its tokens / k, rounded up. With one rank
+            per row, the most tokens a row may hold; None for no limit.
+
+    Raises:
+        ValueError: a length below 1, rows that do not divide the ranks, or a row beyond its ranks' tokens.
+    """
+    ranks = len(rows) if ranks is None else ranks
+    if not rows or ranks < 1 or ranks % len(rows):
+        raise ValueError(
+            f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank, "
+            "or one row per k consecutive ranks with ranks = k * rows"
+        )
+    span = ranks // len(rows)
+    placed = []
+    for index, row in enumerate(rows):
+        lengths = as_lengths(row)
+        total = int(lengths.sum())
+        limit = tokens_per_rank if tokens_per_rank is not None else -(-total // span)
+        if total > limit * span:
+            raise ValueError(
+                f"row {index} holds {total} tokens, but its {span} rank(s) take {limit} each; "
+                "raise tokens_per_rank or move documents to another row"
+            )
+        placed.append(_cut_row(lengths, index * span, limit))
+    lengths = np.concatenate([row[0] for row in placed])
+    counts = np.cumsum([0] + [len(row[0]) for row in placed])
+    document = np.concatenate([row[1] + counts[index] for index, row in enumerate(placed)])
+    start, stop, rank = (np.concatenate([row[field] for row in placed]) for field in (2, 3, 4))
+    return _assemble(lengths, document, start, stop, rank, ranks)
+
+
+def joint_layout(
+    lengths: Sequence[int] | NDArray[np.int64],
+    ranks: int,
+    tokens_per_rank: int,
+    *,
+    window: int | None = None,
+    tolerance: float = 0.0,
+    block_size: int = 128,
+) -> Layout:
+    """Place documents so that every rank has equal tokens and, as far as that allows, equal attention.
+
+    Query rows then stay where they are, and only K/V rows of cut documents travel. Every rank holds
+    total / ranks rows, rounded down or up.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        ranks: number of ranks.
+        tokens_per_rank: the most rows a rank may hold.
+        window: width of the sliding window; None for full causal attention.
+        tolerance: how far above the mean a rank's pairs may be; below FINEST it counts as FINEST.
+        block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
+
+    Raises:
+        ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
+    """
+    array = as_lengths(lengths)
+    check_settings(tolerance, block_size, window)
+    if ranks < 1 or tokens_per_rank < 1:
+        raise ValueError(f"ranks and tokens_per_rank must be positive, got {ranks} and {tokens_per_rank}")
+    total = int(array.sum())
+    if total > ranks * tokens_per_rank:
+        raise ValueError(
+            f"{len(array)} documents hold {total} tokens, but {ranks} ranks of {tokens_per_rank} take "
+            f"{ranks * tokens_per_rank}; use fewer documents, more ranks or more tokens_per_rank"
+        )
+    document, start, stop, rank = pack(array, ranks, window, max(tolerance, FINEST), block_size)
+    return _assemble(array, document, start, stop, rank, ranks, by_document=True)
+
+
+def check_settings(tolerance: float, block_size: int, window: int | None) -> None:
+    """Raise ValueError for planner settings that are out of range."""
+    if not 0 <= tolerance < float("inf"):
+        raise ValueError(f"tolerance must be 0 or more (0.05 allows 5 % above the mean), got {tolerance}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1 row, got {block_size}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 row, or None for full attention, got {window}")
+
+
+def _cut_row(
+    lengths: NDArray[np.int64], rank: int, limit: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(lengths, document, start, stop, rank) of one row's segments, cut every `limit` rows."""
+    ends = np.cumsum(lengths)
+    total = int(lengths.sum())
+    cuts = np.unique(np.concatenate([ends - lengths, np.arange(0, total, max(limit, 1))]))
+    document = np.searchsorted(ends, cuts, "right")
+    begin = cuts - (ends - lengths)[document]
+    stop = np.append(cuts[1:], total)[: len(cuts)] - (ends - lengths)[document]
+    return lengths, document, begin, stop, rank + cuts // max(limit, 1)
+
+
+def _assemble(
+    lengths: NDArray[np.int64],
+    document: NDArray[np.int64],
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    rank: NDArray[np.int64],
+    ranks: int,
+    *,
+    by_document: bool = False,
+) -> Layout:
+    """A layout from its segments: sorted by rank, in the given order or by document, with offsets."""
+    order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
+    segments = np.zeros(len(order), SEGMENT)
+    for name, values in (("document", document), ("start", start), ("stop", stop), ("rank", rank)):
+        segments[name] = values[order]
+    rows = segments["stop"] - segments["start"]
+    before = np.cumsum(rows) - rows
+    first = np.searchsorted(segments["rank"], segments["rank"], "left")
+    segments["offset"] = before - before[first] if len(order) else before
+    return Layout(lengths, segments, ranks)

@@ -52,6 +52,19 @@ def fixed_layout(
     return _assemble(lengths, document, start, stop, rank, ranks)
 
 
+def packed_layout(lengths: Sequence[int] | NDArray[np.int64], ranks: int, tokens_per_rank: int) -> Layout:
+    """Documents in the given order, rank after rank, each filled to tokens_per_rank before the next begins.
+
+    A document is cut where a rank is full. Nothing is balanced: later ranks may hold few rows or none.
+
+    Raises:
+        ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
+    """
+    array = as_lengths(lengths)
+    check_capacity(array, ranks, tokens_per_rank)
+    return fixed_layout([array.tolist()], ranks, tokens_per_rank=tokens_per_rank)
+
+
 def joint_layout(
     lengths: Sequence[int] | NDArray[np.int64],
     ranks: int,
@@ -79,14 +92,7 @@ def joint_layout(
     """
     array = as_lengths(lengths)
     check_settings(tolerance, block_size, window)
-    if ranks < 1 or tokens_per_rank < 1:
-        raise ValueError(f"ranks and tokens_per_rank must be positive, got {ranks} and {tokens_per_rank}")
-    total = int(array.sum())
-    if total > ranks * tokens_per_rank:
-        raise ValueError(
-            f"{len(array)} documents hold {total} tokens, but {ranks} ranks of {tokens_per_rank} take "
-            f"{ranks * tokens_per_rank}; use fewer documents, more ranks or more tokens_per_rank"
-        )
+    check_capacity(array, ranks, tokens_per_rank)
     document, start, stop, rank = pack(array, ranks, window, max(tolerance, FINEST), block_size)
     return _assemble(array, document, start, stop, rank, ranks, by_document=True)
 
@@ -99,6 +105,18 @@ def check_settings(tolerance: float, block_size: int, window: int | None) -> Non
         raise ValueError(f"block_size must be at least 1 row, got {block_size}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 row, or None for full attention, got {window}")
+
+
+def check_capacity(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> None:
+    """Raise ValueError unless `ranks` ranks of `tokens_per_rank` rows can hold the documents."""
+    if ranks < 1 or tokens_per_rank < 1:
+        raise ValueError(f"ranks and tokens_per_rank must be positive, got {ranks} and {tokens_per_rank}")
+    total = int(lengths.sum())
+    if total > ranks * tokens_per_rank:
+        raise ValueError(
+            f"{len(lengths)} documents hold {total} tokens, but {ranks} ranks of {tokens_per_rank} take "
+            f"{ranks * tokens_per_rank}; use fewer documents, more ranks or more tokens_per_rank"
+        )
 
 
 def _cut_row(

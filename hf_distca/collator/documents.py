@@ -1,0 +1,145 @@
+"""Reading one document out of a user's data set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED_TARGET = -100
+"""The target of a row that counts in no loss, as everywhere in Hugging Face."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDocument:
+    """A document and what each of its rows is to predict.
+
+    Attributes:
+        input_ids: [L] int64, its tokens.
+        targets: [L] int64, the label of the token after each row; -100 where none counts, as in the last row.
+            Shifted here, in the whole document, so that cutting the document afterwards loses no target.
+    """
+
+    input_ids: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+    @classmethod
+    def filler(cls, token_id: int) -> "TokenDocument":
+        """The one-token document without a target that a rank holds where it would have no row at all."""
+        return cls(np.array([token_id], np.int64), np.array([IGNORED_TARGET], np.int64))
+
+    def rows(self, start: int, stop: int) -> "TokenDocument":
+        """Rows [start, stop), with their targets."""
+        return TokenDocument(self.input_ids[start:stop], self.targets[start:stop])
+
+
+def check_columns(columns: Sequence[str], length_column: str) -> None:
+    """Refuse a data set without `input_ids`, or with columns that packing would have to drop.
+
+    Args:
+        columns: the names of the columns that an example has.
+        length_column: the column that may hold the documents' lengths.
+
+    Raises:
+        ValueError: `input_ids` is missing, or a column is there that no packed batch can carry.
+    """
+    if "input_ids" not in columns:
+        raise ValueError(
+            f"The data set has no column 'input_ids'; its columns are {sorted(columns)}. "
+            "Tokenize it first, for example dataset.map(lambda e: tokenizer(e['text']), batched=True)."
+        )
+    unknown = sorted(set(columns) - {"input_ids", "labels", "attention_mask", length_column})
+    if unknown:
+        raise ValueError(
+            f"The data set has columns that a packed batch does not carry: {unknown}. Expected 'input_ids', "
+            f"optionally 'labels', an 'attention_mask' of ones and '{length_column}'. "
+            f"Remove the others with dataset.remove_columns({unknown})."
+        )
+
+
+def token_document(example: Mapping[str, Any], name: str, length_column: str) -> TokenDocument:
+    """Check one example and shift its labels.
+
+    Args:
+        example: `input_ids` [L]; optionally `labels` [L] (unshifted, -100 where no loss is wanted; without
+            them every token is a label), `attention_mask` [L] of ones and the length column.
+        name: how error messages call the example, such as "document 3".
+        length_column: the column that may hold the document's length.
+
+    Raises:
+        ValueError: a column is missing or unknown, `input_ids` is empty or not a list of integers, `labels`
+            has another length, the mask has zeros, or the length column says something else.
+    """
+    check_columns(list(example), length_column)
+    input_ids = _integers(example["input_ids"], name, "input_ids")
+    length = len(input_ids)
+    if length == 0:
+        raise ValueError(
+            f"{name} is empty. Remove empty documents: dataset.filter(lambda e: e['input_ids'])."
+        )
+    labels = input_ids
+    if "labels" in example:
+        labels = _integers(example["labels"], name, "labels")
+        check_labels_length(len(labels), length, name)
+    if "attention_mask" in example and not np.all(np.asarray(example["attention_mask"]) == 1):
+        raise ValueError(
+            f"{name} has an attention_mask with zeros. Documents are packed without padding: tokenize with "
+            "padding=False, and mask the loss of a prompt with labels of -100."
+        )
+    if length_column in example and int(example[length_column]) != length:
+        raise ValueError(
+            f"{name} has {length} input_ids, but its column '{length_column}' says "
+            f"{int(example[length_column])}. Remove or recompute the column '{length_column}'."
+        )
+    targets = np.append(labels[1:], IGNORED_TARGET)
+    return TokenDocument(input_ids, targets)
+
+
+def check_labels_length(labels: int, length: int, name: str) -> None:
+    """Refuse `labels` of another length than `input_ids`.
+
+    Args:
+        labels: length of `labels`.
+        length: length of `input_ids`.
+        name: how the error message calls the example, such as "document 3".
+
+    Raises:
+        ValueError: they differ.
+    """
+    if labels != length:
+        raise ValueError(
+            f"{name} has {labels} labels for {length} input_ids. Give one label per token, not shifted, with "
+            "-100 where no loss is wanted, or no column 'labels' at all."
+        )
+
+
+def fetch_documents(dataset: Any, indices: Sequence[int], length_column: str) -> list[TokenDocument]:
+    """The documents at these indices of a data set, checked, in one batched read where it offers that.
+
+    Args:
+        dataset: anything that gives an example by index.
+        indices: which documents.
+        length_column: the column that may hold the documents' lengths.
+
+    Raises:
+        ValueError: see `token_document`.
+    """
+    if hasattr(dataset, "__getitems__"):
+        examples = dataset.__getitems__(list(indices))
+    else:
+        examples = [dataset[index] for index in indices]
+    return [
+        token_document(example, f"document {index}", length_column)
+        for index, example in zip(indices, examples, strict=True)
+    ]
+
+
+def _integers(values: Any, name: str, column: str) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} has '{column}' of shape {array.shape} and type {array.dtype}; expected one list of "
+            "integers."
+        )
+    return array.astype(np.int64)

@@ -1,0 +1,136 @@
+"""Document lengths of a data set, and a fingerprint by which ranks compare theirs."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from tqdm.auto import tqdm
+
+from hf_distca.collator.documents import check_columns, check_labels_length, fetch_documents, token_document
+
+READ_BATCH = 1000
+"""Documents read at once when lengths are computed."""
+FINGERPRINT_DOCUMENTS = 64
+"""Documents whose tokens go into a fingerprint."""
+
+
+def document_lengths(dataset: Any, length_column: str = "length", progress: bool = True) -> NDArray[np.int64]:
+    """The number of tokens of every document.
+
+    A `datasets.Dataset` with a length column is believed here and checked again whenever a document is read.
+    Otherwise every document is read once, and checked.
+
+    Args:
+        dataset: anything with a length that gives examples by index; an example has `input_ids` and
+            optionally `labels`.
+        length_column: the column that holds the lengths, where there is one.
+        progress: show a progress bar while lengths are computed.
+
+    Returns:
+        [documents] int64.
+
+    Raises:
+        ValueError: the data set has no length or no document, a document is empty, or an example is not what
+            `token_document` expects.
+    """
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no length, so no global micro-batches can be formed from it. "
+            "Use StreamPacker for a stream, or a data set with a length."
+        )
+    if len(dataset) == 0:
+        raise ValueError("The data set is empty; expected at least one document.")
+    # The columns of a data set with a transform are those that the transform reads, not those that it gives.
+    if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+        check_columns(dataset.column_names, length_column)
+        if length_column in dataset.column_names:
+            return _given_lengths(dataset, length_column)
+        if _stored_as_lists(dataset):
+            return np.concatenate(list(_stored_lengths(dataset, progress)))
+    indices = tqdm(range(len(dataset)), "Document lengths", unit=" documents", disable=not progress)
+    return np.fromiter(
+        (
+            len(token_document(dataset[index], f"document {index}", length_column).input_ids)
+            for index in indices
+        ),
+        np.int64,
+        len(dataset),
+    )
+
+
+def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], length_column: str = "length") -> str:
+    """A hash that differs where two ranks' data sets do.
+
+    It covers the length of every document and the tokens and targets of 64 documents, evenly spread from the
+    first to the last. A data set that draws its documents at random differs from itself.
+
+    Args:
+        dataset: the data set.
+        lengths: [documents] int64, its document lengths.
+        length_column: the column that may hold the lengths.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        ValueError: see `token_document`.
+    """
+    digest = hashlib.sha256(np.ascontiguousarray(lengths, "<i8").tobytes())
+    sample = np.unique(np.linspace(0, len(lengths) - 1, FINGERPRINT_DOCUMENTS, dtype=np.int64))
+    # One at a time: 64 long documents at once may not fit in memory.
+    for index in sample.tolist():
+        (document,) = fetch_documents(dataset, [index], length_column)
+        digest.update(document.input_ids.astype("<i8").tobytes())
+        digest.update(document.targets.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _given_lengths(dataset: datasets.Dataset, length_column: str) -> NDArray[np.int64]:
+    lengths = np.asarray(dataset.select_columns([length_column]).with_format("numpy")[:][length_column])
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise ValueError(
+            f"The column '{length_column}' has the type {dataset.features[length_column]}; expected one "
+            "integer per document. Remove the column, and lengths are computed from input_ids."
+        )
+    _check_no_empty(lengths, 0)
+    return lengths.astype(np.int64)
+
+
+def _stored_lengths(dataset: datasets.Dataset, progress: bool) -> Iterator[NDArray[np.int64]]:
+    """Lengths of stored lists, batch by batch, without turning tokens into Python objects."""
+    columns = [column for column in ("input_ids", "labels") if column in dataset.column_names]
+    first = 0
+    with tqdm(total=len(dataset), desc="Document lengths", unit=" documents", disable=not progress) as bar:
+        for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_BATCH):
+            counts = {
+                # A missing list is as good as an empty one.
+                column: pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy().astype(np.int64)
+                for column in columns
+            }
+            lengths = counts["input_ids"]
+            _check_no_empty(lengths, first)
+            labels = counts.get("labels", lengths)
+            for index in np.flatnonzero(labels != lengths)[:1]:
+                check_labels_length(int(labels[index]), int(lengths[index]), f"document {first + index}")
+            first += len(lengths)
+            bar.update(len(lengths))
+            yield lengths
+
+
+def _check_no_empty(lengths: NDArray[Any], first: int) -> None:
+    for index in np.flatnonzero(lengths <= 0)[:1]:
+        raise ValueError(
+            f"document {first + index} is empty (length {lengths[index]}). "
+            "Remove empty documents: dataset.filter(lambda e: e['input_ids'])."
+        )
+
+
+def _stored_as_lists(dataset: datasets.Dataset) -> bool:
+    """Whether tokens and labels are plain lists on disk, not tensors of some extension type."""
+    stored = [field.type for field in dataset.features.arrow_schema if field.name in ("input_ids", "labels")]
+    return all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in stored)

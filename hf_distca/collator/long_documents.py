@@ -1,0 +1,95 @@
+"""What becomes of a document that is longer than a micro-batch can hold."""
+
+import logging
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+LongDocuments = Literal["error", "truncate", "split"]
+"""What to do with a document longer than the limit.
+
+"error": refuse the data set. "truncate": keep its first tokens, up to the limit. "split": cut it into
+consecutive pieces, each a document of its own that attends to itself only; the last row of a piece still
+predicts the first token of the next, so that splitting loses context, but no target.
+"""
+
+PIECE = np.dtype(
+    [
+        ("document", np.int64),  # index into the data set
+        ("start", np.int64),  # first token of the piece
+        ("stop", np.int64),  # one past its last token
+        ("end", np.int64),  # one past the last token of the document that may be a target
+    ]
+)
+"""Tokens [start, stop) of a document of the data set, which are a document of their own in a micro-batch."""
+
+
+def fit_documents(
+    lengths: NDArray[np.int64], limit: int, policy: LongDocuments, limit_name: str
+) -> NDArray[np.void]:
+    """Apply the policy for long documents; a document within the limit is one piece, its whole self.
+
+    Says nothing about what is truncated: `warn_truncated` does.
+
+    Args:
+        lengths: [documents] int64, the length of each document in tokens.
+        limit: the most tokens that a piece may have.
+        policy: see LongDocuments.
+        limit_name: what messages call the limit, such as "ranks · tokens_per_rank".
+
+    Returns:
+        [pieces] of dtype PIECE, in the order of the data set.
+
+    Raises:
+        ValueError: a document is longer than the limit and the policy is "error", or the limit or the policy
+            is none.
+    """
+    if limit <= 0:
+        raise ValueError(f"{limit_name} is {limit}; expected at least one token.")
+    if policy not in ("error", "truncate", "split"):
+        raise ValueError(
+            f"The policy for long documents is {policy!r}; expected 'error', 'truncate' or 'split'."
+        )
+    too_long = np.flatnonzero(lengths > limit)
+    if len(too_long) and policy == "error":
+        longest = int(np.argmax(lengths))
+        raise ValueError(
+            f"{len(too_long)} of {len(lengths)} documents are longer than {limit_name} = {limit} tokens; the "
+            f"longest, document {longest}, has {lengths[longest]}. Raise tokens_per_rank, use more ranks, or "
+            "choose what becomes of long documents: 'truncate' keeps their first tokens, 'split' cuts them "
+            "into pieces."
+        )
+    used = np.minimum(lengths, limit) if policy == "truncate" else lengths
+    counts = -(-used // limit)
+    pieces = np.empty(int(counts.sum()), PIECE)
+    pieces["document"] = np.repeat(np.arange(len(lengths)), counts)
+    # How many pieces of the same document come before this one.
+    before = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+    pieces["end"] = np.repeat(used, counts)
+    pieces["start"] = before * limit
+    pieces["stop"] = np.minimum(pieces["start"] + limit, pieces["end"])
+    return pieces
+
+
+def warn_truncated(lengths: NDArray[np.int64], limit: int, limit_name: str) -> None:
+    """Log how many documents and tokens the policy "truncate" drops; nothing where it drops none.
+
+    Args:
+        lengths: [documents] int64, the length of each document in tokens.
+        limit: the most tokens of a document that are kept.
+        limit_name: what the message calls the limit.
+    """
+    dropped = np.maximum(lengths - limit, 0)
+    if dropped.any():
+        logger.warning(
+            "%d of %d documents are truncated to %s = %d tokens; %d of %d tokens are dropped.",
+            np.count_nonzero(dropped),
+            len(lengths),
+            limit_name,
+            limit,
+            dropped.sum(),
+            lengths.sum(),
+        )

@@ -1,0 +1,135 @@
+"""One rank's rows of a planned micro-batch as tensors, without padding."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hf_distca.collator.documents import IGNORED_TARGET, TokenDocument
+from hf_distca.collator.rank_documents import PlannedDocuments
+
+
+class DistCACollator:
+    """A DataLoader's `collate_fn` for the data set RankDocuments.
+
+    The batch of a rank has `input_ids`, `position_ids` (of a token in its document), `labels`,
+    `shift_labels`, each [1, rows of this rank] int64, and `distca_plan`, the MicroBatchPlan. Rows are in the
+    order of the layout. `labels` and `shift_labels` are the same: already shifted, in the whole document, so
+    that the row before a cut predicts the first token behind it, wherever that lies; -100 at the end of a
+    document. There is no attention_mask: the plan says who attends to whom.
+
+    Two documents of 4 and 2 tokens on two ranks of 3 tokens. The first document is cut: its last token lies on
+    rank 1, at position 3, and is the target of rank 0's last row.
+
+        >>> from torch.utils.data import DataLoader
+        >>> from hf_distca.collator.lengths import document_lengths
+        >>> from hf_distca.collator.long_documents import fit_documents
+        >>> from hf_distca.collator.rank_documents import RankDocuments
+        >>> from hf_distca.collator.sampler import GlobalBatchSampler
+        >>> from hf_distca.planner.micro_batch import PlanSettings
+        >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
+        >>> settings = PlanSettings(ranks=2, tokens_per_rank=3, document_layout="fixed")
+        >>> lengths = document_lengths(dataset, progress=False)
+        >>> pieces = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
+        >>> for rank in range(2):
+        ...     loader = DataLoader(
+        ...         RankDocuments(dataset, lengths, settings, rank),
+        ...         batch_sampler=GlobalBatchSampler(pieces, capacity=6, shuffle=False),
+        ...         collate_fn=DistCACollator(rank),
+        ...     )
+        ...     batch = next(iter(loader))
+        ...     for name in ("input_ids", "position_ids", "labels", "shift_labels"):
+        ...         print(rank, name, batch[name].tolist())
+        ...     print(rank, "distca_plan", batch["distca_plan"].tokens.tolist())
+        0 input_ids [[11, 12, 13]]
+        0 position_ids [[0, 1, 2]]
+        0 labels [[12, 13, 14]]
+        0 shift_labels [[12, 13, 14]]
+        0 distca_plan [3, 3]
+        1 input_ids [[14, 21, 22]]
+        1 position_ids [[3, 0, 1]]
+        1 labels [[-100, 22, -100]]
+        1 shift_labels [[-100, 22, -100]]
+        1 distca_plan [3, 3]
+
+    Args:
+        rank: the rank whose rows to collate.
+        filler_token_id: the token of a row that only keeps a rank without documents in the exchanges; it has
+            no target.
+    """
+
+    def __init__(self, rank: int, filler_token_id: int = 0):
+        self.rank = rank
+        self.filler_token_id = filler_token_id
+
+    def __call__(self, features: Sequence[PlannedDocuments]) -> dict[str, Any]:
+        """Collate the one planned micro-batch that a GlobalBatchSampler gives per step.
+
+        Raises:
+            ValueError: `features` is not one planned micro-batch.
+        """
+        if len(features) != 1 or not isinstance(features[0], PlannedDocuments):
+            raise ValueError(
+                f"Got {len(features)} items of type {type(features[0]).__name__}; expected one "
+                "PlannedDocuments. Give the DataLoader RankDocuments as its data set and GlobalBatchSampler "
+                "as its batch_sampler."
+            )
+        (planned,) = features
+        (nano_batch,) = planned.plan.nano_batches
+        rows = []
+        starts = []
+        for segment in nano_batch.layout.of_rank(self.rank):
+            rows.append(self._segment_rows(planned, *segment[["document", "start", "stop"]].tolist()))
+            starts.append(int(segment["start"]))
+        return {**rows_batch(rows, starts), "distca_plan": planned.plan}
+
+    def _segment_rows(self, planned: PlannedDocuments, document: int, start: int, stop: int) -> TokenDocument:
+        if document >= len(planned.pieces):
+            return TokenDocument.filler(self.filler_token_id)
+        return piece_document(planned.pieces[document], planned.documents).rows(start, stop)
+
+
+def piece_document(
+    piece: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]
+) -> TokenDocument:
+    """The tokens and targets of a piece.
+
+    Args:
+        piece: one PIECE.
+        documents: the whole documents, by their index in the data set.
+    """
+    whole = documents[piece["document"]]
+    rows = whole.rows(piece["start"], piece["stop"])
+    if piece["stop"] == piece["end"]:
+        # What a truncated document has dropped is no target either.
+        rows = TokenDocument(rows.input_ids, np.append(rows.targets[:-1], IGNORED_TARGET))
+    return rows
+
+
+def rows_batch(rows: Sequence[TokenDocument], starts: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Rows of documents, one after another, as a model's inputs.
+
+    Args:
+        rows: consecutive rows of documents.
+        starts: the position of the first of each in its document.
+
+    Returns:
+        `input_ids`, `position_ids`, `labels` and `shift_labels`, each [1, all rows] int64, the labels already
+        shifted.
+    """
+    positions = [
+        np.arange(start, start + len(part.input_ids)) for start, part in zip(starts, rows, strict=True)
+    ]
+    targets_1T = _packed([part.targets for part in rows])
+    return {
+        "input_ids": _packed([part.input_ids for part in rows]),
+        "position_ids": _packed(positions),
+        "labels": targets_1T,
+        "shift_labels": targets_1T.clone(),
+    }
+
+
+def _packed(parts: Sequence[NDArray[np.int64]]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts)).unsqueeze(0)

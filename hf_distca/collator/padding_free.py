@@ -1,0 +1,100 @@
+"""Batches whose documents already lie on their rank, and a batch for a rank without any."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hf_distca.collator.documents import TokenDocument
+from hf_distca.collator.packing import rows_batch
+
+
+def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
+    """The lengths of the documents in a batch that a padding-free collator made.
+
+    Taken from `document_lengths` (StreamPacker), else from `cu_seq_lens_q`, else from `position_ids` that
+    restart at 0 with each document (transformers' DataCollatorWithFlattening gives these two). To be called
+    before the batch goes to a GPU, which would have to be waited for.
+
+    Args:
+        batch: `input_ids` [1, T] and one of the above; any `attention_mask` must be all ones.
+
+    Returns:
+        Tokens of each document in the order of their rows, T in all.
+
+    Raises:
+        ValueError: the batch has more than one row, padding, nothing that tells its documents apart, or
+            lengths or positions that do not fit its tokens.
+    """
+    input_ids = batch["input_ids"]
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+        raise ValueError(
+            f"input_ids has the shape {tuple(input_ids.shape)}; expected [1, tokens], all documents one "
+            "after another in one row. Use transformers' DataCollatorWithFlattening, or the collator of "
+            "hf_distca."
+        )
+    attention_mask = batch.get("attention_mask")
+    if attention_mask is not None and not bool((attention_mask == 1).all()):
+        raise ValueError(
+            "The batch has an attention_mask with zeros; expected no padding. Use a padding-free collator "
+            "such as transformers' DataCollatorWithFlattening."
+        )
+    tokens = input_ids.shape[1]
+    if batch.get("document_lengths") is not None:
+        return _checked(tuple(batch["document_lengths"]), tokens, "document_lengths")
+    if batch.get("cu_seq_lens_q") is not None:
+        return _checked(tuple(batch["cu_seq_lens_q"].diff().tolist()), tokens, "cu_seq_lens_q")
+    if batch.get("position_ids") is not None:
+        return _lengths_by_position(batch["position_ids"], tokens)
+    raise ValueError(
+        f"The batch has only {sorted(batch)}: nothing says where its documents begin. Expected position_ids "
+        "that restart at 0 with each document, or cu_seq_lens_q; "
+        "DataCollatorWithFlattening(return_position_ids=True) gives the former."
+    )
+
+
+def empty_batch(filler_token_id: int = 0) -> dict[str, Any]:
+    """What a rank whose data has ended computes on, so that it still takes part in every exchange.
+
+    Args:
+        filler_token_id: the token of its only row, which has no target.
+
+    Returns:
+        The format of StreamPacker, with one document of one token.
+    """
+    filler = TokenDocument.filler(filler_token_id)
+    return {**rows_batch([filler], [0]), "document_lengths": (1,)}
+
+
+def _checked(lengths: tuple[int, ...], tokens: int, name: str) -> tuple[int, ...]:
+    if sum(lengths) != tokens or any(length < 1 for length in lengths):
+        raise ValueError(
+            f"{name} gives document lengths {lengths[:10]}{'…' if len(lengths) > 10 else ''} with a sum of "
+            f"{sum(lengths)} for {tokens} tokens; expected positive lengths that sum to the tokens of the "
+            "batch."
+        )
+    return lengths
+
+
+def _lengths_by_position(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    if position_ids.shape != (1, tokens):
+        raise ValueError(
+            f"position_ids has the shape {tuple(position_ids.shape)} for {tokens} tokens; expected [1, "
+            f"{tokens}]."
+        )
+    positions_T = position_ids[0]
+    starts = (positions_T == 0).nonzero().flatten()
+    if tokens == 0 or positions_T[0] != 0:
+        raise ValueError(
+            f"position_ids begin with {positions_T[:5].tolist()}; expected 0 at the first token of each "
+            "document, the first one included (DataCollatorWithFlattening with position_ids_start=0)."
+        )
+    breaks = ((positions_T[1:] != positions_T[:-1] + 1) & (positions_T[1:] != 0)).nonzero().flatten()
+    if len(breaks):
+        at = int(breaks[0])
+        raise ValueError(
+            f"position_ids go from {int(positions_T[at])} to {int(positions_T[at + 1])} at row {at + 1}; "
+            "expected the next integer inside a document and 0 at the start of one."
+        )
+    ends = torch.cat([starts[1:], starts.new_tensor([tokens])])
+    return tuple((ends - starts).tolist())

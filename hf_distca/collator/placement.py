@@ -1,0 +1,154 @@
+"""Filling bins of a fixed capacity with documents: which documents share a micro-batch."""
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from math import isqrt
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+LOOK_AHEAD = 16
+"""Documents that may wait for the next micro-batch before the current one is closed."""
+
+
+def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Iterator[list[Item]]:
+    """Fill one bin after another, as nearly as possible in the given order.
+
+    A document that does not fit waits for the next bin while shorter ones behind it may still go in; when 16
+    documents wait, the bin is closed. Takes from `documents` only what it needs.
+
+    Args:
+        documents: (tokens, anything) for each document, each at most `capacity` tokens.
+        capacity: the most tokens of a bin.
+
+    Yields:
+        The documents of one bin, never none.
+    """
+    chosen: list[Item] = []
+    room = capacity
+    waiting: list[tuple[int, Item]] = []
+    for length, item in documents:
+        if length <= room:
+            chosen.append(item)
+            room -= length
+        else:
+            waiting.append((length, item))
+        while len(waiting) > LOOK_AHEAD:
+            yield chosen
+            chosen, room, waiting = _next_bin(waiting, capacity)
+    while chosen:
+        yield chosen
+        chosen, room, waiting = _next_bin(waiting, capacity)
+
+
+def _next_bin(
+    waiting: list[tuple[int, Item]], capacity: int
+) -> tuple[list[Item], int, list[tuple[int, Item]]]:
+    """Start a bin with those that waited: its documents, its room, and who waits on."""
+    chosen: list[Item] = []
+    room = capacity
+    still_waiting = []
+    for length, item in waiting:
+        if length <= room:
+            chosen.append(item)
+            room -= length
+        else:
+            still_waiting.append((length, item))
+    return chosen, room, still_waiting
+
+
+def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
+    """Put each document, in the given order, into the bin with the fewest tokens.
+
+    Args:
+        lengths: tokens of each document, long ones first for an even result.
+        bins: how many bins there are.
+        capacity: the most tokens of a bin.
+
+    Returns:
+        The bin of each document, or None where a document found no room.
+    """
+    # An entry is load · bins + bin: one integer, so that the heap compares quickly.
+    loads = list(range(bins))
+    chosen = []
+    for length in lengths:
+        load, emptiest = divmod(loads[0], bins)
+        if load + length > capacity:
+            return None
+        heapq.heapreplace(loads, loads[0] + length * bins)
+        chosen.append(emptiest)
+    return chosen
+
+
+def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
+    """Put each document, in the given order, into the fullest bin that has room, or else into a new one.
+
+    With the longest first this is best-fit decreasing, which needs at most 11/9 of the fewest possible bins,
+    and usually exactly the fewest.
+
+    Args:
+        lengths: tokens of each document, the longest first, none above `capacity`.
+        capacity: the most tokens of a bin.
+
+    Returns:
+        The bin of each document, numbered from 0 in the order of opening.
+    """
+    bins_with_room: dict[int, list[int]] = {}
+    rooms = _IntegerSet(capacity)
+    chosen = []
+    opened = 0
+    for length in lengths:
+        room = rooms.at_least(length)
+        if room is None:
+            room, fullest = capacity, opened
+            opened += 1
+        else:
+            same = bins_with_room[room]
+            fullest = same.pop()
+            if not same:
+                rooms.remove(room)
+        same = bins_with_room.setdefault(room - length, [])
+        if not same:
+            rooms.add(room - length)
+        same.append(fullest)
+        chosen.append(fullest)
+    return chosen
+
+
+class _IntegerSet:
+    """Integers from 0 to a maximum, with a fast answer to "the smallest one that is at least x".
+
+    Bits of about √maximum integers, each with about √maximum bits, and one integer that says which of them
+    are not 0.
+    """
+
+    def __init__(self, maximum: int):
+        self.width = isqrt(maximum) + 1
+        self.blocks = [0] * (maximum // self.width + 1)
+        self.occupied = 0
+
+    def add(self, value: int) -> None:
+        block, bit = divmod(value, self.width)
+        self.blocks[block] |= 1 << bit
+        self.occupied |= 1 << block
+
+    def remove(self, value: int) -> None:
+        block, bit = divmod(value, self.width)
+        self.blocks[block] &= ~(1 << bit)
+        if not self.blocks[block]:
+            self.occupied &= ~(1 << block)
+
+    def at_least(self, value: int) -> int | None:
+        block, bit = divmod(value, self.width)
+        above = self.blocks[block] >> bit
+        if above:
+            return value + _lowest_bit(above)
+        later = self.occupied >> (block + 1)
+        if not later:
+            return None
+        block += 1 + _lowest_bit(later)
+        return block * self.width + _lowest_bit(self.blocks[block])
+
+
+def _lowest_bit(value: int) -> int:
+    return (value & -value).bit_length() - 1

@@ -1,0 +1,96 @@
+"""A rank's view of the data set: from a global micro-batch to its plan and the documents this rank needs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from hf_distca.collator.documents import TokenDocument, check_columns, fetch_documents
+from hf_distca.collator.sampler import GlobalMicroBatch
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedDocuments:
+    """A planned global micro-batch and those of its documents that one rank holds rows of.
+
+    Attributes:
+        plan: the plan of all ranks. Its documents are the pieces, in order, then fillers of one token each,
+            as many as it takes until every rank holds a row: a rank without one would be missing in every
+            exchange.
+        pieces: [pieces] of dtype PIECE, which tokens of the data set each document of the plan is.
+        documents: the whole documents that this rank holds rows of, by their index in the data set.
+    """
+
+    plan: MicroBatchPlan
+    pieces: NDArray[np.void]
+    documents: dict[int, TokenDocument]
+
+
+class RankDocuments(Dataset[PlannedDocuments]):
+    """The data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
+
+    Indexed by a GlobalMicroBatch it plans it, the same on every rank, and reads only the documents of which
+    this rank holds rows. With DataLoader workers both happen there, ahead of the training step.
+
+    Args:
+        dataset: the user's data set: anything that gives examples by index, as `token_document` expects them.
+        lengths: [documents] int64, from `document_lengths`.
+        settings: what plans depend on, the same on every rank.
+        rank: this rank.
+        length_column: the column that may hold the documents' lengths.
+
+    Raises:
+        ValueError: the data set has columns that packing would have to drop. On indexing: a document is not
+            what `token_document` expects, or its length is not the one given.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        lengths: NDArray[np.int64],
+        settings: PlanSettings,
+        rank: int,
+        length_column: str = "length",
+    ):
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            check_columns(dataset.column_names, length_column)
+            # A long document as a Python list costs 100 times its array.
+            dataset = dataset.with_format("numpy")
+        self.dataset = dataset
+        self.lengths = lengths
+        self.settings = settings
+        self.rank = rank
+        self.length_column = length_column
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
+        pieces = micro_batch.pieces
+        plan = self._plan(micro_batch)
+        held = [nano_batch.layout.of_rank(self.rank)["document"] for nano_batch in plan.nano_batches]
+        in_plan = np.unique(np.concatenate(held))
+        indices = np.unique(pieces["document"][in_plan[in_plan < len(pieces)]]).tolist()
+        # An empty request would be answered with no columns at all.
+        documents = fetch_documents(self.dataset, indices, self.length_column) if indices else []
+        for index, document in zip(indices, documents, strict=True):
+            if len(document.input_ids) != self.lengths[index]:
+                raise ValueError(
+                    f"document {index} has {len(document.input_ids)} tokens, but {self.lengths[index]} when "
+                    "lengths were taken. Expected a data set that gives the same tokens each time; tokenize "
+                    f"it beforehand, and recompute or remove the column '{self.length_column}'."
+                )
+        return PlannedDocuments(plan, pieces, dict(zip(indices, documents, strict=True)))
+
+    def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
+        lengths = micro_batch.lengths.tolist()
+        plan = plan_micro_batch(lengths, self.settings)
+        while without_rows := np.count_nonzero(plan.tokens == 0):
+            lengths += [1] * without_rows
+            plan = plan_micro_batch(lengths, self.settings)
+        return plan

@@ -1,0 +1,145 @@
+"""Global micro-batches: which documents are trained on together, the same on every rank."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from hf_distca.collator.placement import pack_in_order, place_evenly, place_tightly
+
+CLASSES_PER_OCTAVE = (1, 4, 16)
+"""How finely documents are sorted by length before they are placed, coarsest (most random) first."""
+SPARE_BATCHES = 200
+"""One micro-batch more than needed for every so many: room for random placement, 0.5 % at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalMicroBatch:
+    """The documents that all ranks together train on in one forward and backward pass.
+
+    Attributes:
+        pieces: [documents] of dtype PIECE, each a document of the micro-batch.
+    """
+
+    pieces: NDArray[np.void]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[documents] int64: tokens of each document."""
+        tokens: NDArray[np.int64] = self.pieces["stop"] - self.pieces["start"]
+        return tokens
+
+
+class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
+    """A DataLoader's `batch_sampler` that gives one global micro-batch per step.
+
+    Every rank iterates over all of it, so the loader must not be sharded again (accelerate:
+    `num_processes=1`). A data set like RankDocuments takes each GlobalMicroBatch as its index.
+
+    Every piece comes once per epoch, whole. With `shuffle`, all micro-batches of an epoch get about equally
+    many tokens, and similar numbers of long and short documents: no step has a fraction of the others'
+    tokens. What shares a micro-batch changes from epoch to epoch. Without it, documents come in the order of
+    the data set, as full as that allows, and the last micro-batch is what is left.
+
+    The number of micro-batches depends on lengths and capacity only, so that it is the same in every epoch.
+    It has no `batch_size`: the number of documents varies.
+
+    Args:
+        pieces: [pieces] of dtype PIECE, from `fit_documents`.
+        capacity: the most tokens of a micro-batch: ranks · tokens_per_rank.
+        shuffle: whether to draw new micro-batches in each epoch.
+        seed: with the epoch, determines the order.
+
+    Raises:
+        ValueError: there is no piece, or one is longer than the capacity.
+    """
+
+    def __init__(self, pieces: NDArray[np.void], capacity: int, shuffle: bool = True, seed: int = 0):
+        if len(pieces) == 0:
+            raise ValueError("There are no documents to form micro-batches from; expected at least one.")
+        lengths: NDArray[np.int64] = pieces["stop"] - pieces["start"]
+        if lengths.max() > capacity:
+            raise ValueError(
+                f"A document has {lengths.max()} tokens, more than the {capacity} tokens of a micro-batch. "
+                "Apply fit_documents with this capacity first."
+            )
+        self.pieces = pieces
+        self.capacity = capacity
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self._lengths = lengths
+        if shuffle:
+            self._batches = self._count_shuffled()
+        else:
+            batches = list(pack_in_order(zip(lengths.tolist(), range(len(pieces)), strict=True), capacity))
+            self._batches = len(batches)
+            self._in_order = np.array([piece for batch in batches for piece in batch])
+            self._sizes_in_order = np.array([len(batch) for batch in batches])
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration goes through."""
+        self.epoch = epoch
+
+    @property
+    def sampler(self) -> "GlobalBatchSampler":
+        """Itself: in a resumed loader, accelerate forwards `set_epoch` to `batch_sampler.sampler` only."""
+        return self
+
+    def __iter__(self) -> Iterator[list[GlobalMicroBatch]]:
+        order, sizes = self._shuffled() if self.shuffle else (self._in_order, self._sizes_in_order)
+        stops = np.cumsum(sizes)
+        for start, stop in zip((stops - sizes).tolist(), stops.tolist(), strict=True):
+            yield [GlobalMicroBatch(self.pieces[order[start:stop]])]
+
+    def _count_shuffled(self) -> int:
+        """How many micro-batches an epoch has: few enough to be nearly full, enough for every epoch."""
+        longest_first = np.sort(self._lengths)[::-1].tolist()
+        fewest = -(-sum(longest_first) // self.capacity)
+        with_spare = min(fewest + fewest // SPARE_BATCHES, len(longest_first))
+        if place_evenly(longest_first, with_spare, self.capacity) is not None:
+            return with_spare
+        # Few documents per micro-batch: even filling leaves no room for the last ones.
+        return max(place_tightly(longest_first, self.capacity)) + 1
+
+    def _shuffled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """This epoch's pieces, one micro-batch after another, and how many each micro-batch has."""
+        random = np.random.default_rng((self.seed, self.epoch))
+        shuffled = random.permutation(len(self.pieces))
+        batch_of = self._place(shuffled)
+        # Placing starts the first micro-batches with the longest documents: give them a random place in the
+        # epoch.
+        batch_of = random.permutation(self._batches)[batch_of]
+        return (
+            shuffled[np.argsort(batch_of, kind="stable")],
+            np.bincount(batch_of, minlength=self._batches),
+        )
+
+    def _place(self, shuffled: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The micro-batch of each piece of `shuffled`."""
+        lengths = self._lengths[shuffled]
+        # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that ranks on different
+        # processors agree.
+        mantissa, exponent = np.frexp(lengths)
+        for classes in CLASSES_PER_OCTAVE:
+            length_class = exponent * classes + np.floor((2 * mantissa - 1) * classes).astype(np.int64)
+            order = np.argsort(-length_class, kind="stable")
+            chosen = place_evenly(lengths[order].tolist(), self._batches, self.capacity)
+            if chosen is not None:
+                break
+        else:
+            # Equal lengths are still in random order. One of these two fits in every epoch, as it did when
+            # counting.
+            order = np.argsort(-lengths, kind="stable")
+            longest_first = lengths[order].tolist()
+            chosen = place_evenly(longest_first, self._batches, self.capacity)
+            if chosen is None:
+                chosen = place_tightly(longest_first, self.capacity)
+        batch_of = np.empty(len(lengths), np.int64)
+        batch_of[order] = chosen
+        return batch_of

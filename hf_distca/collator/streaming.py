@@ -1,0 +1,101 @@
+"""Packing a stream of documents whose lengths nobody knows beforehand."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import datasets
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from hf_distca.collator.documents import TokenDocument, token_document
+from hf_distca.collator.long_documents import LongDocuments, fit_documents
+from hf_distca.collator.packing import piece_document, rows_batch
+from hf_distca.collator.placement import pack_in_order
+
+logger = logging.getLogger(__name__)
+
+
+class StreamPacker(IterableDataset[dict[str, Any]]):
+    """One rank's share of a stream, packed into batches of whole documents.
+
+    A batch has `input_ids`, `position_ids`, `labels`, `shift_labels`, each [1, rows] int64 with at most
+    `tokens_per_rank` rows, as DistCACollator gives them, and `document_lengths`, a tuple of ints. There is no
+    plan in it: documents stay on their rank, and ranks exchange lengths to plan their attention. Ranks may
+    have different numbers of batches; `empty_batch` is for those that end first.
+
+    Its items are batches: use `DataLoader(StreamPacker(...), batch_size=None)`, and do not shard the loader
+    again (accelerate: `num_processes=1`, `dispatch_batches=False`).
+
+    A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader workers by
+    its shards, of which there should be at least ranks · workers; shuffle it with the same seed on every
+    rank. Of anything else every rank and worker reads all and takes every n-th document.
+
+    Args:
+        dataset: an iterable of examples as `token_document` expects them, the same on every rank, that can be
+            iterated over once per epoch.
+        ranks: ranks that share the stream.
+        rank: this rank.
+        tokens_per_rank: the most rows of a batch.
+        long_documents: what becomes of a document longer than tokens_per_rank, which is the limit here, since
+            a streamed document stays on its rank.
+        length_column: a column that may hold the documents' lengths.
+
+    Raises:
+        ValueError: rank or tokens_per_rank are out of range. On iteration: a document is not what
+            `token_document` expects, or is too long under the policy "error".
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        ranks: int,
+        rank: int,
+        tokens_per_rank: int,
+        long_documents: LongDocuments = "error",
+        length_column: str = "length",
+    ):
+        if not 0 <= rank < ranks:
+            raise ValueError(f"The rank is {rank} of {ranks}; expected one from 0 to {ranks - 1}.")
+        # Checks the limit and the policy before the first document is read.
+        fit_documents(np.zeros(0, np.int64), tokens_per_rank, long_documents, "tokens_per_rank")
+        self._splits_itself = isinstance(dataset, datasets.IterableDataset)
+        if isinstance(dataset, datasets.IterableDataset):
+            dataset = datasets.distributed.split_dataset_by_node(dataset, rank=rank, world_size=ranks)
+        self.dataset = dataset
+        self.ranks = ranks
+        self.rank = rank
+        self.tokens_per_rank = tokens_per_rank
+        self.long_documents = long_documents
+        self.length_column = length_column
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the data set, if it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        documents = ((len(document.input_ids), document) for document in self._documents())
+        for packed in pack_in_order(documents, self.tokens_per_rank):
+            lengths = tuple(len(document.input_ids) for document in packed)
+            yield {**rows_batch(packed, [0] * len(packed)), "document_lengths": lengths}
+
+    def _documents(self) -> Iterator[TokenDocument]:
+        for number, example in enumerate(self._share()):
+            document = token_document(
+                example, f"document {number} of rank {self.rank}'s stream", self.length_column
+            )
+            lengths = np.array([len(document.input_ids)])
+            if lengths[0] <= self.tokens_per_rank:
+                yield document
+                continue
+            for piece in fit_documents(lengths, self.tokens_per_rank, self.long_documents, "tokens_per_rank"):
+                yield piece_document(piece, [document])
+
+    def _share(self) -> Iterable[Any]:
+        if self._splits_itself:
+            return self.dataset
+        worker = get_worker_info()
+        workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
+        return islice(iter(self.dataset), self.rank + worker_id * self.ranks, None, self.ranks * workers)

@@ -39,24 +39,34 @@ class Part:
     k_step: int = 0
 
 
-def plan_parts(shapes: TaskShapes, params: AttentionParams) -> tuple[Part, ...]:
+@dataclass(frozen=True)
+class PartPlan:
+    """All parts of a call.
+
+    Attributes:
+        parts: the first part that touches a row is causal, if the call is; later ones add to it.
+        rows_in_order: the parts, one after another, hold every packed row once and in order.
+        keys_in_order: likewise for the packed keys.
+    """
+
+    parts: tuple[Part, ...]
+    rows_in_order: bool
+    keys_in_order: bool
+
+
+def plan_parts(shapes: TaskShapes, params: AttentionParams) -> PartPlan:
     """Cut all tasks of a call into parts.
 
     Args:
         shapes: lengths of the tasks.
         params: the mask.
-
-    Returns:
-        Parts such that the first part which touches a row touches it with its diagonal, if it has one.
     """
     return _plan(shapes.q_lens, shapes.k_lens, params.causal, params.window)
 
 
-# Every layer of a micro-batch asks for the same plan, twice.
+# Every layer of a micro-batch asks for the same plan, in both directions.
 @lru_cache(maxsize=256)
-def _plan(
-    q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, window: int | None
-) -> tuple[Part, ...]:
+def _plan(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool, window: int | None) -> PartPlan:
     parts: list[Part] = []
     q_starts, k_starts = accumulate(q_lens, initial=0), accumulate(k_lens, initial=0)
     tasks = zip(q_lens, k_lens, q_starts, k_starts, strict=False)
@@ -67,17 +77,35 @@ def _plan(
         _, _, q_first, k_first = run[0]
         for part in _task_parts(q_len, k_len, causal, window):
             moved = replace(part, q_first=q_first + part.q_first, k_first=k_first + part.k_first)
-            if len(run) == 1:
-                parts.append(moved)
-            elif part.count == 1:
-                # Tasks of equal lengths that lie beside each other are one batch.
-                parts.append(replace(moved, count=len(run), q_step=q_len, k_step=k_len))
-            else:
-                parts.extend(
-                    replace(moved, q_first=moved.q_first + i * q_len, k_first=moved.k_first + i * k_len)
-                    for i in range(len(run))
-                )
-    return tuple(parts)
+            parts.extend(_repeated(moved, len(run), q_len, k_len))
+    return PartPlan(
+        parts=tuple(parts),
+        rows_in_order=_in_order([(p.q_first, p.q_rows, p.count, p.q_step) for p in parts], sum(q_lens)),
+        keys_in_order=_in_order([(p.k_first, p.k_rows, p.count, p.k_step) for p in parts], sum(k_lens)),
+    )
+
+
+def _in_order(blocks: list[tuple[int, int, int, int]], total: int) -> bool:
+    """Whether blocks (first, rows, count, step), one after another, are the rows 0 to total."""
+    end = 0
+    for first, rows, count, step in blocks:
+        if first != end or (count > 1 and step != rows):
+            return False
+        end += rows * count
+    return end == total
+
+
+def _repeated(part: Part, tasks: int, q_len: int, k_len: int) -> Iterator[Part]:
+    """The part once for each of `tasks` tasks of the same lengths that lie beside each other."""
+    if part.count * part.q_step == q_len and part.count * part.k_step == k_len:
+        yield replace(part, count=part.count * tasks)
+    elif part.count < tasks:
+        for b in range(part.count):
+            first = {"q_first": part.q_first + b * part.q_step, "k_first": part.k_first + b * part.k_step}
+            yield replace(part, **first, count=tasks, q_step=q_len, k_step=k_len)
+    else:
+        for i in range(tasks):
+            yield replace(part, q_first=part.q_first + i * q_len, k_first=part.k_first + i * k_len)
 
 
 def _task_parts(q_len: int, k_len: int, causal: bool, window: int | None) -> Iterator[Part]:
@@ -86,25 +114,18 @@ def _task_parts(q_len: int, k_len: int, causal: bool, window: int | None) -> Ite
         yield Part(0, q_len, 0, k_len, "full")
         return
     before = k_len - q_len  # keys before the first row's own
-    if window is None or window >= k_len:
-        yield from _causal_parts(q_len, before)
-        return
     # Rows that see all keys before them.
-    head = min(max(window - 1 - before, 0), q_len)
+    head = q_len if window is None else min(max(window - 1 - before, 0), q_len)
     if head:
-        yield from _causal_parts(head, before)
-    # The others in blocks of a few rows, see `_window_parts`; the last block may be smaller.
-    block = min(window, max(window // 4, 64), 256)
-    blocks, rest = divmod(q_len - head, block)
-    yield from _window_parts(head, block, blocks, before, window)
-    yield from _window_parts(head + blocks * block, rest, 1, before, window)
-
-
-def _causal_parts(rows: int, before: int) -> Iterator[Part]:
-    """Rows [0, rows) against all keys before them, `before` of which precede row 0's own."""
-    yield Part(0, rows, before, rows, "causal")
-    if before:
-        yield Part(0, rows, 0, before, "full")
+        yield Part(0, head, before, head, "causal")
+        if before:
+            yield Part(0, head, 0, before, "full")
+    if window is not None and head < q_len:
+        # The others in blocks of a few rows; the last block may be smaller.
+        block = min(window, max(window // 2, 64), 256)
+        blocks, rest = divmod(q_len - head, block)
+        yield from _window_parts(head, block, blocks, before, window)
+        yield from _window_parts(head + blocks * block, rest, 1, before, window)
 
 
 def _window_parts(first: int, block: int, blocks: int, before: int, window: int) -> Iterator[Part]:

@@ -81,3 +81,34 @@ class Plan:
             return np.zeros(len(self.tasks), np.int64)
         first: NDArray[np.int64] = np.maximum(self.tasks["start"] - self.window + 1, 0)
         return first
+
+
+@dataclass(frozen=True, eq=False)
+class NanoBatch:
+    """One layout and the plans of every kind of attention layer on it.
+
+    Attributes:
+        layout: where the rows are; a document lies in one nano-batch only.
+        plans: for each attention window of the model (None: full causal attention), its plan.
+    """
+
+    layout: Layout
+    plans: dict[int | None, Plan]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchPlan:
+    """What one global micro-batch carries with it: the same object on every rank.
+
+    Attributes:
+        nano_batches: one, or two (ping and pong) whose exchanges hide behind each other's computation.
+            A rank's rows are those of the first nano-batch followed by those of the second.
+    """
+
+    nano_batches: tuple[NanoBatch, ...]
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[ranks] int64: rows that each rank holds."""
+        total: NDArray[np.int64] = np.sum([nano.layout.tokens for nano in self.nano_batches], axis=0)
+        return total

@@ -1,0 +1,311 @@
+"""Core attention of one layer, disaggregated: exchange, compute, exchange back, and the same in reverse.
+
+Three autograd nodes make one attention, so that two nano-batches can take turns between them:
+
+              forward                                     backward
+    Send      start the exchange of Q, K, V;              wait for dQ, dK, dV and add them up
+              compute own tasks
+    Compute   wait; compute what was received;            wait; gradients of what was received;
+              start the exchange of O                     start the exchange of dQ, dK, dV
+    Receive   wait for O                                  start the exchange of dO, Q, K, V, O, LSE;
+                                                          gradients of own tasks
+
+The engine runs backward nodes in the reverse order of their creation, so the backward's exchanges follow
+from the forward's order on every rank alike. Between the nodes only an empty token travels: forward and
+backward hand over other sizes, which autograd would reject.
+
+Shape suffixes: T local rows, Q query rows of a kernel call, R received rows, K key/value rows of a kernel call, H query
+heads, G key/value heads, D head dim of queries and keys, E head dim of values.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hf_distca.dispatch.bound import BoundGroup, BoundPlan, BoundRoutes
+from hf_distca.dispatch.exchange import PendingRows
+from hf_distca.dispatch.rows import RowSum, put, take
+from hf_distca.kernels.contract import AttentionParams
+from hf_distca.kernels.merge import merge
+
+
+class _Layer:
+    """One attention of one layer on one nano-batch, on its way through the three nodes.
+
+    Holds what one node hands to the next; nothing stays here between forward and backward.
+    """
+
+    def __init__(self, bound: BoundPlan, routes: BoundRoutes, params: AttentionParams) -> None:
+        self.exchange = bound.exchange
+        self.kernel = bound.kernel
+        self.keep_received = bound.keep_received
+        self.routes = routes
+        self.params = params
+        self.prefix_params = params if routes.prefix_is_causal else replace(params, causal=False)
+        self.queries_on_the_way: PendingRows
+        self.keys_on_the_way: PendingRows
+        self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, o, lse
+        self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
+        self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
+
+    def params_of(self, group: BoundGroup) -> AttentionParams:
+        return self.prefix_params if group is self.routes.prefix else self.params
+
+
+def disaggregated_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, sinks_H: Tensor | None, bound: BoundPlan, params: AttentionParams
+) -> Tensor:
+    """Core attention of this rank's rows, computed wherever the plan says.
+
+    Args:
+        q_THD: queries of the rank's rows, after position embedding; all three in one dtype.
+        k_TGD: keys.
+        v_TGE: values.
+        sinks_H: learned attention sinks, one logit a query head (gpt-oss), or None.
+        bound: the plan of the micro-batch.
+        params: scale, window and softcap of the layer.
+
+    Returns:
+        o_THE.
+
+    Raises:
+        ValueError: the rows, or the layer's window, are not those of the plan, or the kernel cannot do it.
+    """
+    if q_THD.shape[0] != bound.rows:
+        raise ValueError(
+            f"the plan gives this rank {bound.rows} rows, the model runs on {q_THD.shape[0]}; a plan belongs "
+            "to the batch it came with"
+        )
+    bound.kernel.check(
+        device=q_THD.device,
+        dtype=q_THD.dtype,
+        head_dim_qk=q_THD.shape[2],
+        head_dim_v=v_TGE.shape[2],
+        params=params,
+    )
+    outputs, row = [], 0
+    for nano in bound.nano_batches:
+        if params.window not in nano.routes:
+            raise ValueError(
+                f"a layer has attention window {params.window}, the plan was made for {list(nano.routes)}; "
+                "give all of them in PlanSettings.windows"
+            )
+        rows = slice(row, row + nano.rows)
+        layer = _Layer(bound, nano.routes[params.window], params)
+        token = _Send.apply(layer, q_THD[rows], k_TGD[rows], v_TGE[rows])
+        token = _Compute.apply(layer, token)
+        outputs.append(_Receive.apply(layer, token, q_THD[rows], k_TGD[rows], v_TGE[rows], sinks_H))
+        row += nano.rows
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class _Send(torch.autograd.Function):
+    """Start the exchange of Q, K and V; compute the tasks that need nothing of it."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, layer: _Layer, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
+        ctx.layer = layer
+        routes = layer.routes
+        queries, keys = routes.queries, routes.keys
+        layer.queries_on_the_way = layer.exchange.start([take(q_THD, queries.rows)], queries.traffic)
+        layer.keys_on_the_way = layer.exchange.start([take(k_TGD, keys.rows), take(v_TGE, keys.rows)], keys.traffic)
+        layer.local = (q_THD, k_TGD, v_TGE)
+        layer.result = _own_forward(layer, q_THD, k_TGD, v_TGE)
+        return q_THD.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, _token: Tensor) -> tuple[Tensor | None, ...]:
+        layer = ctx.layer
+        dq, dk, dv = layer.sums
+        queries, keys = layer.routes.queries, layer.routes.keys
+        (came_dq_QHD,) = layer.queries_on_the_way.wait()
+        dq.add(queries.rows, came_dq_QHD)
+        came_dk_KGD, came_dv_KGE = layer.keys_on_the_way.wait()
+        for index, part in keys.rows_by_peer:  # several workers may have used a row: rank after rank
+            dk.add(index, came_dk_KGD[part])
+            dv.add(index, came_dv_KGE[part])
+        del layer.queries_on_the_way, layer.keys_on_the_way, layer.sums
+        return None, dq.result(), dk.result(), dv.result()
+
+
+class _Compute(torch.autograd.Function):
+    """Wait for the received rows, compute their tasks, start the exchange of the results."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, layer: _Layer, token: Tensor) -> Tensor:
+        ctx.layer = layer
+        routes, kernel = layer.routes, layer.kernel
+        (q_RHD,) = layer.queries_on_the_way.wait()
+        k_RGD, v_RGE = layer.keys_on_the_way.wait()
+        if layer.keep_received:
+            ctx.save_for_backward(q_RHD, k_RGD, v_RGE)
+
+        # Visitors first: their results have a way to go.
+        k_KGD, v_KGE = take(k_RGD, routes.visiting.k_rows), take(v_RGE, routes.visiting.k_rows)
+        if routes.visiting.empty:
+            o_QHE = q_RHD.new_empty((0, q_RHD.shape[1], v_RGE.shape[2]))
+            lse_QH = q_RHD.new_empty((0, q_RHD.shape[1]), dtype=_lse_dtype(q_RHD))
+        else:
+            o_QHE, lse_QH = kernel.forward(q_RHD, k_KGD, v_KGE, routes.visiting.shapes, layer.params)
+        layer.queries_on_the_way = layer.exchange.start([o_QHE, lse_QH], routes.queries.traffic.reversed())
+
+        if not routes.prefix.empty:
+            q_THD = layer.local[0]
+            o_THE, lse_TH = layer.result
+            rows = routes.prefix.q_rows
+            k_KGD, v_KGE = take(k_RGD, routes.prefix.k_rows), take(v_RGE, routes.prefix.k_rows)
+            part = kernel.forward(take(q_THD, rows), k_KGD, v_KGE, routes.prefix.shapes, layer.prefix_params)
+            if routes.prefix_is_causal:  # the whole task, not a part of it
+                merged = part
+            else:
+                merged = merge(*part, take(o_THE, rows), take(lse_TH, rows))
+            put(o_THE, rows, merged[0])
+            put(lse_TH, rows, merged[1])
+        del layer.keys_on_the_way
+        layer.local = ()
+        return token.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, token: Tensor) -> tuple[Tensor | None, ...]:
+        layer = ctx.layer
+        routes = layer.routes
+        do_THE, q_THD, o_THE, lse_TH = layer.local
+        if layer.keep_received:
+            do_QHE, o_QHE, lse_QH = layer.queries_on_the_way.wait()
+            q_QHD, k_RGD, v_RGE = ctx.saved_tensors
+        else:
+            q_QHD, do_QHE, o_QHE, lse_QH = layer.queries_on_the_way.wait()
+            k_RGD, v_RGE = layer.keys_on_the_way.wait()
+        came_dk, came_dv = RowSum(tuple(k_RGD.shape), k_RGD), RowSum(tuple(v_RGE.shape), v_RGE)
+
+        dq_QHD = q_QHD
+        if not routes.visiting.empty:
+            dq_QHD = _backward(layer, routes.visiting, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH, came_dk, came_dv)
+        layer.queries_on_the_way = layer.exchange.start([dq_QHD], routes.queries.traffic.reversed())
+        if not routes.prefix.empty:
+            rows = routes.prefix.q_rows
+            dq_QHD = _backward(
+                layer,
+                routes.prefix,
+                *(take(x, rows) for x in (do_THE, q_THD)),
+                k_RGD,
+                v_RGE,
+                *(take(x, rows) for x in (o_THE, lse_TH)),
+                came_dk,
+                came_dv,
+            )
+            layer.sums[0].add(rows, dq_QHD)
+        layer.keys_on_the_way = layer.exchange.start(
+            [came_dk.result(), came_dv.result()], routes.keys.traffic.reversed()
+        )
+        layer.local = ()
+        return None, token.new_empty(0)
+
+
+class _Receive(torch.autograd.Function):
+    """Wait for the results of the rank's rows that were computed elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        layer: _Layer,
+        token: Tensor,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGE: Tensor,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        ctx.layer = layer
+        o_THE, lse_TH = layer.result
+        came_o_QHE, came_lse_QH = layer.queries_on_the_way.wait()
+        put(o_THE, layer.routes.queries.rows, came_o_QHE)
+        put(lse_TH, layer.routes.queries.rows, came_lse_QH)
+        del layer.queries_on_the_way, layer.result
+        if sinks_H is not None:
+            # A sink is one more key with a value of zero: it changes the softmax's denominator only, and
+            # with O and LSE changed the backward of all other keys is the usual one.
+            with_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
+            o_THE = (o_THE * (lse_TH - with_sink_TH).exp().unsqueeze(-1)).to(o_THE.dtype)
+            lse_TH = with_sink_TH
+        ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
+        return o_THE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, do_THE: Tensor) -> tuple[Tensor | None, ...]:
+        layer = ctx.layer
+        routes = layer.routes
+        queries, keys = routes.queries, routes.keys
+        q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H = ctx.saved_tensors
+
+        columns = [do_THE, o_THE, lse_TH] if layer.keep_received else [q_THD, do_THE, o_THE, lse_TH]
+        layer.queries_on_the_way = layer.exchange.start([take(x, queries.rows) for x in columns], queries.traffic)
+        if not layer.keep_received:
+            layer.keys_on_the_way = layer.exchange.start(
+                [take(x, keys.rows) for x in (k_TGD, v_TGE)], keys.traffic
+            )
+        layer.local = (do_THE, q_THD, o_THE, lse_TH)
+
+        dq, dk, dv = (RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
+        layer.sums = (dq, dk, dv)
+        if not routes.own.empty:
+            rows = routes.own.q_rows
+            own = (take(x, rows) for x in (do_THE, q_THD))
+            result = (take(x, rows) for x in (o_THE, lse_TH))
+            dq.add(rows, _backward(layer, routes.own, *own, k_TGD, v_TGE, *result, dk, dv))
+
+        d_sinks_H = None
+        if sinks_H is not None and ctx.needs_input_grad[5]:
+            share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # of the softmax that lies on the sink
+            d_sinks_H = -(share_TH * (do_THE.float() * o_THE.float()).sum(-1)).sum(0).to(sinks_H.dtype)
+        return None, do_THE.new_empty(0), None, None, None, d_sinks_H
+
+
+def _own_forward(layer: _Layer, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
+    """O and LSE of the local rows, filled in as far as own tasks go."""
+    own = layer.routes.own
+    rows, heads, head_dim = q_THD.shape[0], q_THD.shape[1], v_TGE.shape[2]
+    if own.empty:
+        o_QHE = lse_QH = None
+    else:
+        k_KGD, v_KGE = take(k_TGD, own.k_rows), take(v_TGE, own.k_rows)
+        o_QHE, lse_QH = layer.kernel.forward(take(q_THD, own.q_rows), k_KGD, v_KGE, own.shapes, layer.params)
+        if own.q_rows == slice(0, rows):
+            return o_QHE, lse_QH
+    o_THE = q_THD.new_empty((rows, heads, head_dim))
+    lse_TH = q_THD.new_empty((rows, heads), dtype=_lse_dtype(q_THD))
+    if o_QHE is not None:
+        put(o_THE, own.q_rows, o_QHE)
+        put(lse_TH, own.q_rows, lse_QH)
+    return o_THE, lse_TH
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype in which kernels give the log-sum-exp."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _backward(
+    layer: _Layer,
+    group: BoundGroup,
+    do_QHE: Tensor,
+    q_QHD: Tensor,
+    k_NGD: Tensor,
+    v_NGE: Tensor,
+    o_QHE: Tensor,
+    lse_QH: Tensor,
+    dk: RowSum,
+    dv: RowSum,
+) -> Tensor:
+    """Gradients of one kernel call: dK and dV are added to the rows they came from, dQ is returned."""
+    k_KGD, v_KGE = take(k_NGD, group.k_rows), take(v_NGE, group.k_rows)
+    dq_QHD, dk_KGD, dv_KGE = layer.kernel.backward(
+        do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, layer.params_of(group)
+    )
+    dk.add_all(group.k_sums, dk_KGD)
+    dv.add_all(group.k_sums, dv_KGE)
+    return dq_QHD

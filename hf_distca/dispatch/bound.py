@@ -1,0 +1,115 @@
+"""A plan bound to one rank: its routes as index tensors on the device, ready for every layer."""
+
+import numpy as np
+import torch
+
+from hf_distca.dispatch.exchange import Exchange, Traffic
+from hf_distca.dispatch.rows import RowIndex, add_rounds, row_index
+from hf_distca.kernels.contract import Kernel, TaskShapes
+from hf_distca.plan import MicroBatchPlan, NanoBatch
+from hf_distca.planner.routes import Messages, TaskGroup, make_routes
+
+
+class BoundGroup:
+    """The tasks of one kernel call, as index tensors.
+
+    Attributes:
+        shapes: lengths of the tasks.
+        q_rows: where the query rows are taken from (local or received query rows).
+        k_rows: where the K/V rows are taken from (local or received key rows).
+        k_sums: rounds in which the gradients of the K/V rows are added up where they were taken from.
+        empty: no task at all.
+    """
+
+    def __init__(self, group: TaskGroup, device: torch.device) -> None:
+        self.shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), device)
+        self.q_rows = row_index(group.q_rows, device)
+        self.k_rows = row_index(group.k_rows, device)
+        self.k_sums = add_rounds(group.k_rows, device)
+        self.empty = len(group.q_lens) == 0
+
+
+class BoundMessages:
+    """Rows of one kind that this rank exchanges, as index tensors.
+
+    Attributes:
+        rows: local rows to send, ordered by receiving rank.
+        rows_by_peer: the same, rank by rank, with each rank's part of the sequence; ranks without a row
+            are left out. No row stands twice in one rank's part.
+        traffic: how many rows go where.
+        received: rows that come in all.
+    """
+
+    def __init__(self, messages: Messages, device: torch.device) -> None:
+        self.rows = row_index(messages.send_rows, device)
+        self.traffic = Traffic(
+            tuple(messages.send_counts.tolist()), tuple(messages.recv_counts.tolist()), messages.crossing
+        )
+        self.received = sum(self.traffic.received)
+        ends = np.cumsum(messages.send_counts)
+        self.rows_by_peer: list[tuple[RowIndex, slice]] = [
+            (row_index(messages.send_rows[stop - count : stop], device), slice(int(stop - count), int(stop)))
+            for count, stop in zip(messages.send_counts, ends, strict=True)
+            if count
+        ]
+
+
+class BoundRoutes:
+    """The routes of one rank for one kind of attention layer; see `hf_distca.planner.routes.Routes`."""
+
+    def __init__(self, nano_batch: NanoBatch, window: int | None, rank: int, device: torch.device) -> None:
+        routes = make_routes(nano_batch.plans[window], rank)
+        self.window = window
+        self.local_rows = routes.local_rows
+        self.queries = BoundMessages(routes.queries, device)
+        self.keys = BoundMessages(routes.keys, device)
+        self.own = BoundGroup(routes.own, device)
+        self.prefix = BoundGroup(routes.prefix, device)
+        self.visiting = BoundGroup(routes.visiting, device)
+        # With full attention a local query's keys are split in its own segment and the rows before it.
+        self.prefix_is_causal = window is not None
+
+
+class BoundNanoBatch:
+    """One nano-batch's routes, one set for every attention window of the model."""
+
+    def __init__(self, nano_batch: NanoBatch, rank: int, device: torch.device) -> None:
+        self.rows = int(nano_batch.layout.tokens[rank])
+        self.routes = {window: BoundRoutes(nano_batch, window, rank, device) for window in nano_batch.plans}
+
+
+class BoundPlan:
+    """What a planned micro-batch hands to every attention layer, as the keyword `distca_plan`.
+
+    A plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among the arguments of a
+    module, and accelerate moves whatever has a `to`.
+
+    Attributes:
+        plan: the plan, the same on every rank.
+        nano_batches: its nano-batches, bound to this rank.
+        exchange: what carries rows between ranks.
+        kernel: what computes tasks.
+        keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
+        calls: attention layers that have used the plan so far.
+    """
+
+    def __init__(
+        self,
+        plan: MicroBatchPlan,
+        rank: int,
+        device: torch.device,
+        exchange: Exchange,
+        kernel: Kernel,
+        keep_received: bool,
+    ) -> None:
+        self.plan = plan
+        self.nano_batches = tuple(BoundNanoBatch(nano, rank, device) for nano in plan.nano_batches)
+        self.exchange = exchange
+        self.kernel = kernel
+        self.keep_received = keep_received
+        self.calls = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that this rank holds."""
+        return sum(nano.rows for nano in self.nano_batches)

@@ -1,0 +1,89 @@
+"""The dispatcher: turns the batch a collator made into one whose core attention is planned and bound."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.exchange import Exchange
+from hf_distca.dispatch.groups import Groups
+from hf_distca.kernels import get_kernel
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.layout import fixed_layout
+from hf_distca.planner.micro_batch import PlanSettings, plan_layout
+
+PLAN_KEY = "distca_plan"
+"""Under this key a batch carries its plan, and under this keyword attention layers receive it."""
+
+
+class Dispatcher:
+    """Plans, binds and carries out the core attention of the micro-batches of one training run.
+
+    Creating it is a collective: every rank does it at the same point, with the same settings.
+
+    Args:
+        settings: what plans depend on. `settings.ranks` must be the number of ranks that run.
+        device: the rank's device.
+        kernel: name of the attention kernel, see `hf_distca.kernels.get_kernel`.
+        keep_received: keep received Q, K and V rows between forward and backward.
+        timeout_s: seconds after which an exchange with a silent peer fails.
+
+    Raises:
+        ValueError: the settings differ between ranks, or do not fit the number of ranks.
+    """
+
+    def __init__(
+        self,
+        settings: PlanSettings,
+        device: torch.device,
+        *,
+        kernel: str = "auto",
+        keep_received: bool = False,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self.settings = settings
+        self.device = torch.device(device)
+        self.groups = Groups(self.device, timeout_s)
+        self.exchange = Exchange(self.groups)
+        self.kernel = get_kernel(kernel, self.device)
+        self.keep_received = keep_received
+        self.groups.raise_together(self._wrong_settings(kernel))
+
+    def _wrong_settings(self, kernel: str) -> ValueError | None:
+        if self.settings.ranks != self.groups.ranks:
+            return ValueError(f"PlanSettings.ranks is {self.settings.ranks}, but {self.groups.ranks} ranks run")
+        mine = (self.settings, kernel, self.keep_received)
+        others = self.groups.all_gather(mine)
+        if any(other != others[0] for other in others):
+            return ValueError(f"settings differ between ranks, here they are {mine}; start all ranks alike")
+        return None
+
+    def bind(self, plan: MicroBatchPlan) -> BoundPlan:
+        """Bind a plan to this rank: index tensors on its device, made once per micro-batch."""
+        return BoundPlan(
+            plan, self.groups.rank, self.device, self.exchange, self.kernel, keep_received=self.keep_received
+        )
+
+    def plan_lengths(self, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatchPlan]:
+        """Plan micro-batches whose documents already lie on ranks; tokens stay where they are. A collective.
+
+        Args:
+            micro_batches: for each micro-batch, the lengths of the documents on this rank, in the order
+                of its rows. A rank with fewer micro-batches than another takes part in the rest without rows.
+
+        Returns:
+            One plan for each micro-batch of the rank that has the most.
+        """
+        gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
+        count = max(map(len, gathered))
+        rows = [[rank[i] if i < len(rank) else [] for rank in gathered] for i in range(count)]
+        return [plan_layout(fixed_layout(row), self.settings) for row in rows]
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with its plan bound to this rank, ready for `model(**batch)`.
+
+        Args:
+            batch: what DistCACollator made: it carries a plan. See `plan_lengths` for other batches.
+        """
+        return {**batch, PLAN_KEY: self.bind(batch[PLAN_KEY])}

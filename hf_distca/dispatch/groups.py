@@ -1,0 +1,54 @@
+"""Process groups of their own for exchanges and for words between ranks.
+
+No group of the training framework is touched: its collectives and ours never wait in one queue.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Groups:
+    """The ranks that train together, with a group for tensors and one for small Python objects.
+
+    Creating it is a collective: every rank does it at the same point.
+
+    Args:
+        device: where the exchanged tensors live; CUDA exchanges go through NCCL, all others through gloo.
+        timeout_s: seconds after which an exchange with a silent peer fails.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.ranks = dist.get_world_size() if self.distributed else 1
+        self.exchange = self._words = None
+        if self.distributed:
+            timeout = timedelta(seconds=timeout_s)
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            self.exchange = dist.new_group(backend=backend, timeout=timeout)
+            self._words = dist.new_group(backend="gloo", timeout=timeout)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of the ranks. A collective on the CPU."""
+        if not self.distributed:
+            return [value]
+        gathered: list[Any] = [None] * self.ranks
+        dist.all_gather_object(gathered, value, group=self._words)
+        return gathered
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank if any rank has an error, so that none is left waiting for the others.
+
+        Raises:
+            ValueError: some rank came with an error; says which ranks and what each said.
+        """
+        errors = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+        failed = {rank: message for rank, message in enumerate(errors) if message is not None}
+        if not failed:
+            return
+        if len(set(failed.values())) == 1 and len(failed) == self.ranks and error is not None:
+            raise error
+        raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in failed.items())) from error

@@ -1,0 +1,104 @@
+"""Index of rows on a device: gather, scatter and add, without an index tensor where rows are contiguous.
+
+Shape suffixes: N rows; what follows a row's N is free.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+RowIndex = slice | Tensor
+"""Row numbers: a slice where they are contiguous, an int64 tensor [N] on the device otherwise."""
+
+
+def row_index(rows: NDArray[np.int64], device: torch.device) -> RowIndex:
+    """Make an index of the given rows, of shape [N]."""
+    if len(rows) == 0:
+        return slice(0, 0)
+    if rows[-1] - rows[0] + 1 == len(rows) and np.all(np.diff(rows) == 1):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows).to(device, non_blocking=True)
+
+
+def take(x: Tensor, index: RowIndex) -> Tensor:
+    """The rows of x that the index names: a view where it is a slice, else a copy."""
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)
+
+
+def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
+    """Write rows to where the index says; the index names no row twice."""
+    if isinstance(index, slice):
+        x[index] = rows
+    else:
+        x.index_copy_(0, index, rows)
+
+
+def add_rounds(rows: NDArray[np.int64], device: torch.device) -> list[tuple[RowIndex, RowIndex]]:
+    """Split an index that names rows more than once into rounds in which each row occurs once.
+
+    Adding round after round gives sums in a fixed order, on every device.
+
+    Returns:
+        For each round the rows to add to, and where in the sequence of addends their addends are.
+    """
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    first = np.searchsorted(ordered, ordered, side="left")
+    occurrence = np.empty(len(rows), np.int64)
+    occurrence[order] = np.arange(len(rows)) - first
+    rounds = []
+    for number in range(int(occurrence.max(initial=-1)) + 1):
+        members = np.flatnonzero(occurrence == number)
+        rounds.append((row_index(rows[members], device), row_index(members, device)))
+    return rounds
+
+
+class RowSum:
+    """Sum of contributions to rows, in the order in which they are added.
+
+    Accumulates in float32 where the contributions are narrower; a single contribution to all rows is
+    passed through untouched.
+
+    Args:
+        shape: of the sum, rows first.
+        like: gives dtype and device of the result.
+    """
+
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+        self._shape = shape
+        self._like = like
+        self._whole: Tensor | None = None  # one contribution that covers every row
+        self._sum: Tensor | None = None
+
+    def add(self, index: RowIndex, rows: Tensor) -> None:
+        """Add rows to where the index says; the index names no row twice."""
+        if rows.shape[0] == 0:
+            return
+        if self._sum is None and self._whole is None and index == slice(0, self._shape[0]):
+            self._whole = rows
+            return
+        if self._sum is None:
+            wide = torch.promote_types(self._like.dtype, torch.float32)
+            self._sum = torch.zeros(self._shape, dtype=wide, device=self._like.device)
+            if self._whole is not None:
+                self._sum += self._whole
+                self._whole = None
+        rows = rows.to(self._sum.dtype)
+        if isinstance(index, slice):
+            self._sum[index] += rows
+        else:
+            self._sum.index_add_(0, index, rows)
+
+    def add_all(self, rounds: list[tuple[RowIndex, RowIndex]], rows: Tensor) -> None:
+        """Add rows to where the rounds of `add_rounds` say."""
+        for index, members in rounds:
+            self.add(index, take(rows, members))
+
+    def result(self) -> Tensor:
+        """The sum, of the shape and dtype asked for."""
+        if self._whole is not None:
+            return self._whole
+        if self._sum is None:
+            return self._like.new_zeros(self._shape)
+        return self._sum.to(self._like.dtype)

@@ -1,0 +1,150 @@
+"""The attention function that transformers calls under attn_implementation="distca".
+
+Shape suffixes: B batch, H query heads, G key/value heads, T rows, S key/value rows, D head dim of queries
+and keys, E head dim of values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from hf_distca.dispatch.attention import disaggregated_attention
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.kernels.contract import AttentionParams
+from hf_distca.patches.masks import DeferredMask
+
+
+def distca_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | DeferredMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    distca_plan: BoundPlan | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Core attention of one layer: as planned where the batch carries a plan, else what "sdpa" gives.
+
+    Args:
+        module: the model's attention layer.
+        query: [B, H, T, D], after position embedding.
+        key: [B, G, S, D].
+        value: [B, G, S, E].
+        attention_mask: what `distca_mask` made.
+        dropout: probability of dropping an attention weight.
+        scaling: factor on the scores; None for 1/√D.
+        sliding_window: the layer's window; None for full attention.
+        softcap: soft cap of the scores (Gemma2).
+        s_aux: [H] learned attention sinks (gpt-oss).
+        distca_plan: the micro-batch's plan; None outside a planned step.
+        kwargs: handed on to "sdpa".
+
+    Returns:
+        [B, T, H, E], and None for the attention weights, which are never materialised.
+
+    Raises:
+        ValueError: a planned step with something that a plan cannot express.
+    """
+    if distca_plan is None:
+        mask = attention_mask.tensor() if isinstance(attention_mask, DeferredMask) else attention_mask
+        if softcap is None and s_aux is None:
+            kwargs["sliding_window"] = sliding_window
+            return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+        return _eager_attention(module, query, key, value, mask, dropout, scaling, softcap, s_aux), None
+
+    _check_planned(module, query, attention_mask, dropout, sliding_window, kwargs)
+    distca_plan.calls += 1
+    dtype = _compute_dtype(query, value)
+    q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    params = AttentionParams(
+        scale=q_THD.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
+    )
+    with torch.autocast(query.device.type, enabled=False):
+        o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, distca_plan, params)
+    return o_THE.unsqueeze(0), None
+
+
+def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:
+    """One dtype for Q, K and V: autocast leaves rotated queries and keys in float32, values not."""
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return value.dtype
+
+
+def _check_planned(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | DeferredMask | None,
+    dropout: float,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Raise where a planned step would not give what the model asks for; alike on every rank."""
+    layer = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    if dropout > 0:
+        raise ValueError(
+            f"{layer} asks for attention dropout {dropout} in a planned step; set model.config.attention_dropout = 0.0"
+        )
+    if query.shape[0] != 1:
+        raise ValueError(f"a planned step has batch size 1 (rows packed without padding), got {query.shape[0]}")
+    if isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"{layer} got an attention_mask of shape {list(attention_mask.shape)} in a planned step; pack documents "
+            "without padding and leave attention_mask out"
+        )
+    if isinstance(attention_mask, DeferredMask):
+        if attention_mask.added_by_model:
+            raise ValueError(f"{layer} lays a mask of its own over the causal one, which a plan cannot express")
+        if attention_mask.local_size not in (None, sliding_window):
+            raise ValueError(
+                f"{layer} masks by a local size of {attention_mask.local_size}, but has sliding_window={sliding_window}; "
+                "a plan knows full and sliding-window attention only"
+            )
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ValueError(f"{layer} is not causal; a plan knows causal attention only")
+    for name in ("position_bias", "cache"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{layer} passes {name}, which a planned step cannot use")
+
+
+def _eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention with soft-capped scores or sinks outside a planned step, which "sdpa" refuses or ignores.
+
+    Args: see `distca_attention`; mask is boolean [B, 1, T, S], or None for plain causal attention.
+
+    Returns:
+        [B, T, H, E].
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    scores_BHTS = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores_BHTS = softcap * torch.tanh(scores_BHTS / softcap)
+    if mask is None and query.shape[2] > 1:
+        mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
+    if s_aux is not None:
+        sinks_BHT1 = s_aux.view(1, -1, 1, 1).expand(scores_BHTS.shape[0], -1, scores_BHTS.shape[2], 1)
+        scores_BHTS = torch.cat([scores_BHTS, sinks_BHT1], dim=-1)
+    weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
+    weights_BHTS = nn.functional.dropout(weights_BHTS, dropout, training=module.training)
+    return (weights_BHTS @ value).transpose(1, 2).contiguous()

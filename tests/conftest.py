@@ -1,0 +1,14 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[dict[int, RankPool]]:
+    """Pools of 1 to 4 ranks; each starts when it is first used."""
+    pools = {size: RankPool(size) for size in (1, 2, 3, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()

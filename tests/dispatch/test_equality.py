@@ -1,0 +1,124 @@
+"""Ranks with disaggregated attention against one process with "sdpa" on the same global batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.plan import Layout, MicroBatchPlan
+from hf_distca.planner.layout import fixed_layout
+from hf_distca.planner.micro_batch import PlanSettings, plan_layout, plan_micro_batch
+from tests.models import random_documents, reference_step, relative_error, small_model
+
+
+def cut_rows(layout: Layout, rank: int, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The rows of one rank of a layout."""
+    rows, positions, targets = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)], []
+    targets = [torch.empty(0, dtype=torch.long)]
+    for document, start, stop, _, _ in layout.of_rank(rank).tolist():
+        shifted = torch.cat([documents[document][1:], torch.tensor([-100])])
+        rows.append(documents[document][start:stop])
+        positions.append(torch.arange(start, stop))
+        targets.append(shifted[start:stop])
+    batch = {"input_ids": rows, "position_ids": positions, "shift_labels": targets}
+    return {name: torch.cat(parts)[None] for name, parts in batch.items()}
+
+
+def planned_step(
+    model: PreTrainedModel, plan: MicroBatchPlan, dispatcher: Dispatcher, documents: list[torch.Tensor]
+) -> float:
+    """Forward and backward of this rank's rows; gradients summed over the ranks. Returns the global loss."""
+    rank = dispatcher.groups.rank
+    batch = cut_rows(plan.nano_batches[0].layout, rank, documents)
+    targets = sum(max(len(document) - 1, 0) for document in documents)
+    loss = model(
+        **batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=dispatcher.bind(plan)
+    ).loss
+    loss.backward()
+    total = loss.detach().clone()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+    return total.item()
+
+
+def run_case(
+    model_type: str,
+    config: dict,
+    lengths: list[int] | list[list[int]],
+    layout: str,
+    windows: tuple[int | None, ...],
+    options: dict,
+) -> tuple[float, dict[str, torch.Tensor], float]:
+    """One planned step on every rank."""
+    ranks = dist.get_world_size()
+    settings = PlanSettings(
+        ranks=ranks, tokens_per_rank=4096, windows=windows, document_layout="joint", block_size=8
+    )
+    dispatcher = Dispatcher(settings, torch.device("cpu"), **options)
+    if layout == "joint":
+        plan = plan_micro_batch(lengths, settings)
+        flat = lengths
+    else:
+        plan = plan_layout(fixed_layout(lengths, ranks), settings)
+        flat = [length for row in lengths for length in row]
+    model = small_model(model_type, **config)
+    loss = planned_step(model, plan, dispatcher, random_documents(flat))
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss, grads, dispatcher.exchange.waited_s
+
+
+def assert_equal_to_single_process(rank_pools, ranks, lengths, layout="joint", model_type="llama", config=None, windows=(None,), **options):
+    config = config or {}
+    flat = lengths if layout == "joint" else [length for row in lengths for length in row]
+    loss, grads = reference_step(small_model(model_type, "sdpa" if model_type != "gemma2" else "eager", **config), random_documents(flat))
+    for got_loss, got, _ in rank_pools[ranks].run(run_case, model_type, config, lengths, layout, windows, options):
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert got.keys() == grads.keys()
+        for name in grads:
+            assert relative_error(got[name], grads[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "lengths",
+    [[120, 7, 1, 33, 64], [300], [5, 1], [17] * 11, [90, 200, 1, 2, 3]],
+    ids=["mixed", "one", "few", "equal", "long"],
+)
+def test_joint_layout(rank_pools, ranks, lengths):
+    assert_equal_to_single_process(rank_pools, ranks, lengths)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    [
+        (2, [[128], [16] * 8]),
+        (2, [[96], []]),
+        (3, [[100], [50, 50], [25] * 4]),
+        (4, [[256], [1], [], [31, 33]]),
+        (4, [[200, 56]]),
+    ],
+    ids=["long-and-short", "no-rows", "three", "odd", "one-row-of-documents-over-all-ranks"],
+)
+@pytest.mark.parametrize("keep", [False, True])
+def test_fixed_layout(rank_pools, ranks, rows, keep):
+    assert_equal_to_single_process(rank_pools, ranks, rows, "fixed", keep_received=keep)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("layout", ["joint", "fixed"])
+@pytest.mark.parametrize(
+    ("model_type", "config", "windows"),
+    [
+        ("qwen3", {}, (None,)),
+        ("mistral", {"sliding_window": 24}, (24,)),
+        ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 8}, (24, None)),
+        ("mixtral", {"num_local_experts": 4}, (None,)),
+    ],
+    ids=["qwen3", "mistral", "gemma2", "mixtral"],
+)
+def test_architectures(rank_pools, ranks, layout, model_type, config, windows):
+    lengths = [128, 30, 66, 1, 31] if layout == "joint" else [[128], *([[30, 66, 1, 31]] * (ranks - 1))]
+    assert_equal_to_single_process(rank_pools, ranks, lengths, layout, model_type, config, windows)

@@ -1,0 +1,55 @@
+"""Small models and global batches for tests, and the single process they are compared with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+
+
+def small_model(model_type: str = "llama", implementation: str = "distca", **config: Any) -> PreTrainedModel:
+    """A randomly initialised model, the same every time."""
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(model_type, **{**SMALL, **config})
+    return AutoModelForCausalLM.from_config(settings, attn_implementation=implementation)
+
+
+def random_documents(lengths: Sequence[int], vocab_size: int = 64) -> list[Tensor]:
+    """Token ids [length] of each document, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def reference_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Loss over all targets of the documents, and every parameter's gradient, in one process, document by document."""
+    targets = sum(max(len(document) - 1, 0) for document in documents)
+    total = 0.0
+    model.zero_grad()
+    for document in documents:
+        if len(document) < 2:
+            continue
+        logits = model(input_ids=document[None]).logits[0, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum") / targets
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest deviation over the largest expected magnitude."""
+    return ((got - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()

@@ -1,0 +1,84 @@
+"""Ranks for tests: processes with a gloo group among them, started once and used by many tests."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT_S = 90
+
+
+class RankPool:
+    """`size` processes that have a default gloo group and run what they are given."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a module-level function with the arguments on every rank; what each returned, by rank."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in results]
+            ready = wait(waiting, timeout=TIMEOUT_S)
+            if not ready:
+                self.close()
+                raise TimeoutError(f"only ranks {sorted(results)} of {self.size} answered in {TIMEOUT_S} s")
+            for connection in ready:
+                rank = self._connections.index(connection)
+                succeeded, results[rank] = connection.recv()
+                if not succeeded:  # the others may wait for this rank forever
+                    self.close()
+                    raise AssertionError(f"rank {rank}:\n{results[rank]}")
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers", "hf_distca"])
+        port = free_port()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            process.start()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    while True:
+        function, args = connection.recv()
+        try:
+            connection.send((True, function(*args)))
+        except Exception:
+            connection.send((False, traceback.format_exc()))

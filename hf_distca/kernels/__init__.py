@@ -8,8 +8,10 @@ import torch
 
 from .contract import KERNEL_NAMES, AttentionParams, Kernel, TaskShapes
 from .cpu import CpuKernel
+from .flash_attn_package import FlashAttnKernel
 from .merge import merge
 from .reference import ReferenceKernel
+from .torch_varlen import TorchVarlenKernel
 
 __all__ = ["KERNEL_NAMES", "AttentionParams", "Kernel", "TaskShapes", "get_kernel", "merge"]
 
@@ -34,8 +36,12 @@ def get_kernel(name: str, device: torch.device) -> Kernel:
                 f"kernel 'auto' knows cpu and cuda devices, got {device}; 'reference' runs on any device"
             )
         name = choice
-    if name == "cpu":
-        return CpuKernel()
-    if name == "reference":
-        return ReferenceKernel()
-    raise ValueError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
+    kernels: dict[str, type[Kernel]] = {
+        "reference": ReferenceKernel,
+        "cpu": CpuKernel,
+        "torch_varlen": TorchVarlenKernel,
+        "flash_attn": FlashAttnKernel,
+    }
+    if name not in kernels:
+        raise ValueError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
+    return kernels[name]()

@@ -109,8 +109,9 @@ class CpuKernel:
         plan = plan_parts(shapes, params)
 
         def compute(part: Part) -> tuple[Tensor, Tensor, Tensor]:
-            by_row = [_rows(x, part) for x in (do_QHE, q_QHD, o_QHE, lse_QH)]
-            return _block_backward(*by_row, _keys(k_KGD, part), _keys(v_KGE, part), part.mask, params)
+            do_BRHE, q_BRHD, o_BRHE, lse_BRH = (_rows(x, part) for x in (do_QHE, q_QHD, o_QHE, lse_QH))
+            k_BRGD, v_BRGE = _keys(k_KGD, part), _keys(v_KGE, part)
+            return _block_backward(do_BRHE, q_BRHD, o_BRHE, lse_BRH, k_BRGD, v_BRGE, part.mask, params)
 
         if plan.parts and plan.rows_in_order and plan.keys_in_order:
             dq_QHD, dk_KGD, dv_KGE = map(_packed, zip(*map(compute, plan.parts), strict=True))
@@ -182,8 +183,7 @@ def _block_forward(
     """Attention within the blocks of a part: o [B, R, H, E] and lse [B, R, H]."""
     if mask == "anti":
         # Seen from the last row and key, j >= i is j <= i.
-        flipped = (x.flip(1) for x in (q_BRHD, k_BRGD, v_BRGE))
-        o_BRHE, lse_BRH = _block_forward(*flipped, "causal", params)
+        o_BRHE, lse_BRH = _block_forward(q_BRHD.flip(1), k_BRGD.flip(1), v_BRGE.flip(1), "causal", params)
         return o_BRHE.flip(1), lse_BRH.flip(1)
     if params.softcap is not None:
         return cpu_softcap.forward(q_BRHD, k_BRGD, v_BRGE, mask == "causal", params.scale, params.softcap)
@@ -210,8 +210,10 @@ def _block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients within the blocks of a part: dq [B, R, H, D], dk [B, R, G, D], dv [B, R, G, E]."""
     if mask == "anti":
-        flipped = (x.flip(1) for x in (do_BRHE, q_BRHD, o_BRHE, lse_BRH, k_BRGD, v_BRGE))
-        dq_BRHD, dk_BRGD, dv_BRGE = _block_backward(*flipped, "causal", params)
+        do_BRHE, q_BRHD, o_BRHE, lse_BRH = (x.flip(1) for x in (do_BRHE, q_BRHD, o_BRHE, lse_BRH))
+        dq_BRHD, dk_BRGD, dv_BRGE = _block_backward(
+            do_BRHE, q_BRHD, o_BRHE, lse_BRH, k_BRGD.flip(1), v_BRGE.flip(1), "causal", params
+        )
         return dq_BRHD.flip(1), dk_BRGD.flip(1), dv_BRGE.flip(1)
     if params.softcap is not None:
         return cpu_softcap.backward(

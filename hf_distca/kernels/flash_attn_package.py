@@ -1,0 +1,98 @@
+"""The flash-attn package (2.7 or later), on CUDA.
+
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, P padded head
+dim.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .flash_varlen import FlashVarlenKernel, VarlenCall
+
+
+class FlashAttnKernel(FlashVarlenKernel):
+    """`_flash_attn_varlen_forward` and `_backward` of the package, which has softcap.
+
+    Raises:
+        ImportError: the package is missing, or older than 2.7.
+    """
+
+    name = "flash_attn"
+    softcap_supported = True
+
+    def __init__(self) -> None:
+        self._package = _package()
+
+    def _call_forward(
+        self, q_QHP: Tensor, k_KGP: Tensor, v_KGP: Tensor, call: VarlenCall
+    ) -> tuple[Tensor, Tensor]:
+        o_QHP, lse_HQ, *_ = self._package._flash_attn_varlen_forward(
+            q_QHP,
+            k_KGP,
+            v_KGP,
+            call.cu_q,
+            call.cu_k,
+            call.max_q,
+            call.max_k,
+            dropout_p=0.0,
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size_left=call.window_left,
+            window_size_right=call.window_right,
+            softcap=call.softcap,
+        )
+        return o_QHP, lse_HQ
+
+    def _call_backward(
+        self,
+        do_QHP: Tensor,
+        q_QHP: Tensor,
+        k_KGP: Tensor,
+        v_KGP: Tensor,
+        o_QHP: Tensor,
+        lse_HQ: Tensor,
+        call: VarlenCall,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq_QHP, dk_KGP, dv_KGP = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_QHP, k_KGP, v_KGP)
+        )
+        self._package._flash_attn_varlen_backward(
+            do_QHP,
+            q_QHP,
+            k_KGP,
+            v_KGP,
+            o_QHP,
+            lse_HQ,
+            dq_QHP,
+            dk_KGP,
+            dv_KGP,
+            call.cu_q,
+            call.cu_k,
+            call.max_q,
+            call.max_k,
+            dropout_p=0.0,
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size_left=call.window_left,
+            window_size_right=call.window_right,
+            softcap=call.softcap,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq_QHP, dk_KGP, dv_KGP
+
+
+def _package() -> ModuleType:
+    try:
+        from flash_attn import flash_attn_interface
+    except ImportError as error:
+        raise ImportError(
+            "kernel 'flash_attn' needs the flash-attn package: pip install 'hf-distca[flash-attn]' (it needs "
+            "CUDA); kernel 'torch_varlen' comes with torch"
+        ) from error
+    if not hasattr(flash_attn_interface, "_wrapped_flash_attn_varlen_forward"):
+        # 2.7 made them custom ops, with the window as two numbers.
+        raise ImportError("kernel 'flash_attn' needs flash-attn 2.7 or later: pip install -U flash-attn")
+    return flash_attn_interface

@@ -32,7 +32,7 @@ def fit_documents(
 ) -> NDArray[np.void]:
     """Apply the policy for long documents; a document within the limit is one piece, its whole self.
 
-    Says nothing about what is truncated: `warn_truncated` does.
+    Logs a warning with the number of documents and tokens that "truncate" drops.
 
     Args:
         lengths: [documents] int64, the length of each document in tokens.
@@ -62,6 +62,22 @@ def fit_documents(
             "choose what becomes of long documents: 'truncate' keeps their first tokens, 'split' cuts them "
             "into pieces."
         )
+    if len(too_long) and policy == "truncate":
+        warn_truncated(len(too_long), int((lengths[too_long] - limit).sum()), limit, limit_name)
+    return cut_documents(lengths, limit, policy)
+
+
+def cut_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments) -> NDArray[np.void]:
+    """The pieces of documents under the policy "truncate" or "split", without checks or warnings.
+
+    Args:
+        lengths: [documents] int64, the length of each document in tokens.
+        limit: the most tokens that a piece may have.
+        policy: see LongDocuments.
+
+    Returns:
+        [pieces] of dtype PIECE, in the order of the data set.
+    """
     used = np.minimum(lengths, limit) if policy == "truncate" else lengths
     counts = -(-used // limit)
     pieces = np.empty(int(counts.sum()), PIECE)
@@ -74,22 +90,19 @@ def fit_documents(
     return pieces
 
 
-def warn_truncated(lengths: NDArray[np.int64], limit: int, limit_name: str) -> None:
-    """Log how many documents and tokens the policy "truncate" drops; nothing where it drops none.
+def warn_truncated(documents: int, tokens: int, limit: int, limit_name: str) -> None:
+    """Log how much the policy "truncate" drops.
 
     Args:
-        lengths: [documents] int64, the length of each document in tokens.
+        documents: how many documents are longer than the limit.
+        tokens: how many of their tokens lie beyond it.
         limit: the most tokens of a document that are kept.
         limit_name: what the message calls the limit.
     """
-    dropped = np.maximum(lengths - limit, 0)
-    if dropped.any():
-        logger.warning(
-            "%d of %d documents are truncated to %s = %d tokens; %d of %d tokens are dropped.",
-            np.count_nonzero(dropped),
-            len(lengths),
-            limit_name,
-            limit,
-            dropped.sum(),
-            lengths.sum(),
-        )
+    logger.warning(
+        "Truncated %d documents to %s = %d tokens; %d tokens are dropped.",
+        documents,
+        limit_name,
+        limit,
+        tokens,
+    )

@@ -20,8 +20,8 @@ class DistCACollator:
     that the row before a cut predicts the first token behind it, wherever that lies; -100 at the end of a
     document. There is no attention_mask: the plan says who attends to whom.
 
-    Two documents of 4 and 2 tokens on two ranks of 3 tokens. The first document is cut: its last token lies on
-    rank 1, at position 3, and is the target of rank 0's last row.
+    Two documents of 4 and 2 tokens on two ranks of 3 tokens. The first document is cut: its last token lies
+    on rank 1, at position 3, and is the target of rank 0's last row.
 
         >>> from torch.utils.data import DataLoader
         >>> from hf_distca.collator.lengths import document_lengths

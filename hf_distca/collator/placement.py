@@ -14,8 +14,8 @@ LOOK_AHEAD = 16
 def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Iterator[list[Item]]:
     """Fill one bin after another, as nearly as possible in the given order.
 
-    A document that does not fit waits for the next bin while shorter ones behind it may still go in; when 16
-    documents wait, the bin is closed. Takes from `documents` only what it needs.
+    A document that does not fit waits for the next bin while shorter ones behind it may still go in; when it
+    is full, or more than 16 documents wait, it is closed. Takes from `documents` only what it needs.
 
     Args:
         documents: (tokens, anything) for each document, each at most `capacity` tokens.
@@ -33,7 +33,7 @@ def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Itera
             room -= length
         else:
             waiting.append((length, item))
-        while len(waiting) > LOOK_AHEAD:
+        while room == 0 or len(waiting) > LOOK_AHEAD:
             yield chosen
             chosen, room, waiting = _next_bin(waiting, capacity)
     while chosen:

@@ -1,6 +1,6 @@
 """A rank's view of the data set: from a global micro-batch to its plan and the documents this rank needs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -89,8 +89,14 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
         lengths = micro_batch.lengths.tolist()
-        plan = plan_micro_batch(lengths, self.settings)
+        plan = self._plan_equal_rows(lengths)
         while without_rows := np.count_nonzero(plan.tokens == 0):
             lengths += [1] * without_rows
-            plan = plan_micro_batch(lengths, self.settings)
+            plan = self._plan_equal_rows(lengths)
         return plan
+
+    def _plan_equal_rows(self, lengths: list[int]) -> MicroBatchPlan:
+        # A micro-batch that is not full, packed up to tokens_per_rank, would leave the last ranks without
+        # rows.
+        rows_per_rank = -(-sum(lengths) // self.settings.ranks)
+        return plan_micro_batch(lengths, replace(self.settings, tokens_per_rank=rows_per_rank))

@@ -1,20 +1,18 @@
 """Packing a stream of documents whose lengths nobody knows beforehand."""
 
-import logging
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import datasets
 import numpy as np
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.collator.documents import TokenDocument, token_document
-from hf_distca.collator.long_documents import LongDocuments, fit_documents
+from hf_distca.collator.long_documents import LongDocuments, cut_documents, fit_documents, warn_truncated
 from hf_distca.collator.packing import piece_document, rows_batch
 from hf_distca.collator.placement import pack_in_order
-
-logger = logging.getLogger(__name__)
 
 
 class StreamPacker(IterableDataset[dict[str, Any]]):
@@ -62,7 +60,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         fit_documents(np.zeros(0, np.int64), tokens_per_rank, long_documents, "tokens_per_rank")
         self._splits_itself = isinstance(dataset, datasets.IterableDataset)
         if isinstance(dataset, datasets.IterableDataset):
-            dataset = datasets.distributed.split_dataset_by_node(dataset, rank=rank, world_size=ranks)
+            dataset = split_dataset_by_node(dataset, rank=rank, world_size=ranks)
         self.dataset = dataset
         self.ranks = ranks
         self.rank = rank
@@ -82,15 +80,25 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             yield {**rows_batch(packed, [0] * len(packed)), "document_lengths": lengths}
 
     def _documents(self) -> Iterator[TokenDocument]:
+        limit, limit_name = self.tokens_per_rank, "tokens_per_rank"
+        truncated = dropped = 0
         for number, example in enumerate(self._share()):
-            document = token_document(
-                example, f"document {number} of rank {self.rank}'s stream", self.length_column
-            )
-            lengths = np.array([len(document.input_ids)])
-            if lengths[0] <= self.tokens_per_rank:
-                yield document
-                continue
-            for piece in fit_documents(lengths, self.tokens_per_rank, self.long_documents, "tokens_per_rank"):
+            name = f"document {number} of rank {self.rank}'s stream"
+            document = token_document(example, name, self.length_column)
+            length = len(document.input_ids)
+            if length > limit and self.long_documents == "error":
+                raise ValueError(
+                    f"{name} has {length} tokens, more than {limit_name} = {limit}, within which a streamed "
+                    "document must stay. Raise tokens_per_rank, use a data set with a length (its documents "
+                    "may span ranks), or choose 'truncate' or 'split' for long documents."
+                )
+            if length > limit and self.long_documents == "truncate":
+                truncated += 1
+                dropped += length - limit
+                # A stream may have many: report totals whenever their number has doubled.
+                if truncated.bit_count() == 1:
+                    warn_truncated(truncated, dropped, limit, limit_name)
+            for piece in cut_documents(np.array([length]), limit, self.long_documents):
                 yield piece_document(piece, [document])
 
     def _share(self) -> Iterable[Any]:

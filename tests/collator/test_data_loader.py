@@ -1,0 +1,90 @@
+"""Sampler, data set and collator together, in the loaders that training uses."""
+
+import datasets
+import numpy as np
+import pytest
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from torch.utils.data import DataLoader
+
+from hf_distca.collator.lengths import document_lengths
+from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.packing import DistCACollator
+from hf_distca.collator.rank_documents import RankDocuments
+from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.planner.micro_batch import PlanSettings
+
+RANKS, TOKENS = 2, 100
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    lengths = np.random.default_rng(0).integers(1, 150, 40)
+    return datasets.Dataset.from_dict(
+        {"input_ids": [[1000 * document + p for p in range(n)] for document, n in enumerate(lengths)]}
+    )
+
+
+def loader_of(dataset, rank, workers=0):
+    lengths = document_lengths(dataset, progress=False)
+    pieces = fit_documents(lengths, RANKS * TOKENS, "error", "ranks · tokens_per_rank")
+    return DataLoader(
+        RankDocuments(dataset, lengths, PlanSettings(RANKS, TOKENS, block_size=8), rank),
+        batch_sampler=GlobalBatchSampler(pieces, RANKS * TOKENS),
+        collate_fn=DistCACollator(rank),
+        num_workers=workers,
+    )
+
+
+def prepared(dataset, rank, workers=0):
+    return prepare_data_loader(
+        loader_of(dataset, rank, workers), num_processes=1, process_index=0, put_on_device=False
+    )
+
+
+def tokens(loader):
+    return [batch["input_ids"][0].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_of_two_ranks_is_the_data_set(dataset, workers):
+    seen = [tokens(loader_of(dataset, rank, workers)) for rank in range(RANKS)]
+    assert len(seen[0]) == len(seen[1]) == len(loader_of(dataset, 0))
+    everything = sorted(token for rank in seen for batch in rank for token in batch)
+    assert everything == sorted(token for document in dataset["input_ids"] for token in document)
+    assert all(len(batch) <= TOKENS for rank in seen for batch in rank)
+    assert seen[0] == tokens(loader_of(dataset, 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_accelerate_passes_every_batch_and_the_epoch(dataset, workers):
+    loader = prepared(dataset, 0, workers)
+    first = tokens(loader)
+    assert first == tokens(loader_of(dataset, 0))
+    assert len(first) == len(loader)
+    second = tokens(loader)
+    assert second != first
+    loader.set_epoch(0)
+    assert tokens(loader) == first
+    loader.set_epoch(1)
+    assert tokens(loader) == second
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_resuming_in_the_middle_of_an_epoch(dataset, epoch):
+    loader = prepared(dataset, 1)
+    loader.set_epoch(epoch)
+    whole = tokens(loader)
+
+    resumed = skip_first_batches(prepared(dataset, 1), 3)
+    resumed.set_epoch(epoch)
+    assert len(resumed) == len(whole) - 3
+    assert tokens(resumed) == whole[3:]
+
+
+def test_the_plan_arrives_whole_from_a_worker(dataset):
+    here = [batch["distca_plan"] for batch in loader_of(dataset, 0)]
+    there = [batch["distca_plan"] for batch in loader_of(dataset, 0, workers=1)]
+    for one, other in zip(here, there, strict=True):
+        for nano, same in zip(one.nano_batches, other.nano_batches, strict=True):
+            assert nano.layout.segments.tolist() == same.layout.segments.tolist()
+            assert nano.plans[None].tasks.tolist() == same.plans[None].tasks.tolist()

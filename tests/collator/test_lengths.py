@@ -1,0 +1,159 @@
+import datasets
+import numpy as np
+import pytest
+from torch.utils.data import Dataset
+
+from hf_distca.collator import lengths as lengths_module
+from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
+
+TWO = {"input_ids": [[1, 2, 3], [4, 5]]}
+
+
+class ListDataset(Dataset):
+    def __init__(self, examples):
+        self.examples = examples
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        return self.examples[index]
+
+
+def as_dataset(columns):
+    return datasets.Dataset.from_dict(columns)
+
+
+def as_list(columns):
+    return ListDataset([dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
+
+
+@pytest.fixture(params=[as_dataset, as_list])
+def make(request):
+    return request.param
+
+
+def test_lengths_are_computed(make):
+    lengths = document_lengths(make(TWO), progress=False)
+    assert lengths.dtype == np.int64
+    assert lengths.tolist() == [3, 2]
+
+
+def test_lengths_come_from_the_column_without_reading_tokens(monkeypatch):
+    monkeypatch.setattr(lengths_module, "_stored_lengths", None)
+    assert document_lengths(as_dataset({**TWO, "length": [3, 2]})).tolist() == [3, 2]
+    assert document_lengths(as_dataset({**TWO, "tokens": [3, 2]}), length_column="tokens").tolist() == [3, 2]
+
+
+def test_lengths_respect_an_indices_mapping():
+    dataset = as_dataset({"input_ids": [[0] * (i + 1) for i in range(2500)]})
+    chosen = dataset.select([2499, 7, 0, 1800])
+    assert document_lengths(chosen, progress=False).tolist() == [2500, 8, 1, 1801]
+    with_column = dataset.map(lambda e: {"length": len(e["input_ids"])}).select([2499, 7])
+    assert document_lengths(with_column).tolist() == [2500, 8]
+
+
+def test_lengths_of_a_data_set_that_tokenizes_when_read():
+    dataset = datasets.Dataset.from_dict({"text": ["abc", "de"]})
+    dataset.set_transform(lambda batch: {"input_ids": [[ord(c) for c in text] for text in batch["text"]]})
+    assert document_lengths(dataset, progress=False).tolist() == [3, 2]
+
+
+def test_lengths_of_tensor_columns():
+    features = datasets.Features({"input_ids": datasets.Array2D((1, 3), "int64")})
+    dataset = datasets.Dataset.from_dict({"input_ids": [[[1, 2, 3]]]}, features=features)
+    with pytest.raises(ValueError, match=r"document 0 has 'input_ids' of shape \(1, 3\)"):
+        document_lengths(dataset, progress=False)
+
+
+def test_progress_only_where_asked(make, capfd):
+    document_lengths(make(TWO), progress=False)
+    assert capfd.readouterr().err == ""
+    document_lengths(make(TWO), progress=True)
+    assert "Document lengths" in capfd.readouterr().err
+
+
+def test_no_documents(make):
+    with pytest.raises(ValueError, match="data set is empty; expected at least one"):
+        document_lengths(make({"input_ids": []}))
+
+
+def test_no_length():
+    with pytest.raises(ValueError, match=r"list_iterator has no length.*StreamPacker"):
+        document_lengths(iter([{"input_ids": [1]}]))
+
+
+def test_an_empty_document(make):
+    with pytest.raises(ValueError, match="document 2 is empty"):
+        document_lengths(make({"input_ids": [[1], [2], [], [3]]}), progress=False)
+
+
+def test_an_empty_document_behind_the_first_read(make):
+    documents = [[1]] * 1500
+    documents[1234] = []
+    with pytest.raises(ValueError, match="document 1234 is empty"):
+        document_lengths(make({"input_ids": documents}), progress=False)
+
+
+def test_a_length_column_that_says_zero():
+    with pytest.raises(ValueError, match=r"document 1 is empty \(length 0\)"):
+        document_lengths(as_dataset({**TWO, "length": [3, 0]}))
+
+
+def test_a_length_column_that_is_no_integer():
+    with pytest.raises(ValueError, match=r"'length' has the type Value.*expected one integer"):
+        document_lengths(as_dataset({**TWO, "length": ["three", "two"]}))
+
+
+def test_labels_of_another_length(make):
+    columns = {"input_ids": [[1], [1, 2], [1, 2, 3]], "labels": [[1], [1, 2], [1, 2]]}
+    with pytest.raises(ValueError, match="document 2 has 2 labels for 3 input_ids"):
+        document_lengths(make(columns), progress=False)
+
+
+def test_no_input_ids(make):
+    with pytest.raises(ValueError, match=r"no column 'input_ids'; its columns are \['label', 'text'\]"):
+        document_lengths(make({"text": ["a"], "label": [1]}), progress=False)
+
+
+def test_columns_that_would_be_dropped(make):
+    with pytest.raises(ValueError, match=r"does not carry: \['token_type_ids'\].*remove_columns"):
+        document_lengths(make({**TWO, "token_type_ids": [[0, 0, 0], [0, 0]]}), progress=False)
+
+
+def test_a_wrong_length_column_of_an_example():
+    with pytest.raises(ValueError, match="document 1 has 2 input_ids, but its column 'length' says 9"):
+        document_lengths(as_list({**TWO, "length": [3, 9]}), progress=False)
+
+
+def fingerprint(dataset):
+    return dataset_fingerprint(dataset, document_lengths(dataset, progress=False))
+
+
+def test_equal_data_has_equal_fingerprints():
+    assert fingerprint(as_dataset(TWO)) == fingerprint(as_list(TWO))
+    assert len(fingerprint(as_dataset(TWO))) == 64
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"input_ids": [[1, 2], [3, 4, 5]]},
+        {"input_ids": [[1, 2, 3], [4, 6]]},
+        {"input_ids": [[4, 5], [1, 2, 3]]},
+        {"input_ids": [[1, 2, 3], [4, 5], [6]]},
+        {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]]},
+    ],
+)
+def test_other_data_has_another_fingerprint(make, other):
+    assert fingerprint(make(TWO)) != fingerprint(make(other))
+
+
+def test_the_fingerprint_covers_every_length_and_the_last_document():
+    documents = [[7] * 3 for _ in range(5000)]
+    base = fingerprint(as_dataset({"input_ids": documents}))
+    documents[3333] = [7] * 4
+    assert fingerprint(as_dataset({"input_ids": documents})) != base
+    documents[3333] = [7] * 3
+    documents[4999] = [7, 7, 8]
+    assert fingerprint(as_dataset({"input_ids": documents})) != base

@@ -1,0 +1,207 @@
+import doctest
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca.collator import packing
+from hf_distca.collator.lengths import document_lengths
+from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.packing import DistCACollator
+from hf_distca.collator.rank_documents import RankDocuments
+from hf_distca.collator.sampler import GlobalMicroBatch
+from hf_distca.planner.micro_batch import PlanSettings
+
+NAMES = ("input_ids", "position_ids", "labels", "shift_labels")
+
+
+def collate(examples, settings, long_documents="error", filler=0):
+    """The batch of every rank, all examples being one global micro-batch."""
+    lengths = document_lengths(examples, progress=False)
+    limit = settings.ranks * settings.tokens_per_rank
+    micro_batch = GlobalMicroBatch(fit_documents(lengths, limit, long_documents, "limit"))
+    batches = []
+    for rank in range(settings.ranks):
+        planned = RankDocuments(examples, lengths, settings, rank)[micro_batch]
+        batches.append(DistCACollator(rank, filler)([planned]))
+    return batches
+
+
+def fixed(ranks, tokens_per_rank):
+    return PlanSettings(ranks, tokens_per_rank, document_layout="fixed")
+
+
+def values(batch):
+    assert set(batch) == {*NAMES, "distca_plan"}
+    return {name: batch[name].tolist() for name in NAMES}
+
+
+def test_the_example_in_the_docstring():
+    outcome = doctest.testmod(packing)
+    assert outcome.attempted > 5
+    assert outcome.failed == 0
+
+
+def test_labels_of_the_user_are_shifted_before_cutting():
+    examples = [
+        {"input_ids": [11, 12, 13, 14], "labels": [-100, -100, 13, 14]},
+        {"input_ids": [21, 22], "labels": [21, 22]},
+    ]
+    first, second = collate(examples, fixed(2, 3))
+    assert values(first) == {
+        "input_ids": [[11, 12, 13]],
+        "position_ids": [[0, 1, 2]],
+        "labels": [[-100, 13, 14]],
+        "shift_labels": [[-100, 13, 14]],
+    }
+    assert values(second) == {
+        "input_ids": [[14, 21, 22]],
+        "position_ids": [[3, 0, 1]],
+        "labels": [[-100, 22, -100]],
+        "shift_labels": [[-100, 22, -100]],
+    }
+    assert first["labels"].data_ptr() != first["shift_labels"].data_ptr()
+
+
+def test_ranks_share_a_micro_batch_that_is_not_full():
+    batches = collate([{"input_ids": [1, 2, 3, 4]}], fixed(2, 100))
+    assert [batch["input_ids"].tolist() for batch in batches] == [[[1, 2]], [[3, 4]]]
+
+
+def test_a_rank_without_rows_gets_a_filler():
+    batches = collate([{"input_ids": [5, 6]}], PlanSettings(4, 8), filler=99)
+    assert sorted(batch["input_ids"].tolist() for batch in batches) == [[[5]], [[6]], [[99]], [[99]]]
+    for batch in batches:
+        assert batch["distca_plan"].tokens.tolist() == [1, 1, 1, 1]
+        if batch["input_ids"].tolist() == [[99]]:
+            assert values(batch)["labels"] == values(batch)["shift_labels"] == [[-100]]
+            assert values(batch)["position_ids"] == [[0]]
+
+
+def test_fillers_when_rows_do_not_divide_evenly():
+    """Five rows packed on four ranks by two would leave the last rank empty."""
+    batches = collate([{"input_ids": [1, 2, 3, 4, 5]}], fixed(4, 8), filler=99)
+    assert [batch["input_ids"].tolist() for batch in batches] == [[[1, 2]], [[3, 4]], [[5, 99]], [[99]]]
+
+
+def test_split_keeps_the_target_across_the_cut():
+    lengths = np.array([5])
+    pieces = fit_documents(lengths, 3, "split", "limit")
+    examples = [{"input_ids": [1, 2, 3, 4, 5]}]
+    reader = RankDocuments(examples, lengths, fixed(1, 3), 0)
+    first, second = (DistCACollator(0)([reader[GlobalMicroBatch(pieces[[i]])]]) for i in range(2))
+    assert values(first)["labels"] == [[2, 3, 4]]
+    assert values(second)["input_ids"] == [[4, 5]]
+    assert values(second)["position_ids"] == [[0, 1]]
+    assert values(second)["labels"] == [[5, -100]]
+
+
+def test_truncate_drops_targets_too():
+    (batch,) = collate([{"input_ids": [1, 2, 3, 4, 5]}], fixed(1, 3), "truncate")
+    assert values(batch)["input_ids"] == [[1, 2, 3]]
+    assert values(batch)["labels"] == [[2, 3, -100]]
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.sampled_from(["joint", "fixed"]),
+    st.sampled_from([1, 4, 128]),
+)
+def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, block_size):
+    """Token = 1000 · document + position, so every row says where it belongs."""
+    examples = [{"input_ids": [1000 * d + p for p in range(length)]} for d, length in enumerate(lengths)]
+    settings = PlanSettings(ranks, 500, document_layout=layout, block_size=block_size)
+    batches = collate(examples, settings, filler=-1)
+    rows = []
+    for rank, batch in enumerate(batches):
+        flat = {name: batch[name][0].tolist() for name in NAMES}
+        assert flat["labels"] == flat["shift_labels"]
+        assert len(flat["input_ids"]) == batch["distca_plan"].tokens[rank] > 0
+        rows += zip(flat["input_ids"], flat["position_ids"], flat["labels"], strict=True)
+    expected = [
+        (1000 * d + p, p, 1000 * d + p + 1 if p + 1 < length else -100)
+        for d, length in enumerate(lengths)
+        for p in range(length)
+    ]
+    assert sorted(row for row in rows if row[0] != -1) == expected
+    assert all(row == (-1, 0, -100) for row in rows if row[0] == -1)
+    # Equal tokens: within the unit that fillers and rounding leave.
+    tokens = batches[0]["distca_plan"].tokens
+    assert tokens.max() <= -(-tokens.sum() // ranks)
+
+
+def test_only_documents_with_rows_here_are_read():
+    class Reading(list):
+        read: list
+
+        def __getitem__(self, index):
+            self.read.append(index)
+            return super().__getitem__(index)
+
+    examples = Reading([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}, {"input_ids": [5, 6]}])
+    examples.read = []
+    pieces = fit_documents(np.array([2, 2, 2]), 6, "error", "limit")
+    RankDocuments(examples, np.array([2, 2, 2]), fixed(3, 2), rank=1)[GlobalMicroBatch(pieces)]
+    assert examples.read == [1]
+
+
+def test_a_datasets_dataset_gives_the_same():
+    examples = [{"input_ids": [1, 2, 3], "labels": [1, -100, 3]}, {"input_ids": [4, 5], "labels": [4, 5]}]
+    dataset = datasets.Dataset.from_list([{**e, "length": len(e["input_ids"])} for e in examples])
+    for settings in (fixed(2, 3), fixed(1, 5), PlanSettings(2, 3)):
+        for ours, listed in zip(collate(dataset, settings), collate(examples, settings), strict=True):
+            assert values(ours) == values(listed)
+    dataset.set_format("torch")
+    assert values(collate(dataset, fixed(1, 5))[0]) == values(collate(examples, fixed(1, 5))[0])
+
+
+def test_a_mask_of_ones_is_fine_and_one_with_zeros_is_padding():
+    good = [{"input_ids": [1, 2], "attention_mask": [1, 1]}]
+    assert values(collate(good, fixed(1, 2))[0])["input_ids"] == [[1, 2]]
+    padded = [{"input_ids": [1, 2], "attention_mask": [1, 0]}]
+    with pytest.raises(ValueError, match=r"document 0 has an attention_mask with zeros.*without padding"):
+        collate(padded, fixed(1, 2))
+
+
+def test_a_length_column_that_does_not_hold():
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "length": [2]})
+    with pytest.raises(ValueError, match="document 0 has 3 input_ids, but its column 'length' says 2"):
+        collate(dataset, fixed(1, 4))
+
+
+def test_labels_of_another_length_beside_a_length_column():
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, 2]], "length": [3]})
+    with pytest.raises(ValueError, match="document 0 has 2 labels for 3 input_ids"):
+        collate(dataset, fixed(1, 4))
+
+
+def test_a_document_that_changed_its_length():
+    reader = RankDocuments([{"input_ids": [1, 2, 3]}], np.array([2]), fixed(1, 4), 0)
+    pieces = fit_documents(np.array([2]), 4, "error", "limit")
+    with pytest.raises(ValueError, match="document 0 has 3 tokens, but 2 when lengths were taken"):
+        reader[GlobalMicroBatch(pieces)]
+
+
+def test_unknown_columns_are_refused_at_once():
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]})
+    with pytest.raises(ValueError, match=r"does not carry: \['text'\]"):
+        RankDocuments(dataset, np.array([1]), fixed(1, 4), 0)
+
+
+def test_the_collator_alone_on_examples():
+    with pytest.raises(ValueError, match="Got 2 items of type dict; expected one PlannedDocuments"):
+        DistCACollator(0)([{"input_ids": [1]}, {"input_ids": [2]}])
+
+
+def test_every_rank_has_the_same_plan():
+    examples = [{"input_ids": list(range(n))} for n in (300, 20, 77)]
+    batches = collate(examples, replace(PlanSettings(3, 200), block_size=16))
+    (first,) = batches[0]["distca_plan"].nano_batches
+    for batch in batches[1:]:
+        (other,) = batch["distca_plan"].nano_batches
+        assert other.layout.segments.tolist() == first.layout.segments.tolist()
+        assert other.plans[None].tasks.tolist() == first.plans[None].tasks.tolist()

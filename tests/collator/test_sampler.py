@@ -1,0 +1,118 @@
+import pickle
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch
+
+
+def sampler_of(lengths, capacity, **options):
+    return GlobalBatchSampler(
+        fit_documents(np.array(lengths), capacity, "split", "capacity"), capacity, **options
+    )
+
+
+def documents(sampler):
+    return [batch.pieces["document"].tolist() for (batch,) in sampler]
+
+
+def test_in_order():
+    sampler = sampler_of([3, 4, 2, 1, 5], 6, shuffle=False)
+    assert len(sampler) == 3
+    assert documents(sampler) == [[0, 2, 3], [1], [4]]
+    sampler.set_epoch(1)
+    assert documents(sampler) == [[0, 2, 3], [1], [4]]
+
+
+def test_an_item_is_one_global_micro_batch_of_plain_data():
+    ((batch,),) = sampler_of([3, 2], 6, shuffle=False)
+    assert isinstance(batch, GlobalMicroBatch)
+    assert batch.lengths.tolist() == [3, 2]
+    assert pickle.loads(pickle.dumps(batch)).pieces.tolist() == [(0, 0, 3, 3), (1, 0, 2, 2)]
+
+
+def test_it_has_no_batch_size():
+    assert not hasattr(sampler_of([3, 2], 6), "batch_size")
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    lengths = np.random.default_rng(0).integers(1, 100, 200)
+    sampler = sampler_of(lengths, 500, seed=7)
+    first = documents(sampler)
+    assert documents(sampler) == first
+    sampler.set_epoch(1)
+    second = documents(sampler)
+    assert second != first
+    assert documents(sampler_of(lengths, 500, seed=8)) != first
+    sampler.set_epoch(0)
+    assert documents(sampler) == first == documents(sampler_of(lengths, 500, seed=7))
+
+
+def test_company_changes_between_epochs():
+    """Not only the order of the same micro-batches."""
+    sampler = sampler_of(np.random.default_rng(0).integers(1, 100, 200), 500)
+    first = {frozenset(batch) for batch in documents(sampler)}
+    sampler.set_epoch(1)
+    assert len(first & {frozenset(batch) for batch in documents(sampler)}) <= 1
+
+
+def test_micro_batches_are_about_equally_full():
+    lengths = np.random.default_rng(0).lognormal(5, 1.3, 3000).astype(int).clip(1, 8192)
+    sampler = sampler_of(lengths, 16384)
+    tokens = np.array([batch.lengths.sum() for (batch,) in sampler])
+    assert tokens.max() / tokens.mean() < 1.01
+    assert len(sampler) == -(-lengths.sum() // 16384)
+
+
+def test_documents_that_fit_in_one_way_only():
+    """Filling evenly puts each 5 into a micro-batch of its own; only 5 + 5 and 4 + 3 + 3 hold them all."""
+    sampler = sampler_of([5, 5, 4, 3, 3], 10)
+    assert len(sampler) == 2
+    orders = set()
+    for epoch in range(8):
+        sampler.set_epoch(epoch)
+        batches = documents(sampler)
+        assert sorted(sorted(batch) for batch in batches) == [[0, 1], [2, 3, 4]]
+        orders.add(str(batches))
+    assert len(orders) > 2
+
+
+@given(
+    st.lists(st.integers(1, 120), min_size=1, max_size=80),
+    st.integers(50, 200),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_each_document_once_per_epoch_never_over_capacity(lengths, capacity, seed, shuffle):
+    sampler = sampler_of(lengths, capacity, seed=seed, shuffle=shuffle)
+    on_another_rank = sampler_of(lengths, capacity, seed=seed, shuffle=shuffle)
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        on_another_rank.set_epoch(epoch)
+        batches = [batch for (batch,) in sampler]
+        assert len(batches) == len(sampler)
+        assert (
+            sorted(piece for batch in batches for piece in batch.pieces.tolist()) == sampler.pieces.tolist()
+        )
+        assert all(0 < batch.lengths.sum() <= capacity for batch in batches)
+        assert [b.pieces.tolist() for b in batches] == [b.pieces.tolist() for (b,) in on_another_rank]
+
+
+def test_a_million_documents_in_seconds():
+    lengths = np.random.default_rng(0).lognormal(7, 1.3, 1_000_000).astype(int).clip(1, 131072)
+    start = time.perf_counter()
+    sampler = sampler_of(lengths, 1_048_576)
+    next(iter(sampler))
+    assert time.perf_counter() - start < 20  # measured: 2 s
+
+
+def test_no_documents_or_too_long_ones():
+    pieces = fit_documents(np.array([3, 9]), 9, "error", "limit")
+    with pytest.raises(ValueError, match="no documents"):
+        GlobalBatchSampler(pieces[:0], 9)
+    with pytest.raises(ValueError, match=r"has 9 tokens, more than the 8 .* fit_documents"):
+        GlobalBatchSampler(pieces, 8)

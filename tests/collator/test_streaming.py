@@ -1,0 +1,132 @@
+import logging
+
+import datasets
+import pytest
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset as TorchIterableDataset
+
+from hf_distca.collator.streaming import StreamPacker
+
+LENGTHS = [3, 2, 4, 1, 5, 2, 2, 6, 1, 3, 4, 2]
+EXAMPLES = [{"input_ids": [100 * d + p for p in range(length)]} for d, length in enumerate(LENGTHS)]
+
+
+class Stream(TorchIterableDataset):
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        return iter(EXAMPLES[self.epoch :])
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def hub_stream(num_shards):
+    return datasets.Dataset.from_list(EXAMPLES).to_iterable_dataset(num_shards=num_shards)
+
+
+def documents_of(batches):
+    """The first token of every document; checks each batch on the way."""
+    firsts = []
+    for batch in batches:
+        tokens = batch["input_ids"][0].tolist()
+        assert sum(batch["document_lengths"]) == len(tokens) <= 6
+        start = 0
+        for length in batch["document_lengths"]:
+            rows = slice(start, start + length)
+            assert tokens[rows] == list(range(tokens[start], tokens[start] + length))
+            assert batch["position_ids"][0, rows].tolist() == list(range(length))
+            assert batch["labels"][0, rows].tolist() == [*tokens[rows][1:], -100]
+            assert batch["shift_labels"][0, rows].tolist() == [*tokens[rows][1:], -100]
+            firsts.append(tokens[start])
+            start += length
+    return firsts
+
+
+def test_a_batch():
+    (batch,) = StreamPacker([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [-100, 5]}], 1, 0, 6)
+    assert {
+        name: value if name == "document_lengths" else value.tolist() for name, value in batch.items()
+    } == {
+        "input_ids": [[1, 2, 3, 4, 5]],
+        "position_ids": [[0, 1, 2, 0, 1]],
+        "labels": [[2, 3, -100, 5, -100]],
+        "shift_labels": [[2, 3, -100, 5, -100]],
+        "document_lengths": (3, 2),
+    }
+
+
+@pytest.mark.parametrize("make", [lambda: EXAMPLES, Stream, lambda: hub_stream(1), lambda: hub_stream(4)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_and_workers_share_the_stream(make, workers):
+    seen = []
+    for rank in range(2):
+        loader = DataLoader(StreamPacker(make(), 2, rank, 6), batch_size=None, num_workers=workers)
+        seen.append(documents_of(loader))
+    assert all(len(share) >= 4 for share in seen)
+    assert sorted(seen[0] + seen[1]) == [100 * document for document in range(len(LENGTHS))]
+
+
+def test_through_accelerate():
+    loader = DataLoader(StreamPacker(Stream(), 1, 0, 6), batch_size=None)
+    loader = prepare_data_loader(
+        loader, num_processes=1, process_index=0, put_on_device=False, dispatch_batches=False
+    )
+    assert sorted(documents_of(loader)) == [100 * document for document in range(12)]
+    loader.set_epoch(2)
+    assert sorted(documents_of(loader)) == [100 * document for document in range(2, 12)]
+
+
+def test_set_epoch_shuffles_a_hub_stream_anew():
+    packer = StreamPacker(hub_stream(1).shuffle(seed=0, buffer_size=100), 1, 0, 6)
+    first = documents_of(packer)
+    packer.set_epoch(1)
+    assert documents_of(packer) != first
+    packer.set_epoch(0)
+    assert documents_of(packer) == first
+
+
+def test_too_long_for_a_rank():
+    packer = StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6)
+    with pytest.raises(
+        ValueError, match=r"document 1 of rank 0's stream has 7 tokens, more than tokens_per_rank = 6"
+    ):
+        list(packer)
+
+
+def test_truncate(caplog):
+    packer = StreamPacker([{"input_ids": list(range(8))}] * 5, 1, 0, 6, "truncate")
+    with caplog.at_level(logging.WARNING):
+        batches = list(packer)
+    assert [batch["input_ids"].tolist() for batch in batches] == [[[0, 1, 2, 3, 4, 5]]] * 5
+    assert batches[0]["labels"].tolist() == [[1, 2, 3, 4, 5, -100]]
+    # After 1, 2 and 4 documents.
+    assert [message.split(";")[1] for message in caplog.messages] == [
+        " 2 tokens are dropped.",
+        " 4 tokens are dropped.",
+        " 8 tokens are dropped.",
+    ]
+
+
+def test_split_keeps_the_target_across_the_cut():
+    batches = list(StreamPacker([{"input_ids": list(range(8))}], 1, 0, 6, "split"))
+    assert [batch["labels"].tolist() for batch in batches] == [[[1, 2, 3, 4, 5, 6]], [[7, -100]]]
+    assert [batch["document_lengths"] for batch in batches] == [(6,), (2,)]
+
+
+def test_bad_documents_are_named():
+    with pytest.raises(ValueError, match="document 1 of rank 0's stream is empty"):
+        list(StreamPacker([{"input_ids": [1]}, {"input_ids": []}], 1, 0, 6))
+    with pytest.raises(ValueError, match="document 0 of rank 0's stream has 1 labels for 2 input_ids"):
+        list(StreamPacker([{"input_ids": [1, 2], "labels": [1]}], 1, 0, 6))
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="rank is 2 of 2; expected one from 0 to 1"):
+        StreamPacker(EXAMPLES, 2, 2, 6)
+    with pytest.raises(ValueError, match="tokens_per_rank is 0; expected at least one token"):
+        StreamPacker(EXAMPLES, 2, 0, 0)
+    with pytest.raises(ValueError, match="is 'drop'; expected 'error', 'truncate' or 'split'"):
+        StreamPacker(EXAMPLES, 2, 0, 6, "drop")

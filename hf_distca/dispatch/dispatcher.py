@@ -17,6 +17,10 @@ PLAN_KEY = "distca_plan"
 """Under this key a batch carries its plan, and under this keyword attention layers receive it."""
 
 
+FILLER = [1]
+"""Document lengths of a rank that has no documents."""
+
+
 class Dispatcher:
     """Plans, binds and carries out the core attention of the micro-batches of one training run.
 
@@ -70,14 +74,15 @@ class Dispatcher:
 
         Args:
             micro_batches: for each micro-batch, the lengths of the documents on this rank, in the order
-                of its rows. A rank with fewer micro-batches than another takes part in the rest without rows.
+                of its rows. A rank that has fewer micro-batches than another, or no documents in one, takes
+                part with a single row without a target: models cannot run on no rows at all.
 
         Returns:
             One plan for each micro-batch of the rank that has the most.
         """
         gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
         count = max(map(len, gathered))
-        rows = [[rank[i] if i < len(rank) else [] for rank in gathered] for i in range(count)]
+        rows = [[(rank[i] if i < len(rank) else []) or FILLER for rank in gathered] for i in range(count)]
         return [plan_layout(fixed_layout(row), self.settings) for row in rows]
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,10 @@ from hf_distca.planner.micro_batch import PlanSettings, plan_layout, plan_micro_
 from tests.models import random_documents, reference_step, relative_error, small_model
 
 
+# Models cannot run on no rows at all: a rank without documents holds one token without a target.
+FILLER = [1]
+
+
 def cut_rows(layout: Layout, rank: int, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The rows of one rank of a layout."""
     rows, positions, targets = [torch.empty(0, dtype=torch.long)], [torch.empty(0, dtype=torch.long)], []
@@ -62,8 +66,9 @@ def run_case(
         plan = plan_micro_batch(lengths, settings)
         flat = lengths
     else:
-        plan = plan_layout(fixed_layout(lengths, ranks), settings)
-        flat = [length for row in lengths for length in row]
+        rows = [row or FILLER for row in lengths]
+        plan = plan_layout(fixed_layout(rows, ranks), settings)
+        flat = [length for row in rows for length in row]
     model = small_model(model_type, **config)
     loss = planned_step(model, plan, dispatcher, random_documents(flat))
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -72,7 +77,7 @@ def run_case(
 
 def assert_equal_to_single_process(rank_pools, ranks, lengths, layout="joint", model_type="llama", config=None, windows=(None,), **options):
     config = config or {}
-    flat = lengths if layout == "joint" else [length for row in lengths for length in row]
+    flat = lengths if layout == "joint" else [length for row in lengths for length in row or FILLER]
     loss, grads = reference_step(small_model(model_type, "sdpa" if model_type != "gemma2" else "eager", **config), random_documents(flat))
     for got_loss, got, _ in rank_pools[ranks].run(run_case, model_type, config, lengths, layout, windows, options):
         assert got_loss == pytest.approx(loss, rel=1e-6)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from . import cpu_softcap
 from .contract import AttentionParams, TaskShapes, check_tensors
-from .merge import weights
+from .merge import merge_into
 from .parts import Part, plan_parts
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -82,10 +82,7 @@ class CpuKernel:
                 o_so_far.copy_(o_BRHE)
                 lse_so_far.copy_(lse_BRH)
             else:
-                total = torch.logaddexp(lse_so_far, lse_BRH)
-                o_so_far.mul_(weights(lse_so_far, total).unsqueeze(-1))
-                o_so_far.addcmul_(o_BRHE.to(o_QHE.dtype), weights(lse_BRH, total).unsqueeze(-1))
-                lse_so_far.copy_(total)
+                merge_into(o_so_far, lse_so_far, o_BRHE, lse_BRH)
         return o_QHE[..., :head_dim_v].to(q_QHD.dtype).contiguous(), lse_QH
 
     def backward(

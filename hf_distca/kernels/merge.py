@@ -23,21 +23,22 @@ def merge(o_a_QHE: Tensor, lse_a_QH: Tensor, o_b_QHE: Tensor, lse_b_QH: Tensor) 
         The merged o in the dtype of o_a and the merged lse in that of lse_a; computed in float32 at least.
         A row without keys in both sets has o = 0 and lse = -inf.
     """
-    lse_QH = torch.logaddexp(lse_a_QH, lse_b_QH)
-    weight_a_QH, weight_b_QH = weights(lse_a_QH, lse_QH), weights(lse_b_QH, lse_QH)
-    o_QHE = o_a_QHE * weight_a_QH.unsqueeze(-1) + o_b_QHE * weight_b_QH.unsqueeze(-1)
+    o_QHE = o_a_QHE.to(lse_a_QH.dtype, copy=True)
+    lse_QH = lse_a_QH.clone()
+    merge_into(o_QHE, lse_QH, o_b_QHE, lse_b_QH)
     return o_QHE.to(o_a_QHE.dtype), lse_QH
 
 
-def weights(lse_part_QH: Tensor, lse_QH: Tensor) -> Tensor:
-    """Share of the softmax that lies in one set of keys.
+def merge_into(o_QHE: Tensor, lse_QH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor) -> None:
+    """Merge one more set of keys into o and lse in place.
 
     Args:
-        lse_part_QH: log-sum-exp over this set of keys.
-        lse_QH: log-sum-exp over all keys.
-
-    Returns:
-        [Q, H]: exp(lse_part - lse), 0 for a row without keys in this set.
+        o_QHE: output so far, in the dtype of lse.
+        lse_QH: its log-sum-exp.
+        o_part_QHE: output over keys not seen so far.
+        lse_part_QH: its log-sum-exp.
     """
-    # A row without any key has -inf - (-inf) = nan; against 0 it is exp(-inf) = 0.
-    return (lse_part_QH - lse_QH.masked_fill(lse_QH == -torch.inf, 0.0)).exp_()
+    # The part's share of the softmax. A row without any key has -inf - (-inf) = nan: any share of 0 will do.
+    share_QH = torch.sigmoid((lse_part_QH - lse_QH).nan_to_num_(nan=0.0))
+    o_QHE.lerp_(o_part_QHE.to(o_QHE.dtype), share_QH.unsqueeze(-1))
+    torch.logaddexp(lse_QH, lse_part_QH, out=lse_QH)

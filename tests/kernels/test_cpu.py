@@ -1,0 +1,95 @@
+"""The CPU kernel against the float64 reference, forward and backward."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_distca.kernels import AttentionParams, cpu_softcap
+from hf_distca.kernels.cpu import CpuKernel
+from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_reference(name: str, dtype: torch.dtype) -> None:
+    assert_matches_reference(CpuKernel(), CASES[name], dtype)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads = draw(st.integers(1, 3))
+    causal = draw(st.booleans())
+    q_lens = draw(st.lists(st.integers(0, 90), max_size=5).map(tuple))
+    extra = [draw(st.integers(0, 90)) for _ in q_lens]
+    window = draw(st.none() | st.integers(1, 120)) if causal else None
+    return Case(
+        q_lens=q_lens,
+        k_lens=tuple(q + e for q, e in zip(q_lens, extra, strict=True)) if causal else tuple(extra),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim_qk=draw(st.integers(1, 20)),
+        head_dim_v=draw(st.integers(1, 20)),
+        params=AttentionParams(
+            scale=draw(st.floats(0.05, 1.0)),
+            window=window,
+            softcap=draw(st.none() | st.floats(0.5, 30.0)),
+            causal=causal,
+        ),
+    )
+
+
+@given(cases(), st.integers(0, 2**16))
+@settings(max_examples=60, deadline=None)
+def test_matches_reference_for_any_shapes(case: Case, seed: int) -> None:
+    assert_matches_reference(CpuKernel(), case, torch.float32, seed)
+
+
+def test_softcap_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_softcap, "SCORES_AT_ONCE", 4000)
+    for name in ("softcap", "softcap_window", "softcap_not_causal"):
+        assert_matches_reference(CpuKernel(), CASES[name], torch.float32)
+
+
+def test_memory_is_linear_in_the_rows() -> None:
+    # All scores of this task would be 1 GiB; nothing of more than a few MiB may be allocated.
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, tuple | list) else (out,)
+            largest = max([largest, *(x.untyped_storage().nbytes() for x in tensors if torch.is_tensor(x))])
+            return out
+
+    for params in (AttentionParams(1.0, window=300), AttentionParams(1.0, softcap=5.0)):
+        case = Case((8192,), (16384,), heads=2, kv_heads=1, head_dim_qk=8, head_dim_v=8, params=params)
+        inputs = make_inputs(case, torch.float32)
+        args = inputs.q, inputs.k, inputs.v
+        with Watch():
+            o, lse = CpuKernel().forward(*args, inputs.shapes, params)
+            CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, params)
+    assert largest <= 4 * cpu_softcap.SCORES_AT_ONCE
+
+
+def test_does_not_change_its_inputs() -> None:
+    case = CASES["gqa"]
+    inputs = make_inputs(case, torch.float32)
+    tensors = inputs.do, inputs.q, inputs.k, inputs.v
+    before = [x.clone() for x in tensors]
+    o, lse = CpuKernel().forward(*tensors[1:], inputs.shapes, case.params)
+    given_o, given_lse = o.clone(), lse.clone()
+    CpuKernel().backward(*tensors, o, lse, inputs.shapes, case.params)
+    for got, want in zip((*tensors, o, lse), (*before, given_o, given_lse), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_same_result_every_time() -> None:
+    case = CASES["window_blocks"]
+    inputs = make_inputs(case, torch.float32)
+    args = inputs.q, inputs.k, inputs.v
+    o, lse = CpuKernel().forward(*args, inputs.shapes, case.params)
+    first = CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, case.params)
+    second = CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, case.params)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,116 @@
+"""Make a small LLaMA checkpoint in the real format, with random weights and a tokenizer of its own.
+
+    python examples/make_checkpoint.py --output runs/checkpoint
+
+The folder then holds what a checkpoint from the Hub holds: config.json, generation_config.json,
+model.safetensors and the tokenizer's files. The tokenizer is a byte-level BPE, trained on the sources of the
+Python standard library.
+"""
+
+import argparse
+from pathlib import Path
+
+import datasets
+import torch
+from standard_library import standard_library
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+CONTEXT = 131_072
+"""Tokens; the longest file of the standard library has about 100,000."""
+
+
+def train_tokenizer(documents: datasets.Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that puts a begin-of-text token first, as LLaMA 3's does.
+
+    Args:
+        documents: a data set with the column `text`.
+        vocab_size: number of tokens, at least the 256 bytes and 2 special tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=True,
+    )
+    tokenizer.train_from_iterator(documents["text"], trainer, length=len(documents))
+    begin = (BEGIN, tokenizer.token_to_id(BEGIN))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[begin])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BEGIN,
+        eos_token=END,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, heads: int, kv_heads: int, seed: int
+) -> LlamaForCausalLM:
+    """A LLaMA model with random weights in float32.
+
+    Args:
+        tokenizer: gives the size of the vocabulary and the special tokens.
+        hidden_size: width of the hidden states, a multiple of `heads`.
+        layers: number of decoder layers.
+        heads: number of query heads, a multiple of `kv_heads`.
+        kv_heads: number of key and value heads.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            # LLaMA's 8/3, to a multiple of 64.
+            intermediate_size=-(-hidden_size * 8 // (3 * 64)) * 64,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=CONTEXT,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def main() -> None:
+    """Read the options, train the tokenizer, save the checkpoint."""
+    parser = argparse.ArgumentParser(
+        description="Make a small LLaMA checkpoint with a tokenizer trained on the Python standard library.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write the checkpoint to")
+    parser.add_argument("--hidden_size", type=int, default=256, help="width of the hidden states")
+    parser.add_argument("--layers", type=int, default=4, help="number of decoder layers")
+    parser.add_argument("--heads", type=int, default=4, help="number of query heads")
+    parser.add_argument("--kv_heads", type=int, default=2, help="number of key and value heads")
+    parser.add_argument("--vocab_size", type=int, default=4096, help="number of tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    options = parser.parse_args()
+    if options.hidden_size % (2 * options.heads) or options.heads % options.kv_heads:
+        parser.error(
+            f"got hidden_size {options.hidden_size}, heads {options.heads}, kv_heads {options.kv_heads}; "
+            "expected hidden_size to be a multiple of 2 · heads, and heads one of kv_heads"
+        )
+
+    documents = standard_library()
+    print(f"Training a tokenizer on {len(documents)} documents")
+    tokenizer = train_tokenizer(documents, options.vocab_size)
+    model = make_model(
+        tokenizer, options.hidden_size, options.layers, options.heads, options.kv_heads, options.seed
+    )
+    tokenizer.save_pretrained(options.output)
+    model.save_pretrained(options.output)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens: {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -96,6 +96,23 @@ class NanoBatch:
     plans: dict[int | None, Plan]
 
 
+@dataclass(frozen=True)
+class PlanSummary:
+    """What a micro-batch's plan achieves for the layers of the model that cost the most.
+
+    Attributes:
+        packed_max_over_mean: query-key pairs of the most loaded rank over the mean, if each rank computed
+            its share of the same documents packed in order.
+        max_over_mean: the same for the plan.
+        bytes_bottleneck: bytes through the busiest rank in one layer's forward, the larger of those it sends
+            and those it receives.
+    """
+
+    packed_max_over_mean: float
+    max_over_mean: float
+    bytes_bottleneck: int
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
     """What one global micro-batch carries with it: the same object on every rank.
@@ -103,9 +120,11 @@ class MicroBatchPlan:
     Attributes:
         nano_batches: one, or two (ping and pong) whose exchanges hide behind each other's computation.
             A rank's rows are those of the first nano-batch followed by those of the second.
+        summary: figures for logs.
     """
 
     nano_batches: tuple[NanoBatch, ...]
+    summary: PlanSummary
 
     @property
     def tokens(self) -> NDArray[np.int64]:

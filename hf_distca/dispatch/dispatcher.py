@@ -69,7 +69,7 @@ class Dispatcher:
             plan, self.groups.rank, self.device, self.exchange, self.kernel, keep_received=self.keep_received
         )
 
-    def plan_lengths(self, micro_batches: Sequence[Sequence[int]]) -> list[MicroBatchPlan]:
+    def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
         """Plan micro-batches whose documents already lie on ranks; tokens stay where they are. A collective.
 
         Args:
@@ -77,11 +77,15 @@ class Dispatcher:
                 of its rows. A rank that has fewer micro-batches than another, or no documents in one, takes
                 part with a single row without a target: models cannot run on no rows at all.
 
+            at_least: how many plans to make where any rank has a micro-batch.
+
         Returns:
-            One plan for each micro-batch of the rank that has the most.
+            One plan for each micro-batch of the rank that has the most; none where no rank has any.
         """
         gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
         count = max(map(len, gathered))
+        if count:
+            count = max(count, at_least)
         rows = [[(rank[i] if i < len(rank) else []) or FILLER for rank in gathered] for i in range(count)]
         return [plan_layout(fixed_layout(row), self.settings) for row in rows]
 

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch
+import numpy as np
+
+from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
 from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
+from hf_distca.planner.metrics import measure
 
 
 @dataclass(frozen=True)
@@ -74,4 +77,13 @@ def plan_layout(layout: Layout, settings: PlanSettings) -> MicroBatchPlan:
         )
         for window in settings.windows
     }
-    return MicroBatchPlan((NanoBatch(layout, plans),))
+    return MicroBatchPlan((NanoBatch(layout, plans),), _summary(plans[settings.dominant_window], settings))
+
+
+def _summary(plan: Plan, settings: PlanSettings) -> PlanSummary:
+    packed = fixed_layout([plan.layout.lengths.tolist()], plan.layout.ranks)
+    segments = packed.segments
+    cost = pairs(segments["start"], segments["stop"], plan.window)
+    loads = np.bincount(segments["rank"], weights=cost, minlength=packed.ranks)
+    achieved = measure(plan, settings.row_bytes)
+    return PlanSummary(float(loads.max() / loads.mean()), achieved.max_over_mean, achieved.bytes_bottleneck)

@@ -1,0 +1,86 @@
+"""All settings of hf_distca in one dataclass."""
+
+from dataclasses import dataclass, field
+
+from hf_distca.kernels import KERNEL_NAMES
+
+DOCUMENT_LAYOUTS = ("joint", "fixed")
+LONG_DOCUMENTS = ("error", "truncate", "split")
+
+
+@dataclass
+class DistCAConfig:
+    """How documents are packed and how their core attention is balanced over ranks.
+
+    A user who sets nothing but `tokens_per_rank` gets the fast, exact behaviour. The same on every rank.
+
+    Raises:
+        ValueError: a value is out of range; says what was got and what is expected.
+    """
+
+    tokens_per_rank: int = field(
+        default=8192,
+        metadata={
+            "help": "The most tokens that a rank holds in a micro-batch. All ranks together hold whole documents "
+            "of up to ranks * tokens_per_rank tokens, without padding; activation memory grows with it."
+        },
+    )
+    long_documents: str = field(
+        default="error",
+        metadata={
+            "help": "A document longer than ranks * tokens_per_rank: 'error' refuses it, 'truncate' keeps its first "
+            "tokens, 'split' makes it into documents that fit.",
+            "choices": LONG_DOCUMENTS,
+        },
+    )
+    document_layout: str = field(
+        default="joint",
+        metadata={
+            "help": "'joint' places tokens and attention together, which moves the fewest bytes; 'fixed' packs "
+            "documents in order and moves only attention.",
+            "choices": DOCUMENT_LAYOUTS,
+        },
+    )
+    balance_tolerance: float = field(
+        default=0.0,
+        metadata={
+            "help": "How far above the mean a rank's core attention may lie, as a fraction of the mean. 0 balances "
+            "to within 1 %; more saves bytes."
+        },
+    )
+    balance_block_size: int = field(
+        default=128,
+        metadata={"help": "Rows. Documents are cut at multiples of it, the block size of attention kernels."},
+    )
+    attention_kernel: str = field(
+        default="auto",
+        metadata={
+            "help": "What computes core attention: 'auto' is 'cpu' on the CPU and 'torch_varlen' on CUDA.",
+            "choices": KERNEL_NAMES,
+        },
+    )
+    keep_received: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the Q, K and V rows received in the forward for the backward, instead of receiving them "
+            "again: fewer bytes on the wire, more memory."
+        },
+    )
+    exchange_timeout: float = field(
+        default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("tokens_per_rank", "balance_block_size", "exchange_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.balance_tolerance < 0:
+            raise ValueError(f"balance_tolerance must be 0 or more, got {self.balance_tolerance}")
+        choices = {
+            "long_documents": LONG_DOCUMENTS,
+            "document_layout": DOCUMENT_LAYOUTS,
+            "attention_kernel": KERNEL_NAMES,
+        }
+        for name, valid in choices.items():
+            if getattr(self, name) not in valid:
+                raise ValueError(f"{name} must be one of {list(valid)}, got {getattr(self, name)!r}")

@@ -1,0 +1,45 @@
+"""Arguments of DistCATrainer."""
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from hf_distca.config import DistCAConfig
+
+
+@dataclass
+class DistCATrainingArguments(DistCAConfig, TrainingArguments):
+    """`transformers.TrainingArguments` with the settings of `DistCAConfig`.
+
+    Raises:
+        ValueError: a setting contradicts packed, exactly normalised training.
+    """
+
+    per_device_train_batch_size: int = field(
+        default=1,
+        metadata={
+            "help": "Stays 1: a rank trains on one packed row of up to tokens_per_rank tokens. Only with a "
+            "data_collator of your own is it the number of examples that collator gets."
+        },
+    )
+    per_device_eval_batch_size: int = field(default=1, metadata={"help": "As per_device_train_batch_size."})
+    dataloader_num_workers: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that load data. With at least one, the next micro-batches are planned there and "
+            "planning does not stand in the step's way."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        DistCAConfig.__post_init__(self)
+        TrainingArguments.__post_init__(self)
+        refused = {
+            "label_smoothing_factor": (0.0, "targets of packed documents are already shifted, and it shifts again"),
+            "average_tokens_across_devices": (True, "ranks hold different numbers of targets"),
+            "auto_find_batch_size": (False, "memory is set by tokens_per_rank"),
+            "dataloader_drop_last": (False, "it would drop documents"),
+        }
+        for name, (value, why) in refused.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used here: {why}; leave it at {value!r}")

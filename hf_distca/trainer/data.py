@@ -1,0 +1,137 @@
+"""Data loaders of DistCATrainer: each gives a rank its rows of one global micro-batch after another."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import prepare_data_loader
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
+from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.packing import DistCACollator
+from hf_distca.collator.padding_free import batch_document_lengths, empty_batch
+from hf_distca.collator.rank_documents import RankDocuments
+from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
+from hf_distca.dispatch.groups import Groups
+from hf_distca.trainer.arguments import DistCATrainingArguments
+
+
+def agreed_lengths(dataset: Any, args: DistCATrainingArguments, groups: Groups) -> NDArray[np.int64]:
+    """Lengths of the documents, checked, and known to be those of every other rank. A collective.
+
+    Raises:
+        ValueError: on every rank, where the data set of any rank is faulty or differs from another's.
+    """
+    error, lengths, fingerprint = None, np.empty(0, np.int64), ""
+    try:
+        lengths = document_lengths(dataset, args.length_column_name, progress=groups.rank == 0 and not args.disable_tqdm)
+        fingerprint = dataset_fingerprint(dataset, lengths, args.length_column_name)
+    except (ValueError, TypeError, KeyError) as caught:
+        error = caught
+    groups.raise_together(error)
+    others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())))
+    if any(other[0] != others[0][0] for other in others):
+        found = "; ".join(f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(others))
+        raise ValueError(
+            f"ranks were given different data sets ({found}); every rank needs the same documents in the same "
+            "order: give them all the whole data set, shuffled with one seed"
+        )
+    return lengths
+
+
+def packed_loader(
+    dataset: Any,
+    lengths: NDArray[np.int64],
+    args: DistCATrainingArguments,
+    dispatcher: Dispatcher,
+    loader_options: dict[str, Any],
+    *,
+    shuffle: bool,
+) -> DataLoader:
+    """A loader of planned global micro-batches of whole documents."""
+    rank, settings = dispatcher.groups.rank, dispatcher.settings
+    capacity = settings.ranks * settings.tokens_per_rank
+    pieces = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
+    seed = args.seed if args.data_seed is None else args.data_seed
+    loader = DataLoader(
+        RankDocuments(dataset, lengths, settings, rank, args.length_column_name),
+        batch_sampler=GlobalBatchSampler(pieces, capacity, shuffle=shuffle, seed=seed),
+        collate_fn=DistCACollator(rank),
+        **loader_options,
+    )
+    return unsharded(loader, dispatcher.device, args)
+
+
+def unsharded(loader: DataLoader, device: torch.device, args: DistCATrainingArguments) -> DataLoader:
+    """The loader as accelerate prepares it, but not divided among ranks: it knows its rank already."""
+    return prepare_data_loader(
+        loader,
+        device=device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        dispatch_batches=False,
+        non_blocking=args.accelerator_config.non_blocking,
+    )
+
+
+def plan_together(
+    batches: list[dict[str, Any]], at_least: int, dispatcher: Dispatcher
+) -> list[dict[str, Any]]:
+    """Plan batches whose documents already lie on this rank, the same number of them on every rank. A collective.
+
+    Args:
+        batches: from a StreamPacker or any padding-free collator; fewer than other ranks have, or none, where this
+            rank's data has ended.
+        at_least: batches to fill up to where any rank has one: those of one optimizer step.
+        dispatcher: plans them.
+
+    Returns:
+        The batches with their plans, and fillers without a target where other ranks have more; none where
+        no rank has any.
+
+    Raises:
+        ValueError: on every rank, where a batch of any rank is not packed without padding.
+    """
+    error, lengths = None, []
+    try:
+        lengths = [batch_document_lengths(batch) for batch in batches]
+    except ValueError as caught:
+        error = caught
+    dispatcher.groups.raise_together(error)
+    plans = dispatcher.plan_lengths(lengths, at_least=at_least)
+    while len(batches) < len(plans):
+        batches.append({name: _to(value, dispatcher.device) for name, value in empty_batch().items()})
+    planned = []
+    for batch, plan in zip(batches, plans, strict=True):
+        kept = {name: value for name, value in batch.items() if name not in ("attention_mask", "document_lengths")}
+        planned.append({**kept, PLAN_KEY: plan})
+    return planned
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+class PlannedLoader:
+    """Batches of a loader planned one by one, until the data of every rank has ended.
+
+    Args:
+        loader: gives batches whose documents already lie on this rank; ranks may have different numbers.
+        dispatcher: plans them.
+    """
+
+    def __init__(self, loader: DataLoader, dispatcher: Dispatcher) -> None:
+        self._loader = loader
+        self._dispatcher = dispatcher
+        self.dataset = loader.dataset
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batches = iter(self._loader)
+        while planned := plan_together(list(islice(batches, 1)), 1, self._dispatcher):
+            yield planned[0]

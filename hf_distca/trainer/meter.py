@@ -1,0 +1,64 @@
+"""What a training run reports of its plans and exchanges."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.plan import MicroBatchPlan
+
+
+class StepMeter:
+    """Gathers figures from micro-batch to micro-batch and hands them out when the trainer logs.
+
+    Args:
+        dispatcher: whose exchanges to watch.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._reset()
+
+    def _reset(self) -> None:
+        self._plans: list[MicroBatchPlan] = []
+        self._since = time.perf_counter()
+        self._dispatcher.exchange.waited_s = 0.0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time and the waits of what is done inside: an evaluation."""
+        begin, waited = time.perf_counter(), self._dispatcher.exchange.waited_s
+        yield
+        self._since += time.perf_counter() - begin
+        self._dispatcher.exchange.waited_s = waited
+
+    def count(self, plan: MicroBatchPlan) -> None:
+        """Take note of a micro-batch that is about to run."""
+        self._plans.append(plan)
+
+    def figures(self) -> dict[str, float]:
+        """Figures since the last call. A collective: every rank calls it when every other does.
+
+        Returns:
+            tokens_per_second: tokens of all ranks by the clock.
+            pairs_max_over_mean_packed: most loaded rank over the mean, if each rank computed its share of
+                the same documents packed in order.
+            pairs_max_over_mean: the same for the plans.
+            exchange_bytes: per layer and micro-batch, bytes in one forward through the busiest rank.
+            exchange_wait_seconds: time that the rank which waited longest stood in waits.
+        """
+        if not self._plans:
+            return {}
+        elapsed = time.perf_counter() - self._since
+        waited = max(self._dispatcher.groups.all_gather(self._dispatcher.exchange.waited_s))
+        summaries = [plan.summary for plan in self._plans]
+        count = len(summaries)
+        figures = {
+            "tokens_per_second": sum(int(plan.tokens.sum()) for plan in self._plans) / elapsed,
+            "pairs_max_over_mean_packed": sum(s.packed_max_over_mean for s in summaries) / count,
+            "pairs_max_over_mean": sum(s.max_over_mean for s in summaries) / count,
+            "exchange_bytes": sum(s.bytes_bottleneck for s in summaries) / count,
+            "exchange_wait_seconds": waited,
+        }
+        self._reset()
+        return figures

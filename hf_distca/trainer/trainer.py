@@ -1,0 +1,237 @@
+"""DistCATrainer: transformers' Trainer on packed documents with balanced core attention."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput, seed_worker
+
+from hf_distca.collator.streaming import StreamPacker
+from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
+from hf_distca.patches.model import attention_windows, check_model, row_bytes
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.trainer.arguments import DistCATrainingArguments
+from hf_distca.trainer.data import PlannedLoader, agreed_lengths, packed_loader, plan_together, unsharded
+from hf_distca.trainer.meter import StepMeter
+
+
+class DistCATrainer(Trainer):
+    """Trains a causal language model on whole documents packed without padding, ranks in balance.
+
+    A data set gives examples with `input_ids` and optionally `labels` (unshifted, -100 where no loss is
+    wanted). The loss and gradients are those of one process on the same global batch.
+
+    - A data set with a length is packed into global micro-batches that are planned as a whole.
+    - A streaming data set is packed rank by rank; ranks exchange lengths and move only attention.
+    - With a padding-free `data_collator` (transformers' DataCollatorWithFlattening) batches are made as
+      Trainer makes them; likewise only attention moves.
+
+    Args: those of `transformers.Trainer`, with `args` a DistCATrainingArguments.
+
+    Raises:
+        ValueError: model, arguments or data set cannot be trained so; says why, on every rank, before any
+            work starts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: DistCATrainingArguments | None = None,
+        data_collator: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(args, DistCATrainingArguments):
+            raise ValueError(f"args must be DistCATrainingArguments, got {type(args).__name__}")
+        if kwargs.get("compute_metrics") is not None or kwargs.get("preprocess_logits_for_metrics") is not None:
+            raise ValueError(
+                "compute_metrics needs logits document by document, but rows are spread over ranks as the plan "
+                "says; evaluate() reports the exact token-weighted loss"
+            )
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError(
+                "compute_loss_func would get targets that are already shifted; use the model's own loss, which takes "
+                "shift_labels"
+            )
+        self._packs = data_collator is None
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            if self._packs and getattr(args, name) != 1:
+                raise ValueError(
+                    f"{name}={getattr(args, name)} contradicts tokens_per_rank={args.tokens_per_rank}: a rank's batch "
+                    "is one packed row of up to tokens_per_rank tokens; leave it at 1"
+                )
+        super().__init__(model, args, data_collator, **kwargs)
+        check_model(self.model)
+        if not self.model_accepts_loss_kwargs:
+            raise ValueError(
+                f"{type(self.model).__name__} does not take num_items_in_batch, without which ranks with different "
+                "numbers of targets have no exact loss"
+            )
+        settings = PlanSettings(
+            ranks=args.world_size,
+            tokens_per_rank=args.tokens_per_rank,
+            windows=attention_windows(self.model.config),
+            row_bytes=row_bytes(self.model.config, self._attention_dtype()),
+            document_layout=args.document_layout,
+            tolerance=args.balance_tolerance,
+            block_size=args.balance_block_size,
+        )
+        self.dispatcher = Dispatcher(
+            settings,
+            args.device,
+            kernel=args.attention_kernel,
+            keep_received=args.keep_received,
+            timeout_s=args.exchange_timeout,
+        )
+        self.meter = StepMeter(self.dispatcher)
+        self._lengths: dict[int, tuple[Any, Any]] = {}  # with the data set itself, so that its id stays its own
+        self._ended: Iterator | None = None
+        self._evaluated_loss = self._evaluated_targets = 0.0
+
+    def _attention_dtype(self) -> torch.dtype:
+        if self.args.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.args.fp16 else self.model.dtype
+
+    # Data
+
+    def get_train_dataloader(self) -> DataLoader:
+        """A loader of this rank's rows of the training data's micro-batches."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        if not self._packs:
+            return super().get_train_dataloader()
+        shuffle = self.args.train_sampling_strategy != "sequential"
+        return self._packed_dataloader(self.train_dataset, "training", shuffle=shuffle)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """A loader of this rank's rows of the evaluation data's micro-batches."""
+        if not self._packs:
+            return PlannedLoader(super().get_eval_dataloader(eval_dataset), self.dispatcher)
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        loader = self._packed_dataloader(dataset, "evaluation", shuffle=False)
+        return PlannedLoader(loader, self.dispatcher) if _is_stream(dataset) else loader
+
+    def _packed_dataloader(self, dataset: Any, description: str, *, shuffle: bool) -> DataLoader:
+        args = self.args
+        options = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        }
+        if _is_stream(dataset):
+            packer = StreamPacker(
+                dataset,
+                self.dispatcher.groups.ranks,
+                self.dispatcher.groups.rank,
+                args.tokens_per_rank,
+                args.long_documents,
+            )
+            return unsharded(DataLoader(packer, batch_size=None, **options), self.dispatcher.device, args)
+        if id(dataset) not in self._lengths:
+            self._lengths[id(dataset)] = dataset, agreed_lengths(dataset, args, self.dispatcher.groups)
+        _, lengths = self._lengths[id(dataset)]
+        if hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset, description=description)
+        return packed_loader(dataset, lengths, args, self.dispatcher, options, shuffle=shuffle)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | None]:
+        """The micro-batches of one optimizer step, planned, and the number of their targets on all ranks."""
+        if epoch_iterator is self._ended:
+            return [], None
+        batches = list(islice(epoch_iterator, num_batches))
+        if not self._packs or _is_stream(self.train_dataset):
+            batches = plan_together(batches, num_batches, self.dispatcher)
+            if not batches:  # no rank has more in this epoch: nothing to ask one another about again
+                self._ended = epoch_iterator
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
+        targets = super()._get_num_items_in_batch(batch_samples, device)
+        # Documents of one token have no target: their loss is 0, not 0/0.
+        return targets if targets is None else targets.clamp(min=1)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs on the device, their plan bound to this rank."""
+        inputs = super()._prepare_inputs(inputs)
+        if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
+            if self.model_wrapped.training:
+                self.meter.count(inputs[PLAN_KEY])
+            inputs = self.dispatcher.prepare(inputs)
+        return inputs
+
+    # Steps
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's loss; raises if the plan did not reach its attention."""
+        plan = inputs[PLAN_KEY]
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if plan.calls == 0:
+            raise ValueError(
+                f"{type(self.model).__name__} did not hand {PLAN_KEY} to its attention layers, so nothing was "
+                "exchanged and documents attended to one another; this model cannot train with planned attention"
+            )
+        return result
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, None, None]:
+        """Add one micro-batch to the evaluation's loss."""
+        targets = self._get_num_items_in_batch([inputs], self.args.device)
+        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        # The loss is this rank's sum over all ranks' targets, times the ranks, so that their mean is the loss.
+        self._evaluated_loss += (loss * targets / self.args.world_size).item()
+        self._evaluated_targets += targets.item()
+        return loss, None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate; the loss is the mean over all targets, however they are spread over micro-batches."""
+        self._evaluated_loss = self._evaluated_targets = 0.0
+        with self.meter.paused():
+            output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        total = sum(self.dispatcher.groups.all_gather(self._evaluated_loss))
+        if self._evaluated_targets:
+            output.metrics[f"{metric_key_prefix}_loss"] = total / self._evaluated_targets
+        return output
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available: rows are spread over ranks as the plan says, not document by document.
+
+        Raises:
+            NotImplementedError: always; says what to use.
+        """
+        raise NotImplementedError(
+            "DistCATrainer gives no predictions document by document; evaluate() reports the exact loss, and the "
+            "trained model predicts outside the trainer as any other"
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the figures of the micro-batches since the last time where it is a training step's log."""
+        if "loss" in logs:
+            logs = {**logs, **self.meter.figures()}
+        super().log(logs, start_time)
+
+
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")

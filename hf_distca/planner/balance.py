@@ -15,19 +15,23 @@ worker is within the tolerance.
 
 import math
 from bisect import bisect_left, insort
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout, Plan
-from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, row_reaching
+from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, row_reaching
 from hf_distca.planner.layout import check_settings
+from hf_distca.planner.sources import Price, Source
 
 ROUNDS = 6
-AIM = 0.8
+BUSY = 0.9
+"""Workers whose surplus reaches this share of the largest are the bottleneck of the exchange."""
+FORBIDDEN = 1e18
+"""Bytes that a piece below a block counts for while places are compared."""
+AIM = 0.93
 """Flows aim at this share of the tolerance; rounding to rows has the rest."""
-ROUNDING = 0.1
+ROUNDING = 0.05
 """Share of the tolerance that rounding one cut may cost before it leaves the block's boundaries."""
 
 
@@ -73,7 +77,9 @@ def balance(
             best, best_time = tasks, finish
         if finish <= ideal * (1 + slack):
             break
-        tasks = _Round(tasks, workers, window, slack, block_size, row_bytes or RowBytes(), layout).run()
+        tasks = _Round(
+            tasks, layout.lengths, workers, row_bytes or RowBytes(), window, slack, block_size
+        ).run()
     return Plan(layout, best, len(workers), window)
 
 
@@ -108,187 +114,156 @@ def merged(tasks: NDArray[np.void]) -> NDArray[np.void]:
     return result
 
 
-class _Price:
-    """Bytes of moving rows [start, stop) to a worker that holds nothing of the document.
+class _Round:
+    """One pass of flows, sources and places over the tasks as they stand.
 
     Attributes:
-        rows: bytes of Q and O of one row.
-        kv: bytes of K and V of one row.
-        reach: where the cheapest piece of F pairs ends, in units of √(2F).
+        surplus: pairs of each worker above what it should have.
+        known: document -> worker -> rows: K/V rows [0, rows) of it are, or will be, on that worker. Only of
+            documents on more than one worker.
+        parts: task -> (pairs, taker) of each part that is to leave it.
     """
-
-    def __init__(self, row_bytes: RowBytes, window: int | None) -> None:
-        self.rows = row_bytes.q + row_bytes.o
-        self.kv = row_bytes.kv
-        self.window = window
-        # For F pairs in [s, e), e² − s² = 2F, the bytes (e − s)(q + o) + e·kv are least where
-        # s = e / r with r = 1 + kv / (q + o): e = √(2F)·r / √(r² − 1).
-        ratio = 1 + self.kv / self.rows
-        self.reach = ratio / math.sqrt(ratio * ratio - 1)
-        self.unit = self.reach * (self.kv + self.rows * (1 - 1 / ratio))
-
-    def of(self, start: NDArray[np.float64], stop: NDArray[np.float64]) -> NDArray[np.float64]:
-        first = 0.0 if self.window is None else np.maximum(start - self.window + 1, 0)
-        return (stop - start) * self.rows + (stop - first) * self.kv
-
-    def least(self, amount: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Bytes of the cheapest piece of `amount` pairs there could be."""
-        inside = self.unit * np.sqrt(2 * np.maximum(amount, 0))
-        if self.window is None:
-            return inside
-        return np.minimum(inside, amount / self.window * (self.rows + self.kv) + self.window * self.kv)
-
-
-class _Source:
-    """What one worker can still give: its tasks, and how many pairs of each are spoken for."""
-
-    def __init__(
-        self, start: NDArray[np.int64], stop: NDArray[np.int64], ids: NDArray[np.int64], price: _Price
-    ):
-        order = np.argsort(-stop, kind="stable")
-        self.price, self.window = price, price.window
-        self.ids = ids[order]
-        self.low = pairs(0, start[order], self.window).astype(np.float64)
-        self.high = pairs(0, stop[order], self.window).astype(np.float64)
-
-    def take(self, amount: float) -> list[tuple[int, float]]:
-        """(task id, pairs) of the cheapest way found to give `amount` pairs."""
-        given = []
-        while amount > 0.5 and (self.high > self.low).any():
-            stop = row_reaching(self.high, self.window)
-            start = row_reaching(self.low, self.window)
-            # One piece of one document, and the least that the rest can then cost.
-            part = np.minimum(amount, self.high - self.low)
-            end = np.minimum(
-                stop,
-                np.maximum(row_reaching(self.low + part, self.window), self.price.reach * np.sqrt(2 * part)),
-            )
-            begin = np.maximum(row_reaching(pairs_at(end, self.window) - part, self.window), start)
-            single = self.price.of(begin, end) + self.price.least(amount - part)
-            single[part <= 0] = np.inf
-            # Or the ends of the n longest documents, all cut at the same row s: one more row costs the same
-            # bytes per pair in each. n·pairs(0, s) = Σ pairs(0, stop) − amount.
-            count = np.arange(1, len(stop) + 1)
-            level = (np.cumsum(self.high) - amount) / count
-            row = row_reaching(level, self.window)
-            usable = (level >= np.maximum.accumulate(self.low)) & (row < stop)
-            first = 0.0 if self.window is None else np.maximum(row - self.window + 1, 0)
-            many = np.cumsum(stop) * (self.price.rows + self.price.kv) - count * (
-                row * self.price.rows + first * self.price.kv
-            )
-            many = np.where(usable & (count > 1), many, np.inf)
-            one, several = int(single.argmin()), int(many.argmin())
-            if many[several] < single[one]:
-                for index in range(several + 1):
-                    given.append((int(self.ids[index]), float(self.high[index] - level[several])))
-                self.high[: several + 1] = level[several]
-                amount = 0.0
-            else:
-                given.append((int(self.ids[one]), float(part[one])))
-                self.high[one] -= part[one]
-                amount -= float(part[one])
-            order = np.argsort(-self.high, kind="stable")
-            self.ids, self.low, self.high = self.ids[order], self.low[order], self.high[order]
-        return given
-
-
-def pairs_at(row: NDArray[np.float64], window: int | None) -> NDArray[np.float64]:
-    """pairs(0, row) for fractional rows."""
-    inside = row if window is None else np.minimum(row, window)
-    amount = inside * (inside + 1) / 2
-    return amount if window is None else amount + (row - inside) * window
-
-
-class _Round:
-    """One pass of flows, sources and places over the tasks as they stand."""
 
     def __init__(
         self,
         tasks: NDArray[np.void],
+        lengths: NDArray[np.int64],
         workers: Workers,
+        row_bytes: RowBytes,
         window: int | None,
         slack: float,
         block: int,
-        row_bytes: RowBytes,
-        layout: Layout,
     ) -> None:
-        self.tasks, self.workers, self.window, self.block = tasks, workers, window, block
-        self.price = _Price(row_bytes, window)
-        self.lengths = layout.lengths
-        loads = _loads(tasks, len(workers), window)
+        self.tasks, self.lengths, self.block = tasks, lengths, block
+        self.window = window
+        self.price = Price(row_bytes.q + row_bytes.o, row_bytes.kv, window)
+        self.sending = Price(row_bytes.q, row_bytes.kv, window)
+        loads = _loads(tasks, len(workers), self.window)
         ideal = workers.ideal(int(loads.sum()))
         speed, base = np.asarray(workers.speed), np.asarray(workers.base_load)
         aim = np.maximum((ideal * (1 + AIM * slack) - base) * speed, 0.0)
         self.surplus: list[float] = (loads - aim).tolist()
-        self.rounding = ROUNDING * slack * float(aim[aim > 0].min()) if len(aim) else 0.0
+        self.rounding = ROUNDING * slack * float(aim[aim > 0].min(initial=np.inf))
+        self.documents: list[int] = tasks["document"].tolist()
+        self.first: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()
+        self.known: dict[int, dict[int, int]] = {}
+        homes = np.bincount(tasks["document"], minlength=len(lengths))
+        for task in np.flatnonzero(homes[tasks["document"]] > 1).tolist():
+            self._learn(self.documents[task], int(tasks["worker"][task]), int(tasks["stop"][task]))
+        self.parts: dict[int, list[tuple[float, int]]] = {}
 
     def run(self) -> NDArray[np.void]:
-        """The tasks after one pass."""
-        flows = self._flows()
-        by_task: dict[int, list[tuple[float, int]]] = {}
-        ids = np.arange(len(self.tasks))
-        first = np.searchsorted(self.tasks["worker"], np.arange(len(self.workers) + 1))
-        for giver, taken in flows.items():
-            mine = slice(int(first[giver]), int(first[giver + 1]))
-            source = _Source(self.tasks["start"][mine], self.tasks["stop"][mine], ids[mine], self.price)
-            for taker, amount in taken:
-                for task, part in source.take(amount):
-                    by_task.setdefault(task, []).append((part, taker))
+        """The tasks after this pass."""
+        rooms = sorted((-extra, worker) for worker, extra in enumerate(self.surplus) if extra < 0)
+        givers = [worker for worker, extra in enumerate(self.surplus) if extra > 0]
+        for giver in sorted(givers, key=lambda worker: (-self.surplus[worker], worker)):
+            self._give(giver, rooms)
         kept = np.ones(len(self.tasks), bool)
         pieces: list[tuple[int, int, int, int]] = []
-        for task, parts in sorted(by_task.items()):
+        for task, parts in sorted(self.parts.items()):
             kept[task] = False
-            pieces += self._stack(task, sorted(parts))
-        new = np.array([piece for piece in pieces if piece[1] < piece[2]], dtype=TASK)
-        return merged(np.concatenate([self.tasks[kept], new]))
+            pieces += self._stack(task, parts)
+        return merged(np.concatenate([self.tasks[kept], np.array(pieces, dtype=TASK)]))
 
-    def _flows(self) -> dict[int, list[tuple[int, float]]]:
-        """giver -> [(taker, pairs)]: surplus above the aim to workers with room below it."""
-        givers = [(-extra, worker) for worker, extra in enumerate(self.surplus) if extra > 0]
-        rooms = sorted((-extra, worker) for worker, extra in enumerate(self.surplus) if extra < 0)
-        heapify(givers)
-        flows: dict[int, list[tuple[int, float]]] = {}
-        while givers and rooms:
-            extra, giver = heappop(givers)
-            at = min(bisect_left(rooms, (-extra, -1)), len(rooms) - 1)
+    def _price(self, giver: int) -> Price:
+        """What giving costs: all bytes, but for the busiest givers those they send, which all wait for."""
+        return self.sending if self.surplus[giver] >= BUSY * max(self.surplus) else self.price
+
+    def _learn(self, doc: int, worker: int, rows: int) -> None:
+        held = self.known.setdefault(doc, {})
+        held[worker] = max(held.get(worker, 0), rows)
+
+    def _give(self, giver: int, rooms: list[tuple[float, int]]) -> None:
+        """Give what `giver` has too much; `rooms` is (room, worker) of who can take, sorted, and is updated."""
+        mine = range(self.first[giver], self.first[giver + 1])
+        span = slice(mine.start, mine.stop)
+        price = self._price(giver)
+        source = Source(
+            np.arange(mine.start, mine.stop), self.tasks["start"][span], self.tasks["stop"][span], price
+        )
+        shared = [task for task in mine if self.documents[task] in self.known]
+        surplus = self.surplus[giver]
+        while surplus > 0 and rooms:
+            at = self._taker(surplus, rooms, source, shared)
             room, taker = rooms.pop(at)
-            amount = min(-extra, room)
-            flows.setdefault(giver, []).append((taker, amount))
-            if amount < -extra:
-                heappush(givers, (extra + amount, giver))
+            amount = min(surplus, room)
+            given = source.take(amount, self._rows_known(shared, taker))
+            for task, part in given.items():
+                self.parts.setdefault(task, []).append((part, taker))
+            surplus -= amount
             if amount < room:
                 insort(rooms, (room - amount, taker))
-        return flows
+
+    def _rows_known(self, shared: list[int], worker: int) -> dict[int, int]:
+        """task -> K/V rows that a worker has of its document, where it has any."""
+        rows = {task: self.known[self.documents[task]].get(worker, 0) for task in shared}
+        return {task: count for task, count in rows.items() if count}
+
+    def _taker(
+        self, surplus: float, rooms: list[tuple[float, int]], source: Source, shared: list[int]
+    ) -> int:
+        """Index into `rooms` of who takes next: the tightest room that takes all, else the largest.
+
+        A worker that holds K/V rows of the giver's documents goes before it if that costs less, counting
+        the least that the rest of the surplus can then cost.
+        """
+        best = min(bisect_left(rooms, (surplus, -1)), len(rooms) - 1)
+        if not shared:
+            return best
+        partners = {worker for task in shared for worker in self.known[self.documents[task]]}
+        choices = [best] + [at for at, (_, worker) in enumerate(rooms) if worker in partners and at != best]
+
+        def cost(at: int) -> float:
+            room, worker = rooms[at]
+            amount = min(surplus, room)
+            return source.quote(amount, self._rows_known(shared, worker)) + source.price.least(
+                surplus - amount
+            )
+
+        return min(choices, key=lambda at: (cost(at), at != best, rooms[at]))
 
     def _stack(self, task: int, parts: list[tuple[float, int]]) -> list[tuple[int, int, int, int]]:
         """Cut one task: its parts side by side where they cost least, the rest left with its worker."""
-        doc, start, stop, owner = (int(x) for x in self.tasks[task])
+        doc, start, stop, owner = (int(field) for field in self.tasks[task])
+        held = self.known.get(doc, {})
+        # Small parts first: fewer K/V rows for the others. Who has K/V rows already, last.
+        parts = sorted(parts, key=lambda part: (held.get(part[1], 0), part))
+        known = np.array([float(held.get(taker, 0)) for _, taker in parts])
         amounts = np.cumsum([0.0] + [amount for amount, _ in parts])
-        low, high = (float(pairs(0, row, self.window)) for row in (start, stop))
+        low, high = int(pairs(0, start, self.window)), int(pairs(0, stop, self.window))
         amounts *= min(1.0, (high - low) / amounts[-1])
-        # Search the first cut: coarse, then fine.
-        left, right = low, high - amounts[-1]
-        for _ in range(2):
-            first = pairs_at(
-                np.linspace(*row_reaching(np.array([left, right]), self.window), 33), self.window
-            )
-            cuts = row_reaching(np.clip(first[:, None] + amounts[None, :], low, high), self.window)
-            costs = self.price.of(cuts[:, :-1], cuts[:, 1:]).sum(axis=1)
+        price = self._price(owner)
+        begin, end = float(start), float(row_reaching(high - amounts[-1], self.window))
+        for _ in range(2):  # where the first part starts: coarse, then fine
+            first = np.linspace(begin, end, 33)
+            cuts = row_reaching(pairs_at(first, self.window)[:, None] + amounts, self.window)
+            np.clip(cuts, start, stop, out=cuts)
+            costs = price.of(cuts[:, :-1], cuts[:, 1:], known).sum(axis=1)
+            costs += self._short(cuts, start, stop, doc) * FORBIDDEN
             at = int(costs.argmin())
-            left, right = float(first[max(at - 1, 0)]), float(first[min(at + 1, len(first) - 1)])
-        rows = [self._rounded(float(cut), start, stop, doc) for cut in cuts[at]]
-        bounds = [start, *rows, stop]
+            begin, end = float(first[max(at - 1, 0)]), float(first[min(at + 1, len(first) - 1)])
+        bounds = self._whole_rows(cuts[at], start, stop, doc)
         takers = [owner, *(taker for _, taker in parts), owner]
-        return [
-            (doc, begin, end, taker) for begin, end, taker in zip(bounds, bounds[1:], takers, strict=False)
-        ]
+        pieces = [(doc, *rows, taker) for *rows, taker in zip(bounds[:-1], bounds[1:], takers, strict=True)]
+        for _, _, last, taker in pieces:
+            self._learn(doc, taker, last)
+        return [piece for piece in pieces if piece[1] < piece[2]]
 
-    def _rounded(self, cut: float, start: int, stop: int, doc: int) -> int:
-        """A cut near `cut`: on a block's boundary if that moves few pairs, else on a finer one."""
-        grain = self.block
-        while grain > 1 and grain * min(cut, self.window or cut) > self.rounding:
-            grain = -(-grain // 2)
-        row = round(cut / grain) * grain
-        if row - start < self.block and row != start and row - start <= grain:
-            row = start
-        return min(max(row, start), stop)
+    def _short(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> NDArray[np.int64]:
+        """[choices] int64: pieces below a block that would come of [choices, parts + 1] cuts."""
+        short = (cuts[:, 0] > start + 1) & (cuts[:, 0] < start + self.block)
+        inner = (np.diff(cuts, axis=1) < self.block).sum(axis=1)
+        if stop == self.lengths[doc]:
+            return short.astype(np.int64) + inner
+        return short + ((cuts[:, -1] < stop - 1) & (cuts[:, -1] > stop - self.block)) + inner
+
+    def _whole_rows(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> list[int]:
+        """[start, the cuts, stop], each cut on a block's boundary or, where that moves too many pairs, a finer one."""
+        rows = [start]
+        for cut in cuts.tolist():
+            grain = self.block
+            while grain > 1 and grain * min(cut, self.window or cut) > self.rounding:
+                grain = -(-grain // 2)
+            row = round(cut / grain) * grain
+            rows.append(min(max(row, rows[-1]), stop))
+        return [*rows, stop]

@@ -106,6 +106,15 @@ def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None)
     return result
 
 
+def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
+    """pairs(0, row) for fractional rows: the inverse of row_reaching."""
+    if window is None:
+        return row * (row + 1) / 2
+    inside = np.minimum(row, window)
+    amount: NDArray[np.float64] = inside * (inside + 1) / 2 + (row - inside) * window
+    return amount
+
+
 @dataclass(frozen=True)
 class Workers:
     """Who can compute core attention, and how fast.

@@ -20,6 +20,8 @@ from hf_distca.planner.cost import pairs
 
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
+ROUNDING = 0.1
+"""Share of the slack in pairs that rounding one cut may cost before it leaves the block's boundaries."""
 NEGLIGIBLE = 0.3
 """Share of the slack in pairs that documents placed for their tokens alone may make up."""
 
@@ -88,38 +90,68 @@ class _Packing:
 
     def cut_large(self) -> None:
         """Phase 1: cut documents that are too large for a rank, a piece per rank, from the end."""
-        rank, used = 0, 0
-        whole = []
+        for step in range(9):
+            # Ranks that can hold no more pairs than the longest documents give leave the others above the
+            # mean: raise the level until the rest of every document fits into the ranks that are left.
+            level = self.mean * (1 + self.slack * step / 8)
+            cuts, heads, fits = self._cut_at(level)
+            if fits:
+                break
+        for doc, start, stop, rank in cuts:
+            self.cuts.append((doc, start, stop, rank))
+            self.stops[doc] = min(self.stops[doc], start)
+            self.room[rank] -= stop - start
+            self.need[rank] -= int(pairs(start, stop, self.window))
+        stops = self.stops
+        self.order = sorted((doc for doc in self.order if stops[doc]), key=lambda doc: (-stops[doc], doc))
+
+    def _cut_at(self, level: float) -> tuple[list[tuple[int, int, int, int]], list[int], bool]:
+        rank = used = 0
+        carry = 0.0
+        cuts = []
+        fits = True
         for doc in self.order:
-            while rank < self.ranks - 1:
-                stop, room = self.stops[doc], self.room[rank]
+            stop = self.stops[doc]
+            while rank < self.ranks:
+                room, aim = self.room[rank], level + carry
+                filler = self._filler(used)
 
-                def filled(rows: int, stop: int = stop, room: int = room, used: int = used) -> float:
-                    filler = self._filler(used + room - rows) - self._filler(used)
-                    return int(pairs(stop - rows, stop, self.window)) + filler
+                def filled(rows: int, stop: int = stop, room: int = room, base: int = used, less: float = filler) -> float:
+                    return int(pairs(stop - rows, stop, self.window)) + self._filler(base + room - rows) - less
 
-                if stop <= room and filled(stop) <= self.mean * (1 + self.slack / 2):
+                if stop <= room and filled(stop) <= aim + self.mean * self.slack / 2:
                     break
                 low, high = 0, min(stop, room)
-                while low < high:  # the most rows that keep the rank within the mean
+                while low < high:  # the most rows that keep the rank within its aim
                     middle = (low + high + 1) // 2
-                    low, high = (middle, high) if filled(middle) <= self.mean else (low, middle - 1)
-                start = self._round_up(stop - low)
+                    low, high = (middle, high) if filled(middle) <= aim else (low, middle - 1)
+                must = stop - sum(self.room[rank + 1 :])
+                if low < must:
+                    fits = False
+                    low = min(must, room)
+                start = self._on_grain(stop - low, stop, room)
                 if start >= stop:
                     break
-                self.cuts.append((doc, start, stop, rank))
-                self.stops[doc] = start
-                self.room[rank] -= stop - start
-                self.need[rank] -= int(pairs(start, stop, self.window))
-                used += self.room[rank]
+                carry = aim - filled(stop - start)
+                cuts.append((doc, start, stop, rank))
+                used += room - (stop - start)
+                stop = start
                 rank += 1
-            whole.append(doc)
-        stops = self.stops
-        self.order = sorted(whole, key=lambda doc: (-stops[doc], doc))
+                if not stop:
+                    break
+            if stop > max(self.room[rank:], default=0) and stop == self.stops[doc]:
+                break
+        return cuts, [], fits
 
-    def _round_up(self, row: int) -> int:
-        """The next block boundary."""
-        return -(-row // self.block) * self.block
+    def _on_grain(self, start: int, stop: int, room: int) -> int:
+        """A cut near row `start`: on a block's boundary if that moves few pairs, else on a finer one."""
+        grain = self.block
+        while grain > 1 and grain * min(start, self.window or start) > ROUNDING * self.slack * self.mean:
+            grain //= 2
+        row = round(start / grain) * grain
+        if row < self.block:
+            row = self.block if start >= self.block // 2 else 0
+        return max(row, stop - room)
 
     def place_whole(self) -> None:
         """Phase 2: the uncut documents and heads, longest first."""

@@ -1,0 +1,127 @@
+"""What a worker can give to another, and the documents from which giving it costs least."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.cost import pairs, pairs_at, row_reaching
+
+Array = NDArray[np.float64]
+
+
+class Price:
+    """Bytes of having rows [start, stop) of a document computed elsewhere.
+
+    Attributes:
+        rows: bytes of one row that is computed elsewhere: Q and O, or what of them counts.
+        kv: bytes of K and V of one row.
+        reach: where the cheapest piece of F pairs ends, in units of √(2F).
+    """
+
+    def __init__(self, rows: int, kv: int, window: int | None) -> None:
+        self.rows = rows
+        self.kv = kv
+        self.window = window
+        # F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where
+        # s = e / r with r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1).
+        ratio = 1 + self.kv / self.rows
+        self.reach = ratio / math.sqrt(ratio * ratio - 1)
+        self.unit = self.reach * (self.kv + self.rows * (1 - 1 / ratio))
+
+    def of(self, start: Array, stop: Array, known: Array) -> Array:
+        """Bytes of rows [start, stop) for a worker that has K/V rows [0, known) of the document."""
+        first = known if self.window is None else np.maximum(start - self.window + 1, known)
+        return (stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv
+
+    def least(self, amount: float) -> float:
+        """Bytes of the cheapest piece of `amount` pairs in a document as long as need be."""
+        inside = self.unit * math.sqrt(2 * amount)
+        if self.window is None:
+            return inside
+        return min(inside, amount / self.window * (self.rows + self.kv) + self.window * self.kv)
+
+
+class Source:
+    """What one worker can still give.
+
+    Attributes:
+        ids: [tasks] int64: its tasks, the one that ends latest first.
+        low, high: [tasks] float64: what a task still has are the pairs from `low` to `high`, counted from
+            row 0 of its document. Taking lowers `high`; where in the task the pairs lie is settled later.
+    """
+
+    def __init__(
+        self, ids: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64], price: Price
+    ) -> None:
+        self.price, self.window = price, price.window
+        self.ids = ids
+        self.low = pairs(0, start, self.window).astype(np.float64)
+        self.high = pairs(0, stop, self.window).astype(np.float64)
+        self._sort()
+
+    def quote(self, amount: float, known: dict[int, int]) -> float:
+        """Bytes of giving `amount` pairs as one piece to a worker with K/V rows [0, known[task])."""
+        return float(self._single(amount, known)[0].min(initial=math.inf))
+
+    def take(self, amount: float, known: dict[int, int]) -> dict[int, float]:
+        """Pairs to give from each task, for the cheapest way found to give `amount` in all."""
+        given: dict[int, float] = {}
+        while amount > 0.5:
+            single, cost, part = self._single(amount, known)
+            if not part.any():
+                break
+            count, level, several = self._ends(amount)
+            one = int(single.argmin())
+            if several < single[one]:
+                for index in range(count):
+                    self._give(given, index, float(self.high[index]) - level)
+                amount = 0.0
+            else:
+                if single[one] == math.inf:  # no task has enough: all of the cheapest per pair, and go on
+                    one = int(np.where(part > 0, cost / np.maximum(part, 1.0), np.inf).argmin())
+                amount -= float(part[one])
+                self._give(given, one, float(part[one]))
+            self._sort()
+        return given
+
+    def _single(self, amount: float, known: dict[int, int]) -> tuple[Array, Array, Array]:
+        """Each [tasks]: bytes of all of `amount` from this task (inf where it has less); bytes and pairs of
+        as much of it as the task has. The piece lies where the bytes are least, or at the task's end."""
+        start, stop = row_reaching(self.low, self.window), row_reaching(self.high, self.window)
+        available = np.maximum(self.high - self.low, 0.0)
+        part = np.minimum(amount, available)
+        reach = self.price.reach * np.sqrt(2 * part)
+        end = np.minimum(stop, np.maximum(row_reaching(self.low + part, self.window), reach))
+        begin = np.maximum(row_reaching(pairs_at(end, self.window) - part, self.window), start)
+        has = np.zeros(len(self.ids))
+        if known:
+            has[:] = [known.get(task, 0) for task in self.ids.tolist()]
+        cost = self.price.of(begin, end, has)
+        return np.where(available >= amount, cost, np.inf), cost, part
+
+    def _ends(self, amount: float) -> tuple[int, float, float]:
+        """(tasks, level, bytes): the ends of the longest tasks, all cut at the row that `level` pairs reach.
+
+        At one row s a further row costs the same bytes per pair in every document, so cutting several of them
+        at the same s is the cheapest way to share `amount`: n·pairs(0, s) = Σ pairs(0, stop) − amount.
+        """
+        stop = row_reaching(self.high, self.window)
+        count = np.arange(1, len(stop) + 1)
+        level = (np.cumsum(self.high) - amount) / count
+        row = row_reaching(level, self.window)
+        usable = (count > 1) & (row < stop) & (level >= np.maximum.accumulate(self.low))
+        first = np.zeros(len(row)) if self.window is None else np.maximum(row - self.window + 1, 0.0)
+        every = np.cumsum(stop) * (self.price.rows + self.price.kv)
+        cost = np.where(usable, every - count * (row * self.price.rows + first * self.price.kv), np.inf)
+        best = int(cost.argmin())
+        return best + 1, float(level[best]), float(cost[best])
+
+    def _give(self, given: dict[int, float], index: int, amount: float) -> None:
+        task = int(self.ids[index])
+        given[task] = given.get(task, 0.0) + amount
+        self.high[index] -= amount
+
+    def _sort(self) -> None:
+        order = np.argsort(-self.high, kind="stable")
+        self.ids, self.low, self.high = self.ids[order], self.low[order], self.high[order]

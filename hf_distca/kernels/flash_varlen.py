@@ -156,7 +156,8 @@ class FlashVarlenKernel(ABC):
         """See `Kernel.backward`."""
         check_tensors(q_QHD, k_KGD, v_KGE, shapes, params.causal)
         if not shapes.max_q or not shapes.max_k:
-            return torch.zeros_like(q_QHD), torch.zeros_like(k_KGD), torch.zeros_like(v_KGE)
+            dq_QHD, dk_KGD, dv_KGE = (x.new_zeros(x.shape) for x in (q_QHD, k_KGD, v_KGE))
+            return dq_QHD, dk_KGD, dv_KGE
         padded = _one_head_dim(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE)
         call = VarlenCall.build(shapes, params)
         dq_QHP, dk_KGP, dv_KGP = self._call_backward(*padded, lse_QH.T.contiguous(), call)

@@ -1,0 +1,108 @@
+"""Choosing a kernel, describing a call, and what is refused."""
+
+import pytest
+import torch
+
+from hf_distca.kernels import KERNEL_NAMES, AttentionParams, TaskShapes, get_kernel
+from tests.kernels.cases import Case, make_inputs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_auto_follows_the_device() -> None:
+    assert get_kernel("auto", CPU).name == "cpu"
+    assert get_kernel("auto", CUDA).name == "torch_varlen"
+    with pytest.raises(ValueError, match="'auto' knows cpu and cuda devices, got mps"):
+        get_kernel("auto", torch.device("mps"))
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "torch_varlen"])
+def test_names(name: str) -> None:
+    assert get_kernel(name, CPU).name == name
+
+
+def test_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match="'sdpa'") as error:
+        get_kernel("sdpa", CPU)
+    assert all(name in str(error.value) for name in KERNEL_NAMES)
+
+
+def test_shapes_on_host_and_device() -> None:
+    shapes = TaskShapes.build([3, 0, 2], torch.tensor([5, 1, 2]), "cpu")
+    assert (shapes.q_lens, shapes.k_lens) == ((3, 0, 2), (5, 1, 2))
+    assert (shapes.cu_q.tolist(), shapes.cu_k.tolist()) == ([0, 3, 3, 5], [0, 5, 6, 8])
+    assert (shapes.cu_q.dtype, shapes.cu_k.dtype) == (torch.int32, torch.int32)
+    assert (shapes.max_q, shapes.max_k) == (3, 5)
+
+
+def test_shapes_without_tasks() -> None:
+    shapes = TaskShapes.build([], [], "cpu")
+    assert (shapes.cu_q.tolist(), shapes.max_q, shapes.max_k) == ([0], 0, 0)
+
+
+def test_refused_shapes() -> None:
+    with pytest.raises(ValueError, match="got 2 q_lens but 1 k_lens"):
+        TaskShapes.build([1, 2], [3], "cpu")
+    with pytest.raises(ValueError, match="0 or more"):
+        TaskShapes.build([-1], [3], "cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1"),
+        ({"window": 4, "causal": False}, "a window needs causal=True"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+    ],
+)
+def test_refused_params(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionParams(1.0, **options)
+
+
+@pytest.mark.parametrize("kernel_name", ["cpu", "reference", "torch_varlen"])
+def test_refused_tensors(kernel_name: str) -> None:
+    kernel, params = get_kernel(kernel_name, CPU), AttentionParams(1.0)
+    case = Case(q_lens=(3,), k_lens=(5,))
+    inputs = make_inputs(case, torch.float32)
+    q, k, v, shapes = inputs.q, inputs.k, inputs.v, inputs.shapes
+    other = TaskShapes.build([3], [6], "cpu")
+    for bad, message in [
+        ((q, k.bfloat16(), v, shapes), "one dtype, got torch.float32, torch.bfloat16"),
+        ((q, k, v, other), "3 query rows and 6 key/value rows, but q, k and v have 3, 5 and 5"),
+        ((q, k[..., :8], v, shapes), "differ in head dim: 32 and 8"),
+        ((q[:, :3], k, v, shapes), "q a multiple of that, got 2, 2 and 3"),
+        ((q, k, v[:, :1], shapes), "got 2, 1 and 4"),
+        ((q.flatten(1), k, v, shapes), r"kernels take q \[Q, H, D\]"),
+        ((q, k[:2], v[:2], TaskShapes.build([3], [2], "cpu")), "task 0 has 3 query rows but only 2 key"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kernel.forward(*bad, params)
+        lse = torch.zeros(3, 4)
+        with pytest.raises(ValueError, match=message):
+            kernel.backward(inputs.do, *bad[:3], inputs.do, lse, bad[3], params)
+
+
+def test_the_cpu_kernel_says_what_it_cannot_do() -> None:
+    fine = {
+        "device": CPU,
+        "dtype": torch.float32,
+        "head_dim_qk": 64,
+        "head_dim_v": 64,
+        "params": AttentionParams(1.0),
+    }
+    get_kernel("cpu", CPU).check(**fine)
+    with pytest.raises(ValueError, match="got cuda; on CUDA use 'torch_varlen'"):
+        get_kernel("cpu", CPU).check(**{**fine, "device": CUDA})
+    with pytest.raises(ValueError, match=r"computes in float32, .*, got torch.int8"):
+        get_kernel("cpu", CPU).check(**{**fine, "dtype": torch.int8})
+
+
+def test_the_reference_takes_everything() -> None:
+    get_kernel("reference", CPU).check(
+        device=CUDA,
+        dtype=torch.float16,
+        head_dim_qk=999,
+        head_dim_v=1,
+        params=AttentionParams(1.0, softcap=2.0),
+    )

@@ -88,12 +88,12 @@ class Inputs:
 
 
 def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Random rows, none of them contiguous, in the way attention layers hand them over."""
+    """Random rows, transposed as attention layers hand them over, and cut out of larger storage."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(count: int, heads: int, head_dim: int) -> Tensor:
-        x = torch.randn(heads, count, head_dim, dtype=torch.float64, generator=generator)
-        return x.to(dtype).transpose(0, 1)
+        x = torch.randn(heads, count + 1, head_dim + 1, dtype=torch.float64, generator=generator)
+        return x.to(dtype)[:, 1:, 1:].transpose(0, 1)
 
     q_rows, k_rows = sum(case.q_lens), sum(case.k_lens)
     return Inputs(

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hf_distca.kernels import AttentionParams, cpu_softcap
 from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels.reference import ReferenceKernel
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
 
 
@@ -71,6 +72,23 @@ def test_memory_is_linear_in_the_rows() -> None:
             o, lse = CpuKernel().forward(*args, inputs.shapes, params)
             CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, params)
     assert largest <= 4 * cpu_softcap.SCORES_AT_ONCE
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_rows_of_any_strides(softcap: float | None) -> None:
+    case = Case(params=AttentionParams(0.2, softcap=softcap))
+    inputs = make_inputs(case, torch.float64)
+    dense = inputs.do, inputs.q, inputs.k, inputs.v
+    # Not even the head dim lies dense.
+    sparse = tuple(x.transpose(0, 2).contiguous().transpose(0, 2) for x in dense)
+    expanded = (dense[0][:, :, :1].expand_as(dense[0]), *dense[1:])
+    for do, q, k, v in (sparse, expanded):
+        o, lse = CpuKernel().forward(q, k, v, inputs.shapes, case.params)
+        got = CpuKernel().backward(do, q, k, v, o, lse, inputs.shapes, case.params)
+        given = do, *dense[1:]
+        want = ReferenceKernel().backward(*given, o, lse, inputs.shapes, case.params)
+        for got_one, want_one in zip(got, want, strict=True):
+            torch.testing.assert_close(got_one, want_one, rtol=1e-12, atol=1e-12)
 
 
 def test_does_not_change_its_inputs() -> None:

@@ -7,6 +7,7 @@ from hf_distca.collator.packing import DistCACollator
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.model import plan_settings
 from hf_distca.patches.register import register
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.arguments import DistCATrainingArguments
@@ -20,6 +21,7 @@ __all__ = [
     "Dispatcher",
     "GlobalBatchSampler",
     "PlanSettings",
+    "plan_settings",
 ]
 
 register()

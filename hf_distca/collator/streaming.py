@@ -21,7 +21,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     A batch has `input_ids`, `position_ids`, `labels`, `shift_labels`, each [1, rows] int64 with at most
     `tokens_per_rank` rows, as DistCACollator gives them, and `document_lengths`, a tuple of ints. There is no
     plan in it: documents stay on their rank, and ranks exchange lengths to plan their attention. Ranks may
-    have different numbers of batches; `empty_batch` is for those that end first.
+    have different numbers of batches; `Dispatcher.plan_batches` makes up for those that end first.
 
     Its items are batches: use `DataLoader(StreamPacker(...), batch_size=None)`, and do not shard the loader
     again (accelerate: `num_processes=1`, `dispatch_batches=False`).

@@ -8,6 +8,7 @@ import torch
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.layout import fixed_layout
@@ -89,10 +90,55 @@ class Dispatcher:
         rows = [[(rank[i] if i < len(rank) else []) or FILLER for rank in gathered] for i in range(count)]
         return [plan_layout(fixed_layout(row), self.settings) for row in rows]
 
+    def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
+        """Plan batches whose documents already lie on this rank; their tokens stay. A collective.
+
+        Args:
+            batches: from a StreamPacker or any padding-free collator; fewer than other ranks have, or none,
+                where this rank's data has ended.
+            at_least: batches to fill up to where any rank has one: those of one optimizer step.
+
+        Returns:
+            The batches with their plans, and fillers without a target where other ranks have more; none
+            where no rank has any.
+
+        Raises:
+            ValueError: on every rank, where a batch of any rank is not packed without padding.
+        """
+        error, lengths = None, []
+        try:
+            lengths = [batch_document_lengths(batch) for batch in batches]
+        except ValueError as caught:
+            error = caught
+        self.groups.raise_together(error)
+        plans = self.plan_lengths(lengths, at_least)
+        fillers = [filler_batch(self.device) for _ in range(len(plans) - len(batches))]
+        told_by_plan = ("attention_mask", "document_lengths")
+        return [
+            {name: value for name, value in batch.items() if name not in told_by_plan} | {PLAN_KEY: plan}
+            for batch, plan in zip([*batches, *fillers], plans, strict=True)
+        ]
+
+    def plan_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Plan one batch of a padding-free collator and bind the plan: ready for `model(**batch)`. A collective.
+
+        Every rank calls it once per micro-batch; where ranks may have different numbers of them, see
+        `plan_batches`.
+
+        Args:
+            batch: `input_ids` [1, T] and `position_ids` that restart at 0 with each document, or what else
+                `batch_document_lengths` reads, such as transformers' DataCollatorWithFlattening gives.
+
+        Raises:
+            ValueError: on every rank, where the batch of any rank is not packed without padding.
+        """
+        (planned,) = self.plan_batches([batch])
+        return self.prepare(planned)
+
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch with its plan bound to this rank, ready for `model(**batch)`.
 
         Args:
-            batch: what DistCACollator made: it carries a plan. See `plan_lengths` for other batches.
+            batch: from a DistCACollator or `plan_batches`: it carries a plan.
         """
         return {**batch, PLAN_KEY: self.bind(batch[PLAN_KEY])}

@@ -1,12 +1,14 @@
 """What a transformers model tells about its attention: windows, sizes, and whether it can be planned."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.micro_batch import PlanSettings
 
 ATTENTION_NAME = "distca"
 
@@ -42,6 +44,31 @@ def row_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> RowBytes:
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
     return RowBytes.of_heads(q_heads, kv_heads, head_dim, dtype.itemsize)
+
+
+def plan_settings(
+    model: PreTrainedModel, ranks: int, tokens_per_rank: int, dtype: torch.dtype | None = None, **options: Any
+) -> PlanSettings:
+    """The settings of plans that fit a model, once it is known that it can be planned.
+
+    Args:
+        model: a model with attn_implementation="distca".
+        ranks: ranks that train together.
+        tokens_per_rank: the most rows that a rank holds in a micro-batch.
+        dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
+        options: the other fields of PlanSettings.
+
+    Raises:
+        ValueError: the model cannot be planned, see `check_model`.
+    """
+    check_model(model)
+    return PlanSettings(
+        ranks=ranks,
+        tokens_per_rank=tokens_per_rank,
+        windows=attention_windows(model.config),
+        row_bytes=row_bytes(model.config, model.dtype if dtype is None else dtype),
+        **options,
+    )
 
 
 def check_model(model: PreTrainedModel) -> None:

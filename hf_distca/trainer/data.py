@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader
 from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
 from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.packing import DistCACollator
-from hf_distca.collator.padding_free import batch_document_lengths, empty_batch
 from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalBatchSampler
-from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
+from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
 from hf_distca.trainer.arguments import DistCATrainingArguments
 
@@ -80,44 +79,6 @@ def unsharded(loader: DataLoader, device: torch.device, args: DistCATrainingArgu
     )
 
 
-def plan_together(
-    batches: list[dict[str, Any]], at_least: int, dispatcher: Dispatcher
-) -> list[dict[str, Any]]:
-    """Plan batches whose documents already lie on this rank, the same number of them on every rank. A collective.
-
-    Args:
-        batches: from a StreamPacker or any padding-free collator; fewer than other ranks have, or none, where this
-            rank's data has ended.
-        at_least: batches to fill up to where any rank has one: those of one optimizer step.
-        dispatcher: plans them.
-
-    Returns:
-        The batches with their plans, and fillers without a target where other ranks have more; none where
-        no rank has any.
-
-    Raises:
-        ValueError: on every rank, where a batch of any rank is not packed without padding.
-    """
-    error, lengths = None, []
-    try:
-        lengths = [batch_document_lengths(batch) for batch in batches]
-    except ValueError as caught:
-        error = caught
-    dispatcher.groups.raise_together(error)
-    plans = dispatcher.plan_lengths(lengths, at_least=at_least)
-    while len(batches) < len(plans):
-        batches.append({name: _to(value, dispatcher.device) for name, value in empty_batch().items()})
-    planned = []
-    for batch, plan in zip(batches, plans, strict=True):
-        kept = {name: value for name, value in batch.items() if name not in ("attention_mask", "document_lengths")}
-        planned.append({**kept, PLAN_KEY: plan})
-    return planned
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
 class PlannedLoader:
     """Batches of a loader planned one by one, until the data of every rank has ended.
 
@@ -133,5 +94,5 @@ class PlannedLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches = iter(self._loader)
-        while planned := plan_together(list(islice(batches, 1)), 1, self._dispatcher):
+        while planned := self._dispatcher.plan_batches(list(islice(batches, 1))):
             yield planned[0]

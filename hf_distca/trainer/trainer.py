@@ -13,11 +13,10 @@ from transformers.trainer_utils import EvalLoopOutput, seed_worker
 
 from hf_distca.collator.streaming import StreamPacker
 from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
-from hf_distca.patches.model import attention_windows, check_model, row_bytes
+from hf_distca.patches.model import plan_settings
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.arguments import DistCATrainingArguments
-from hf_distca.trainer.data import PlannedLoader, agreed_lengths, packed_loader, plan_together, unsharded
+from hf_distca.trainer.data import PlannedLoader, agreed_lengths, packed_loader, unsharded
 from hf_distca.trainer.meter import StepMeter
 
 
@@ -66,21 +65,20 @@ class DistCATrainer(Trainer):
                     "is one packed row of up to tokens_per_rank tokens; leave it at 1"
                 )
         super().__init__(model, args, data_collator, **kwargs)
-        check_model(self.model)
+        settings = plan_settings(
+            self.model,
+            ranks=args.world_size,
+            tokens_per_rank=args.tokens_per_rank,
+            dtype=self._attention_dtype(),
+            document_layout=args.document_layout,
+            tolerance=args.balance_tolerance,
+            block_size=args.balance_block_size,
+        )
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
                 f"{type(self.model).__name__} does not take num_items_in_batch, without which ranks with different "
                 "numbers of targets have no exact loss"
             )
-        settings = PlanSettings(
-            ranks=args.world_size,
-            tokens_per_rank=args.tokens_per_rank,
-            windows=attention_windows(self.model.config),
-            row_bytes=row_bytes(self.model.config, self._attention_dtype()),
-            document_layout=args.document_layout,
-            tolerance=args.balance_tolerance,
-            block_size=args.balance_block_size,
-        )
         self.dispatcher = Dispatcher(
             settings,
             args.device,
@@ -155,7 +153,7 @@ class DistCATrainer(Trainer):
             return [], None
         batches = list(islice(epoch_iterator, num_batches))
         if not self._packs or _is_stream(self.train_dataset):
-            batches = plan_together(batches, num_batches, self.dispatcher)
+            batches = self.dispatcher.plan_batches(batches, at_least=num_batches)
             if not batches:  # no rank has more in this epoch: nothing to ask one another about again
                 self._ended = epoch_iterator
         return batches, self._get_num_items_in_batch(batches, device)

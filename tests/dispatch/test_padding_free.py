@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
-from hf_distca.collator.padding_free import batch_document_lengths, empty_batch
 from hf_distca.collator.streaming import StreamPacker
+from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
 
 TWO = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
 
@@ -29,12 +29,11 @@ def test_lengths_of_a_streamed_batch():
     assert batch_document_lengths(next(iter(StreamPacker(TWO, 1, 0, 6)))) == (3, 2, 1)
 
 
-def test_the_empty_batch():
-    batch = empty_batch(7)
+def test_the_filler_batch():
+    batch = filler_batch()
     assert batch_document_lengths(batch) == (1,)
-    tensors = {name: value.tolist() for name, value in batch.items() if name != "document_lengths"}
-    assert tensors == {
-        "input_ids": [[7]],
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[0]],
         "position_ids": [[0]],
         "labels": [[-100]],
         "shift_labels": [[-100]],

@@ -1,12 +1,9 @@
-"""Batches whose documents already lie on their rank, and a batch for a rank without any."""
+"""Batches of padding-free collators: their documents, and a batch for a rank that has none."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-
-from hf_distca.collator.documents import TokenDocument
-from hf_distca.collator.packing import rows_batch
 
 
 def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
@@ -53,17 +50,19 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     )
 
 
-def empty_batch(filler_token_id: int = 0) -> dict[str, Any]:
-    """What a rank whose data has ended computes on, so that it still takes part in every exchange.
+def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """One token without a target: what a rank whose data has ended computes on.
 
-    Args:
-        filler_token_id: the token of its only row, which has no target.
-
-    Returns:
-        The format of StreamPacker, with one document of one token.
+    A rank takes part in every exchange, and models cannot run on no rows at all.
     """
-    filler = TokenDocument.filler(filler_token_id)
-    return {**rows_batch([filler], [0]), "document_lengths": (1,)}
+    token_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
+    no_target_11 = torch.full_like(token_11, -100)
+    return {
+        "input_ids": token_11,
+        "position_ids": token_11.clone(),
+        "labels": no_target_11,
+        "shift_labels": no_target_11.clone(),
+    }
 
 
 def _checked(lengths: tuple[int, ...], tokens: int, name: str) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ def assert_matches_reference(kernel: Kernel, case: Case, dtype: torch.dtype, see
     assert all(x.is_contiguous() for x in (o, lse, *grads))
 
     # Of bfloat16's 2^-9 per rounding, o, the probabilities and the gradients each take some.
-    bound = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}[dtype]
+    bound = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 7e-3, torch.float16: 1e-3}[dtype]
     # lse stays in float32, but in half precision the op's exponential is a less exact one.
     lse_bound = 3e-5 if dtype.itemsize == 2 else bound
     names = ("o", "lse", "dq", "dk", "dv")

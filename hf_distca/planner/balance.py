@@ -13,6 +13,7 @@ Rounding to whole rows leaves small differences; the three steps are repeated on
 worker is within the tolerance.
 """
 
+import itertools
 import math
 from bisect import bisect_left, insort
 
@@ -174,7 +175,7 @@ class _Round:
         held[worker] = max(held.get(worker, 0), rows)
 
     def _give(self, giver: int, rooms: list[tuple[float, int]]) -> None:
-        """Give what `giver` has too much; `rooms` is (room, worker) of who can take, sorted, and is updated."""
+        """Give what `giver` has too much; `rooms`, sorted (room, worker) of who can take, is updated."""
         mine = range(self.first[giver], self.first[giver + 1])
         span = slice(mine.start, mine.stop)
         price = self._price(giver)
@@ -244,21 +245,22 @@ class _Round:
             begin, end = float(first[max(at - 1, 0)]), float(first[min(at + 1, len(first) - 1)])
         bounds = self._whole_rows(cuts[at], start, stop, doc)
         takers = [owner, *(taker for _, taker in parts), owner]
-        pieces = [(doc, *rows, taker) for *rows, taker in zip(bounds[:-1], bounds[1:], takers, strict=True)]
+        pieces = [(doc, *rows, taker) for rows, taker in zip(itertools.pairwise(bounds), takers, strict=True)]
+        pieces = [piece for piece in pieces if piece[1] < piece[2]]
         for _, _, last, taker in pieces:
             self._learn(doc, taker, last)
-        return [piece for piece in pieces if piece[1] < piece[2]]
+        return pieces
 
     def _short(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> NDArray[np.int64]:
         """[choices] int64: pieces below a block that would come of [choices, parts + 1] cuts."""
-        short = (cuts[:, 0] > start + 1) & (cuts[:, 0] < start + self.block)
-        inner = (np.diff(cuts, axis=1) < self.block).sum(axis=1)
-        if stop == self.lengths[doc]:
-            return short.astype(np.int64) + inner
-        return short + ((cuts[:, -1] < stop - 1) & (cuts[:, -1] > stop - self.block)) + inner
+        short: NDArray[np.int64] = (np.diff(cuts, axis=1) < self.block).sum(axis=1)
+        short += (cuts[:, 0] > start + 1) & (cuts[:, 0] < start + self.block)
+        if stop != self.lengths[doc]:
+            short += (cuts[:, -1] < stop - 1) & (cuts[:, -1] > stop - self.block)
+        return short
 
     def _whole_rows(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> list[int]:
-        """[start, the cuts, stop], each cut on a block's boundary or, where that moves too many pairs, a finer one."""
+        """[start, the cuts, stop]; a cut leaves the block's boundary only where that moves too many pairs."""
         rows = [start]
         for cut in cuts.tolist():
             grain = self.block

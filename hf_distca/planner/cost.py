@@ -62,7 +62,7 @@ def pairs(start: int, stop: int, window: int | None = None) -> int: ...
 
 @overload
 def pairs(
-    start: NDArray[np.int64] | int, stop: NDArray[np.int64] | int, window: int | None = None
+    start: NDArray[np.int64] | int, stop: NDArray[np.int64], window: int | None = None
 ) -> NDArray[np.int64]: ...
 
 

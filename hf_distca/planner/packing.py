@@ -10,16 +10,22 @@ Only cut documents cost bytes: a piece that starts at row s needs K/V rows [0, s
 3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.planner.cost import pairs
 
+Piece = tuple[int, int, int, int]
+"""(document, start, stop, rank)"""
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
+STEPS = 4
+"""Levels that are tried for the pairs of ranks with pieces of large documents."""
 ROUNDING = 0.1
 """Share of the slack in pairs that rounding one cut may cost before it leaves the block's boundaries."""
 NEGLIGIBLE = 0.3
@@ -59,18 +65,24 @@ class _Packing:
         self, lengths: NDArray[np.int64], ranks: int, window: int | None, slack: float, block: int
     ) -> None:
         self.window, self.slack, self.block, self.ranks = window, slack, block, ranks
+        self.lengths: list[int] = lengths.tolist()
         total = int(lengths.sum())
         self.mean = int(pairs(0, lengths, window).sum()) / ranks
         self.room = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
         self.need = [self.mean] * ranks
-        self.stops: list[int] = lengths.tolist()
+        self.stops = list(self.lengths)
         self.order: list[int] = np.argsort(-lengths, kind="stable").tolist()
         self.held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         self.cuts: list[tuple[int, int, int, int]] = []
-        # Pairs and tokens of the shortest documents taken together, shortest first.
-        ascending = lengths[self.order[::-1]]
+        self._count_short(lengths[self.order[::-1]])
+        large = sum(1 for _ in takewhile(self._large, self.order))
+        self._count_short(lengths[self.order[large:][::-1]])
+
+    def _count_short(self, ascending: NDArray[np.int64]) -> None:
+        """Tokens and pairs of the shortest documents taken together, shortest first."""
         self.short_tokens: list[int] = np.concatenate([[0], np.cumsum(ascending)]).tolist()
-        self.short_pairs: list[int] = np.concatenate([[0], np.cumsum(pairs(0, ascending, window))]).tolist()
+        costs = pairs(0, ascending, self.window)
+        self.short_pairs: list[int] = np.concatenate([[0], np.cumsum(costs)]).tolist()
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
         """All segments as (document, start, stop, rank)."""
@@ -89,69 +101,96 @@ class _Packing:
         return self.short_pairs[at - 1] + share * (self.short_pairs[at] - self.short_pairs[at - 1])
 
     def cut_large(self) -> None:
-        """Phase 1: cut documents that are too large for a rank, a piece per rank, from the end."""
-        for step in range(9):
-            # Ranks that can hold no more pairs than the longest documents give leave the others above the
-            # mean: raise the level until the rest of every document fits into the ranks that are left.
-            level = self.mean * (1 + self.slack * step / 8)
-            cuts, heads, fits = self._cut_at(level)
+        """Phase 1: cut documents that are too large for a rank, from the end, one rank after another."""
+        # Where even the densest rows give a rank fewer pairs than the mean, the others must take more: raise
+        # the level until what is left always fits into the ranks that are left.
+        for step in range(STEPS + 1):
+            cuts, fits = self._cut_at(self.mean * (1 + self.slack * step / STEPS))
             if fits:
                 break
+        cut_rows: dict[int, int] = {}
         for doc, start, stop, rank in cuts:
             self.cuts.append((doc, start, stop, rank))
-            self.stops[doc] = min(self.stops[doc], start)
+            cut_rows[doc] = cut_rows.get(doc, 0) + stop - start
             self.room[rank] -= stop - start
             self.need[rank] -= int(pairs(start, stop, self.window))
+        for doc, rows in cut_rows.items():
+            self.stops[doc] -= rows
         stops = self.stops
+        self.heads = set(cut_rows)
         self.order = sorted((doc for doc in self.order if stops[doc]), key=lambda doc: (-stops[doc], doc))
 
-    def _cut_at(self, level: float) -> tuple[list[tuple[int, int, int, int]], list[int], bool]:
-        rank = used = 0
-        carry = 0.0
-        cuts = []
-        fits = True
+    def _cut_at(self, level: float) -> tuple[list[Piece], bool]:
+        """(pieces, fits): cut so that every rank that gets a piece has `level` pairs.
+
+        Beside its piece, a rank takes the shortest documents; once they are used up, the head of the same
+        document, whose K/V rows its piece needs anyway.
+        """
+        cuts: list[Piece] = []
+        rank, used, carry, fits = 0, 0, 0.0, True
         for doc in self.order:
-            stop = self.stops[doc]
-            while rank < self.ranks:
-                room, aim = self.room[rank], level + carry
-                filler = self._filler(used)
-
-                def filled(rows: int, stop: int = stop, room: int = room, base: int = used, less: float = filler) -> float:
-                    return int(pairs(stop - rows, stop, self.window)) + self._filler(base + room - rows) - less
-
-                if stop <= room and filled(stop) <= aim + self.mean * self.slack / 2:
+            head, stop = 0, self.stops[doc]
+            while rank < self.ranks and stop > head:
+                room, aim, short = self.room[rank], level + carry, self.short_tokens[-1] - used
+                filled = partial(self._filled, head, stop, room, used)
+                if not head and stop <= room and filled(stop) <= aim + self.mean * self.slack / 2:
                     break
-                low, high = 0, min(stop, room)
+                low, high = 0, min(stop - head, room)
                 while low < high:  # the most rows that keep the rank within its aim
                     middle = (low + high + 1) // 2
                     low, high = (middle, high) if filled(middle) <= aim else (low, middle - 1)
-                must = stop - sum(self.room[rank + 1 :])
-                if low < must:
-                    fits = False
-                    low = min(must, room)
-                start = self._on_grain(stop - low, stop, room)
+                start = max(self._on_grain(stop - low, stop - room), head)
                 if start >= stop:
                     break
-                carry = aim - filled(stop - start)
+                tail = stop - start
+                carry = aim - filled(tail)
+                own = min(max(room - tail - short, 0), start - head)
+                used += min(room - tail, short)
                 cuts.append((doc, start, stop, rank))
-                used += room - (stop - start)
-                stop = start
-                rank += 1
-                if not stop:
-                    break
-            if stop > max(self.room[rank:], default=0) and stop == self.stops[doc]:
+                if own:
+                    cuts.append((doc, head, head + own, rank))
+                head, stop, rank = head + own, start, rank + 1
+            if rank == self.ranks:
+                fits = stop <= head
                 break
-        return cuts, [], fits
+            if stop == self.stops[doc] and not self._large(doc):
+                break
+        return cuts, fits
 
-    def _on_grain(self, start: int, stop: int, room: int) -> int:
-        """A cut near row `start`: on a block's boundary if that moves few pairs, else on a finer one."""
+    def _filled(self, head: int, stop: int, room: int, used: int, tail: int) -> float:
+        """Pairs of a rank with rows [stop - tail, stop) of a document and the cheapest rows beside them.
+
+        Args:
+            head: rows of the document below this are taken.
+            stop: end of the document's rows that are not taken.
+            room: rows of the rank.
+            used: tokens of the shortest documents that are taken.
+            tail: rows of the piece.
+        """
+        others = min(room - tail, self.short_tokens[-1] - used)
+        own = min(room - tail - others, stop - tail - head)
+        filler = self._filler(used + others) - self._filler(used)
+        piece = int(pairs(stop - tail, stop, self.window))
+        return piece + filler + int(pairs(head, head + own, self.window))
+
+    def _large(self, doc: int) -> bool:
+        """Whether a document is more than one rank takes, even beside the shortest documents."""
+        rows, room = self.stops[doc], max(self.room)
+        filler = self._filler(max(room - rows, 0))
+        return rows > room or int(pairs(0, rows, self.window)) + filler > self.mean * (1 + self.slack / 2)
+
+    def _on_grain(self, start: int, least: int) -> int:
+        """A cut near row `start`, at least `least`, that leaves no head below a block.
+
+        It falls on a block's boundary if that moves few pairs, else on a finer one.
+        """
         grain = self.block
         while grain > 1 and grain * min(start, self.window or start) > ROUNDING * self.slack * self.mean:
             grain //= 2
         row = round(start / grain) * grain
         if row < self.block:
             row = self.block if start >= self.block // 2 else 0
-        return max(row, stop - room)
+        return max(row, least)
 
     def place_whole(self) -> None:
         """Phase 2: the uncut documents and heads, longest first."""
@@ -203,30 +242,41 @@ class _Packing:
             stop = self.stops[doc]
             rank = max(range(self.ranks), key=lambda r: (self.room[r], -r))
             self._hold(doc, stop, int(pairs(0, stop, self.window)), rank)
-        over = [rank for rank in range(self.ranks) if self.room[rank] < 0]
-        under = sorted(
-            (rank for rank in range(self.ranks) if self.room[rank] > 0), key=lambda r: -self.room[r]
-        )
-        for rank in over:
-            held = self.held[rank]
-            held.sort()
-            while self.room[rank] < 0:
-                target = under[-1]
-                rows = min(-self.room[rank], self.room[target])
-                # The shortest document whose head keeps a block; else the longest there is.
-                at = bisect_right(held, (rows + self.block, -1))
-                stop, doc = held.pop(min(at, len(held) - 1))
-                rows = min(rows, stop)
-                start = stop - rows
-                if start:
-                    held.insert(bisect_left(held, (start, doc)), (start, doc))
-                    self.cuts.append((doc, start, stop, target))
-                else:
-                    self.held[target].append((stop, doc))
-                cost = int(pairs(start, stop, self.window))
-                self.need[rank] += cost
-                self.need[target] -= cost
-                self.room[rank] += rows
-                self.room[target] -= rows
-                if not self.room[target]:
-                    under.pop()
+        under = [rank for rank in range(self.ranks) if self.room[rank] > 0]
+        under.sort(key=lambda rank: (-self.room[rank], rank))
+        for rank in range(self.ranks):
+            if self.room[rank] < 0:
+                self._shed(rank, under)
+
+    def _shed(self, rank: int, under: list[int]) -> None:
+        """Move what a rank has too much to the last of `under`, then to the one before it."""
+        # A document is cut once, and where it ends: so no piece is below a block unless it ends a document.
+        whole = sorted(item for item in self.held[rank] if item[0] == self.lengths[item[1]])
+        self.held[rank] = [item for item in self.held[rank] if item[0] != self.lengths[item[1]]]
+        while self.room[rank] < 0:
+            target = under[-1]
+            rows = min(-self.room[rank], self.room[target])
+            if not whole:  # what is left here are heads of cut documents and heads of large ones
+                whole = self.held[rank]
+                whole.sort()
+                self.held[rank] = []
+            # One that fits as a whole, or the shortest whose head keeps a block; else the longest.
+            at = bisect_left(whole, (rows, -1))
+            if at == len(whole) or whole[at][0] != rows:
+                at = min(bisect_left(whole, (rows + self.block, -1)), len(whole) - 1)
+            stop, doc = whole.pop(at)
+            rows = min(rows, stop)
+            start = stop - rows
+            if start:
+                self.held[rank].append((start, doc))
+                self.cuts.append((doc, start, stop, target))
+            else:
+                self.held[target].append((stop, doc))
+            cost = int(pairs(start, stop, self.window))
+            self.need[rank] += cost
+            self.need[target] -= cost
+            self.room[rank] += rows
+            self.room[target] -= rows
+            if not self.room[target]:
+                under.pop()
+        self.held[rank] += whole

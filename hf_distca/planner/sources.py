@@ -32,7 +32,8 @@ class Price:
     def of(self, start: Array, stop: Array, known: Array) -> Array:
         """Bytes of rows [start, stop) for a worker that has K/V rows [0, known) of the document."""
         first = known if self.window is None else np.maximum(start - self.window + 1, known)
-        return (stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv
+        result: Array = (stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv
+        return result
 
     def least(self, amount: float) -> float:
         """Bytes of the cheapest piece of `amount` pairs in a document as long as need be."""

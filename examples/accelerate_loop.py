@@ -1,0 +1,72 @@
+"""The pieces apart: a training loop of one's own, with a collator that knows nothing of hf_distca.
+
+    accelerate launch --num_processes 8 examples/accelerate_loop.py --model meta-llama/Llama-3.2-1B
+
+Four lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader puts
+them; only their core attention moves. Where the whole micro-batch may be laid out anew, as DistCATrainer
+does, the same balance takes fewer bytes.
+"""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from finetune_llama import tokenize
+from standard_library import standard_library
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
+
+import hf_distca
+
+
+def main() -> None:
+    """Read the options and train."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", required=True, help="checkpoint: a name on the Hub or a folder")
+    parser.add_argument("--documents_per_rank", type=int, default=4, help="documents of a rank in one step")
+    parser.add_argument("--max_length", type=int, default=4096, help="tokens kept of a document")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    options = parser.parse_args()
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)  # the loader's order; every rank draws the same one and takes its share
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    needed = options.steps * options.documents_per_rank * accelerator.num_processes
+    texts = standard_library(progress=accelerator.is_main_process).shuffle(seed=0)
+    documents = tokenize(texts.select(range(min(needed, len(texts)))), tokenizer, "text")
+    documents = documents.map(lambda document: {"input_ids": document["input_ids"][: options.max_length]})
+    loader = DataLoader(
+        documents.select_columns(["input_ids"]),
+        batch_size=options.documents_per_rank,
+        shuffle=True,
+        collate_fn=DataCollatorWithFlattening(),
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="distca")  # distca
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    tokens_per_rank = options.documents_per_rank * options.max_length
+    settings = hf_distca.plan_settings(model, accelerator.num_processes, tokens_per_rank)  # distca
+    dispatcher = hf_distca.Dispatcher(settings, accelerator.device)  # distca
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    model.train()
+    for step, batch in enumerate(loader, 1):
+        # Ranks hold different numbers of targets: each divides its sum by the targets of all. Their
+        # gradients are averaged, which the factor in backward() makes up for.
+        targets = accelerator.reduce((batch["labels"][:, 1:] != -100).sum(), "sum")
+        batch = dispatcher.plan_batch(batch)  # distca
+        loss = model(**batch, num_items_in_batch=targets).loss
+        accelerator.backward(loss * accelerator.num_processes)
+        optimizer.step()
+        optimizer.zero_grad()
+        summary = batch["distca_plan"].plan.summary
+        accelerator.print(
+            f"step {step}  loss {accelerator.reduce(loss.detach(), 'sum').item():.3f}  "
+            f"pairs max/mean {summary.packed_max_over_mean:.2f} -> {summary.max_over_mean:.2f}"
+        )
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Fine-tune a LLaMA checkpoint on whole documents, the core attention of all ranks in balance.
+
+    accelerate launch --num_processes 8 examples/finetune_llama.py \
+        --model meta-llama/Llama-3.2-1B --dataset my_documents.jsonl --lora \
+        --output_dir runs/llama --tokens_per_rank 32768 --bf16 --learning_rate 2e-4
+
+A micro-batch is one row of up to tokens_per_rank tokens on each rank. Every option of
+transformers.TrainingArguments and of hf_distca.DistCAConfig is one here too; --help lists them.
+At the end a table is printed, and written to summary.json in the output folder.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+
+from datasets import Dataset, load_dataset
+from standard_library import standard_library
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase
+
+import hf_distca
+
+
+@dataclass
+class ScriptArguments:
+    """What to train, on what."""
+
+    model: str = field(metadata={"help": "Checkpoint: a name on the Hub or a folder."})
+    dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "Documents: a name on the Hub, a folder, or a .jsonl, .parquet or .csv file; its split "
+            "'train'. Without it, the source files of the Python standard library."
+        },
+    )
+    text_column: str = field(default="text", metadata={"help": "The column that holds a document's text."})
+    max_documents: int | None = field(
+        default=None, metadata={"help": "Take so many documents, drawn by the seed; all without it."}
+    )
+    eval_fraction: float = field(
+        default=0.05, metadata={"help": "Part of the documents kept for evaluation."}
+    )
+    lora: bool = field(
+        default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."}
+    )
+
+
+def main() -> None:
+    """Read the options, prepare documents and model, train, evaluate, report."""
+    parser = HfArgumentParser((ScriptArguments, hf_distca.DistCATrainingArguments))
+    script_args, training_args = parser.parse_args_into_dataclasses()
+
+    # The data: every rank gets all documents, in the same order, and picks its rows when a plan says so.
+    tokenizer = AutoTokenizer.from_pretrained(script_args.model)
+    with training_args.main_process_first(desc="loading and tokenizing"):
+        texts = load_texts(script_args, show_progress=training_args.process_index == 0)
+        texts = texts.shuffle(seed=training_args.seed)
+        if script_args.max_documents is not None:
+            texts = texts.select(range(min(script_args.max_documents, len(texts))))
+        documents = tokenize(texts, tokenizer, script_args.text_column)
+    parts = documents.train_test_split(test_size=script_args.eval_fraction, seed=training_args.seed)
+
+    # The model: "distca" is the only thing that differs from any other fine-tuning.
+    model = AutoModelForCausalLM.from_pretrained(script_args.model, attn_implementation="distca")
+    if script_args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+        model = get_peft_model(model, adapters)
+
+    trainer = hf_distca.DistCATrainer(
+        model=model,
+        args=training_args,
+        train_dataset=parts["train"],
+        eval_dataset=parts["test"],
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    metrics = trainer.evaluate()
+    trainer.save_model()
+
+    if trainer.is_world_process_zero():
+        summary = summarize(trainer.state.log_history, metrics, parts["train"])
+        Path(training_args.output_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print_table(summary, training_args.world_size, training_args.output_dir)
+
+
+def load_texts(script_args: ScriptArguments, show_progress: bool) -> Dataset:
+    """The documents, as text."""
+    if script_args.dataset is None:
+        return standard_library(progress=show_progress)
+    file = Path(script_args.dataset)
+    if file.is_file():
+        kind = "json" if file.suffix == ".jsonl" else file.suffix.removeprefix(".")
+        return load_dataset(kind, data_files=str(file), split="train")
+    return load_dataset(script_args.dataset, split="train")
+
+
+def tokenize(texts: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str) -> Dataset:
+    """Whole documents as tokens, each with an end-of-text token, and their lengths."""
+
+    def tokenize_batch(batch: dict[str, list]) -> dict[str, list]:
+        input_ids = [
+            [*tokens, tokenizer.eos_token_id] for tokens in tokenizer(batch[text_column])["input_ids"]
+        ]
+        return {"input_ids": input_ids, "length": [len(tokens) for tokens in input_ids]}
+
+    return texts.map(
+        tokenize_batch, batched=True, batch_size=100, remove_columns=texts.column_names, desc="Tokenizing"
+    )
+
+
+def summarize(
+    log_history: list[dict[str, float]], metrics: dict[str, float], documents: Dataset
+) -> dict[str, float]:
+    """What the run came to, from what the trainer logged on the way."""
+    steps = [entry for entry in log_history if "loss" in entry]
+    return {
+        "loss_first": steps[0]["loss"],
+        "loss_last": steps[-1]["loss"],
+        "eval_loss": metrics["eval_loss"],
+        "documents": len(documents),
+        "tokens": sum(documents["length"]),
+        "pairs_max_over_mean_as_packed": mean(entry["pairs_max_over_mean_packed"] for entry in steps),
+        "pairs_max_over_mean_planned": mean(entry["pairs_max_over_mean"] for entry in steps),
+        "tokens_per_second": median(entry["tokens_per_second"] for entry in steps),
+    }
+
+
+def print_table(summary: dict[str, float], ranks: int, output_dir: str) -> None:
+    """The summary, for people."""
+    rows = [
+        ("Training documents", f"{summary['documents']:,} of {summary['tokens']:,} tokens in all"),
+        ("Loss", f"{summary['loss_first']:.3f} at first, {summary['loss_last']:.3f} at last"),
+        ("Evaluation loss", f"{summary['eval_loss']:.3f}"),
+        ("Query-key pairs of the busiest rank, over the mean", ""),
+        ("  documents packed in order", f"{summary['pairs_max_over_mean_as_packed']:.3f}"),
+        ("  as planned", f"{summary['pairs_max_over_mean_planned']:.3f}"),
+        ("Speed", f"{summary['tokens_per_second']:,.0f} tokens/s on {ranks} ranks"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    print("\n" + "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows))
+    print(f"\nModel and summary.json: {output_dir}")
+
+
+if __name__ == "__main__":
+    main()

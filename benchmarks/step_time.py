@@ -1,0 +1,112 @@
+"""Time of a training step on two CPU ranks with unequal documents: DDP, hf_distca, and the ideal.
+
+Rank 0 holds one document of 8192 tokens, rank 1 sixteen of 512. Forward and backward of a 4-layer LLaMA of
+hidden size 256 under DDP, one thread per rank, four ways, interleaved in one run:
+
+  ddp     every rank computes the core attention of its own documents, with the same kernel
+  fixed   hf_distca: the same documents on the same ranks, core attention balanced
+  joint   hf_distca: the same documents, placed by the joint layout
+  ideal   DDP on other documents: both ranks hold the same lengths, with the same pairs in all
+
+Run: python benchmarks/step_time.py [--rounds 10]
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from harness import print_json, run_ranks, table
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_distca import Dispatcher, PlanSettings
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.layout import fixed_layout
+from hf_distca.planner.micro_batch import plan_layout, plan_micro_batch
+
+TOKENS = 8192
+ROWS = [[TOKENS], [512] * 16]
+UNBALANCED = 100.0  # a tolerance at which no task moves
+
+
+def equal_rows() -> list[list[int]]:
+    """Documents of the same lengths on both ranks, with as many pairs in all as ROWS has."""
+    goal = sum(pairs(0, length) for row in ROWS for length in row) / 2
+
+    def lengths(longest: int) -> list[int]:
+        short, rest = divmod(TOKENS - longest, 512)
+        return [longest, *[512] * short, *([rest] if rest else [])]
+
+    best = min(range(512, TOKENS), key=lambda longest: abs(sum(pairs(0, n) for n in lengths(longest)) - goal))
+    return [lengths(best), lengths(best)]
+
+
+def measure_steps(rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step, by way; on this rank."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=1024,
+        max_position_embeddings=TOKENS,
+        attn_implementation="distca",
+    )
+    model = DistributedDataParallel(LlamaForCausalLM(config))
+    settings = PlanSettings(ranks=2, tokens_per_rank=TOKENS)
+    unmoved = PlanSettings(ranks=2, tokens_per_rank=TOKENS, tolerance=UNBALANCED)
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    plans = {
+        "ddp": plan_layout(fixed_layout(ROWS), unmoved),
+        "fixed": plan_layout(fixed_layout(ROWS), settings),
+        "joint": plan_micro_batch([length for row in ROWS for length in row], settings),
+        "ideal": plan_layout(fixed_layout(equal_rows()), unmoved),
+    }
+    batches = {}
+    for way, plan in plans.items():
+        segments = plan.nano_batches[0].layout.of_rank(dist.get_rank())
+        positions = torch.cat([torch.arange(s["start"], s["stop"]) for s in segments])[None]
+        tokens = torch.randint(0, 1024, positions.shape)
+        batches[way] = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "shift_labels": tokens}
+    seconds: dict[str, list[float]] = {way: [] for way in plans}
+    for _ in range(rounds + 1):
+        for way, plan in plans.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            bound = dispatcher.bind(plan)
+            model(**batches[way], distca_plan=bound, num_items_in_batch=2 * TOKENS).loss.backward()
+            dist.barrier()
+            seconds[way].append(time.perf_counter() - begin)
+            model.zero_grad()
+    return {way: times[1:] for way, times in seconds.items()}  # the first round warms up
+
+
+def main() -> None:
+    """Measure, print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each kind")
+    rounds = parser.parse_args().rounds
+    seconds = run_ranks(2, measure_steps, rounds)[0]
+    median = {way: statistics.median(times) for way, times in seconds.items()}
+    table(
+        ["", "step (median)", "min", "over ddp", "of ideal"],
+        [
+            [way, f"{t:.3f} s", f"{min(seconds[way]):.3f} s", f"{median['ddp'] / t:.3f}x", f"{median['ideal'] / t:.3f}"]
+            for way, t in median.items()
+        ],
+    )
+    print_json(
+        **{f"{way}_s": t for way, t in median.items()},
+        fixed_speedup=median["ddp"] / median["fixed"],
+        fixed_fraction=median["ideal"] / median["fixed"],
+        joint_speedup=median["ddp"] / median["joint"],
+        joint_fraction=median["ideal"] / median["joint"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Training under `accelerate launch` with 2 processes against one process with "sdpa"."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.sampler import GlobalBatchSampler
+from tests.launch import STRATEGIES, launch
+from tests.models import random_documents, small_model
+
+SCRIPT = Path(__file__).parent / "train_script.py"
+LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
+STEPS, ACCUMULATION, TOKENS_PER_RANK, LEARNING_RATE = 20, 2, 96, 1e-3
+
+
+def reference_losses() -> list[float]:
+    """The losses of ordinary training in one process, on the same global micro-batches."""
+    documents = random_documents(LENGTHS)
+    model = small_model(implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    pieces = fit_documents(np.array(LENGTHS), 2 * TOKENS_PER_RANK, "error", "tokens")
+    sampler = GlobalBatchSampler(pieces, 2 * TOKENS_PER_RANK, seed=42)
+    losses: list[float] = []
+    epoch = 0
+    while len(losses) < STEPS:
+        sampler.set_epoch(epoch)
+        micro_batches = [micro_batch for (micro_batch,) in sampler]
+        for first in range(0, len(micro_batches), ACCUMULATION):
+            step = [
+                documents[index]
+                for micro_batch in micro_batches[first : first + ACCUMULATION]
+                for index in micro_batch.pieces["document"]
+            ]
+            losses.append(optimizer_step(model, optimizer, step))
+        epoch += 1
+    return losses[:STEPS]
+
+
+def optimizer_step(model, optimizer, documents) -> float:
+    targets = sum(len(document) - 1 for document in documents)
+    total = 0.0
+    for document in documents:
+        if len(document) > 1:
+            logits = model(input_ids=document[None]).logits[0, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits, document[1:], reduction="sum") / targets
+            loss.backward()
+            total += loss.item()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return reference_losses()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loss_curve_is_that_of_one_process(strategy, expected, tmp_path):
+    arguments = {
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "tokens_per_rank": TOKENS_PER_RANK,
+        "learning_rate": LEARNING_RATE,
+        "optim": "adamw_torch",
+        "balance_block_size": 8,
+        "dataloader_num_workers": 0,
+        "save_strategy": "no",
+    }
+    result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path)
+    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED")
+    assert kind in result["distributed_type"].upper() or (strategy == "ddp" and "MULTI_CPU" in result["distributed_type"])
+    assert result["world_size"] == 2
+    assert result["losses"] == pytest.approx(expected, rel=2e-5)

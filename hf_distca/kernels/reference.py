@@ -38,7 +38,7 @@ class ReferenceKernel:
             heads = q_t.shape[1]
             scores_HQK, _ = _scores(q_t, _repeat(k_t, heads), params)
             lse_HQ = scores_HQK.logsumexp(dim=-1)
-            p_HQK = _probabilities(scores_HQK, lse_HQ)
+            p_HQK = torch.exp(scores_HQK - lse_HQ.unsqueeze(-1))
             outputs.append(torch.einsum("hqk,khe->qhe", p_HQK, _repeat(v_t, heads)))
             normalizers.append(lse_HQ.T)
         lse_dtype = torch.float64 if q_QHD.dtype == torch.float64 else torch.float32
@@ -64,7 +64,7 @@ class ReferenceKernel:
             heads, kv_heads = q_t.shape[1], k_t.shape[1]
             k_KHD, v_KHE = _repeat(k_t, heads), _repeat(v_t, heads)
             scores_HQK, slope_HQK = _scores(q_t, k_KHD, params)
-            p_HQK = _probabilities(scores_HQK, lse_t.T)
+            p_HQK = torch.exp(scores_HQK - lse_t.T.unsqueeze(-1))
 
             dv_KHE = torch.einsum("hqk,qhe->khe", p_HQK, do_t)
             dp_HQK = torch.einsum("qhe,khe->hqk", do_t, v_KHE)
@@ -117,8 +117,3 @@ def _scores(q_QHD: Tensor, k_KHD: Tensor, params: AttentionParams) -> tuple[Tens
             hidden_QK |= key_K <= row_Q1 - params.window
         scores_HQK = scores_HQK.masked_fill(hidden_QK, -torch.inf)
     return scores_HQK, slope_HQK
-
-
-def _probabilities(scores_HQK: Tensor, lse_HQ: Tensor) -> Tensor:
-    """exp(scores - lse), and 0 for rows without keys, whose lse is -inf."""
-    return torch.exp(scores_HQK - lse_HQ.masked_fill(lse_HQ == -torch.inf, 0.0).unsqueeze(-1))

@@ -14,7 +14,6 @@ worker is within the tolerance.
 """
 
 import itertools
-import math
 from bisect import bisect_left, insort
 
 import numpy as np
@@ -25,13 +24,12 @@ from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, r
 from hf_distca.planner.layout import check_settings
 from hf_distca.planner.sources import Price, Source
 
-ROUNDS = 6
 BUSY = 0.9
 """Workers whose surplus reaches this share of the largest are the bottleneck of the exchange."""
 FORBIDDEN = 1e18
 """Bytes that a piece below a block counts for while places are compared."""
-AIM = 0.93
-"""Flows aim at this share of the tolerance; rounding to rows has the rest."""
+AIM = (0.95, 0.8, 0.6, 0.4, 0.2, 0.0)
+"""Flows aim at this share of the tolerance, pass after pass; rounding to rows has the rest."""
 ROUNDING = 0.05
 """Share of the tolerance that rounding one cut may cost before it leaves the block's boundaries."""
 
@@ -70,17 +68,18 @@ def balance(
         )
     slack = max(tolerance, FINEST)
     tasks = _initial_tasks(layout)
-    best, best_time = tasks, math.inf
-    ideal = workers.ideal(int(pairs(tasks["start"], tasks["stop"], window).sum()))
-    for _ in range(ROUNDS):
+    loads = _loads(tasks, len(workers), window)
+    limit = workers.ideal(int(loads.sum())) * (1 + slack)
+    best, best_time = tasks, float(workers.finishing(loads).max())
+    for aim in AIM:
+        if best_time <= limit or not len(tasks):
+            break
+        tasks = _Round(
+            tasks, layout.lengths, workers, row_bytes or RowBytes(), window, slack, aim, block_size
+        ).run()
         finish = float(workers.finishing(_loads(tasks, len(workers), window)).max())
         if finish < best_time:
             best, best_time = tasks, finish
-        if finish <= ideal * (1 + slack):
-            break
-        tasks = _Round(
-            tasks, layout.lengths, workers, row_bytes or RowBytes(), window, slack, block_size
-        ).run()
     return Plan(layout, best, len(workers), window)
 
 
@@ -133,6 +132,7 @@ class _Round:
         row_bytes: RowBytes,
         window: int | None,
         slack: float,
+        share: float,
         block: int,
     ) -> None:
         self.tasks, self.lengths, self.block = tasks, lengths, block
@@ -142,8 +142,10 @@ class _Round:
         loads = _loads(tasks, len(workers), self.window)
         ideal = workers.ideal(int(loads.sum()))
         speed, base = np.asarray(workers.speed), np.asarray(workers.base_load)
-        aim = np.maximum((ideal * (1 + AIM * slack) - base) * speed, 0.0)
-        self.surplus: list[float] = (loads - aim).tolist()
+        aim = np.maximum((ideal * (1 + share * slack) - base) * speed, 0.0)
+        surplus = loads - aim
+        surplus[(surplus > 0) & (workers.finishing(loads) <= ideal * (1 + slack))] = 0.0
+        self.surplus: list[float] = surplus.tolist()
         self.rounding = ROUNDING * slack * float(aim[aim > 0].min(initial=np.inf))
         self.documents: list[int] = tasks["document"].tolist()
         self.first: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()

@@ -15,6 +15,9 @@ Documents are cut at whole rows, preferably whole kernel blocks; closer than thi
 and the time of a step no longer changes measurably.
 """
 
+MOST_TOKENS = 2**31 - 1
+"""So many that query-key pairs still fit into 64 bits."""
+
 
 @dataclass(frozen=True)
 class RowBytes:
@@ -154,9 +157,9 @@ class Workers:
         return done
 
     def ideal(self, total: int) -> float:
-        """The earliest time at which `total` pairs can be done if they can be divided at will.
+        """The earliest time at which all workers can be done with `total` pairs that divide at will.
 
-        The level t with Σ speed · max(t − base, 0) = total: workers whose base load is above it get nothing.
+        The level t with Σ speed · max(t − base, 0) = total, or the largest base load where that is later.
         """
         order = sorted(range(len(self)), key=lambda w: (self.base_load[w], w))
         speed = amount = 0.0
@@ -168,7 +171,7 @@ class Workers:
             following = order[position + 1 :]
             if not following or level <= self.base_load[following[0]]:
                 break
-        return level
+        return max(level, *self.base_load)
 
 
 def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -180,6 +183,8 @@ def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(f"document lengths must be integers in one dimension, got {lengths!r:.80}")
+    if len(array) and float(array.astype(np.float64).sum()) > MOST_TOKENS:
+        raise ValueError(f"the documents hold more than {MOST_TOKENS} tokens; split the micro-batch")
     if len(array) and array.min() < 1:
         raise ValueError(
             f"document {int(array.argmin())} has length {int(array.min())}; leave empty documents out"

@@ -1,0 +1,38 @@
+"""The hf-distca command: one subcommand per tool."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hf_distca.cli import plan
+from hf_distca.cli.lengths_file import InputError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status: 0, or 2 for bad input.
+
+    Args:
+        arguments: the command line without the program's name; None for the process's own.
+    """
+    parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    plan.add_parser(commands)
+    options = parser.parse_args(arguments)
+    try:
+        plan.run(options)
+    except InputError as error:
+        print(f"hf-distca {options.command}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

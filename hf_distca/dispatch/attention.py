@@ -14,8 +14,8 @@ The engine runs backward nodes in the reverse order of their creation, so the ba
 from the forward's order on every rank alike. Between the nodes only an empty token travels: forward and
 backward hand over other sizes, which autograd would reject.
 
-Shape suffixes: T local rows, Q query rows of a kernel call, R received rows, K key/value rows of a kernel call, H query
-heads, G key/value heads, D head dim of queries and keys, E head dim of values.
+Shape suffixes: T local rows, Q query rows of a kernel call, R received rows, K key/value rows of a kernel call, H
+query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
 from dataclasses import replace
@@ -55,7 +55,12 @@ class _Layer:
 
 
 def disaggregated_attention(
-    q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, sinks_H: Tensor | None, bound: BoundPlan, params: AttentionParams
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGE: Tensor,
+    sinks_H: Tensor | None,
+    bound: BoundPlan,
+    params: AttentionParams,
 ) -> Tensor:
     """Core attention of this rank's rows, computed wherever the plan says.
 
@@ -158,12 +163,10 @@ class _Compute(torch.autograd.Function):
             rows = routes.prefix.q_rows
             k_KGD, v_KGE = take(k_RGD, routes.prefix.k_rows), take(v_RGE, routes.prefix.k_rows)
             part = kernel.forward(take(q_THD, rows), k_KGD, v_KGE, routes.prefix.shapes, layer.prefix_params)
-            if routes.prefix_is_causal:  # the whole task, not a part of it
-                merged = part
-            else:
-                merged = merge(*part, take(o_THE, rows), take(lse_TH, rows))
-            put(o_THE, rows, merged[0])
-            put(lse_TH, rows, merged[1])
+            if not routes.prefix_is_causal:  # a part of the task: its own segment's keys are in already
+                part = merge(*part, take(o_THE, rows), take(lse_TH, rows))
+            put(o_THE, rows, part[0])
+            put(lse_TH, rows, part[1])
         del layer.keys_on_the_way
         layer.local = ()
         return token.new_empty(0)
@@ -245,9 +248,7 @@ class _Receive(torch.autograd.Function):
         columns = [do_THE, o_THE, lse_TH] if layer.keep_received else [q_THD, do_THE, o_THE, lse_TH]
         layer.queries_on_the_way = layer.exchange.start([take(x, queries.rows) for x in columns], queries.traffic)
         if not layer.keep_received:
-            layer.keys_on_the_way = layer.exchange.start(
-                [take(x, keys.rows) for x in (k_TGD, v_TGE)], keys.traffic
-            )
+            layer.keys_on_the_way = layer.exchange.start([take(x, keys.rows) for x in (k_TGD, v_TGE)], keys.traffic)
         layer.local = (do_THE, q_THD, o_THE, lse_TH)
 
         dq, dk, dv = (RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))

@@ -40,7 +40,12 @@ class PendingRows:
     """Rows on their way; `wait` hands them over."""
 
     def __init__(
-        self, exchange: "Exchange", columns: Sequence[Column], rows_RB: Tensor, work: dist.Work | None, sent_SB: Tensor
+        self,
+        exchange: "Exchange",
+        columns: Sequence[Column],
+        rows_RB: Tensor,
+        work: dist.Work | None,
+        sent_SB: Tensor,
     ) -> None:
         self._exchange = exchange
         self._columns = columns

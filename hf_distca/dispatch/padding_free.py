@@ -78,8 +78,7 @@ def _checked(lengths: tuple[int, ...], tokens: int, name: str) -> tuple[int, ...
 def _lengths_by_position(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
     if position_ids.shape != (1, tokens):
         raise ValueError(
-            f"position_ids has the shape {tuple(position_ids.shape)} for {tokens} tokens; expected [1, "
-            f"{tokens}]."
+            f"position_ids has the shape {tuple(position_ids.shape)} for {tokens} tokens; expected [1, {tokens}]."
         )
     positions_T = position_ids[0]
     starts = (positions_T == 0).nonzero().flatten()

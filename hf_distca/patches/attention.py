@@ -105,8 +105,8 @@ def _check_planned(
             raise ValueError(f"{layer} lays a mask of its own over the causal one, which a plan cannot express")
         if attention_mask.local_size not in (None, sliding_window):
             raise ValueError(
-                f"{layer} masks by a local size of {attention_mask.local_size}, but has sliding_window={sliding_window}; "
-                "a plan knows full and sliding-window attention only"
+                f"{layer} masks by a local size of {attention_mask.local_size}, but has "
+                f"sliding_window={sliding_window}; a plan knows full and sliding-window attention only"
             )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError(f"{layer} is not causal; a plan knows causal attention only")

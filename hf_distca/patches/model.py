@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_distca.kernels.contract import AttentionParams
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.micro_batch import PlanSettings
 
@@ -37,13 +38,29 @@ def attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     return tuple(dict.fromkeys(known[layer_type] for layer_type in layer_types))
 
 
+def head_dims(config: PreTrainedConfig) -> tuple[int, int]:
+    """Head dim of queries and keys, and that of values (another one with latent attention)."""
+    config = config.get_text_config(decoder=True)
+    if getattr(config, "qk_nope_head_dim", None) is not None:
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim, head_dim
+
+
+def attention_params(config: PreTrainedConfig, window: int | None) -> AttentionParams:
+    """What the model's layers of one window ask of a kernel."""
+    softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return AttentionParams(scale=1.0, window=window, softcap=softcap)
+
+
 def row_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> RowBytes:
     """Bytes of a row of Q, K and V, and O in one layer of the model, at the given dtype."""
+    qk_dim, v_dim = head_dims(config)
     config = config.get_text_config(decoder=True)
     q_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
-    return RowBytes.of_heads(q_heads, kv_heads, head_dim, dtype.itemsize)
+    size = dtype.itemsize
+    return RowBytes(q=q_heads * qk_dim * size, kv=kv_heads * (qk_dim + v_dim) * size, o=q_heads * v_dim * size)
 
 
 def plan_settings(
@@ -74,11 +91,21 @@ def plan_settings(
 def check_model(model: PreTrainedModel) -> None:
     """Raise unless a planned step of the model would be right, before any work starts.
 
+    Args:
+        model: a transformers model, or a PEFT model around one.
+
     Raises:
-        ValueError: the model does not use attn_implementation="distca", drops attention weights in
-            training, or does not hand the plan to its attention layers.
+        ValueError: the model has no attention interface, does not use attn_implementation="distca", drops
+            attention weights in training, or does not hand the plan to its attention layers.
     """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = model.config.get_text_config(decoder=True)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, or drops "
+            f"what is passed on to it; it can train with {_other_implementations(model)}, but not with planned "
+            "attention"
+        )
     name = config._attn_implementation
     if name != ATTENTION_NAME:
         raise ValueError(
@@ -113,5 +140,9 @@ def _takes_keywords(module: nn.Module) -> bool:
 
 def _other_implementations(model: PreTrainedModel) -> list[str]:
     """The stock attention implementations that the model says it supports."""
-    supported = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn", "flex_attention": "_supports_flex_attn"}
+    supported = {
+        "sdpa": "_supports_sdpa",
+        "flash_attention_2": "_supports_flash_attn",
+        "flex_attention": "_supports_flex_attn",
+    }
     return ["eager", *(name for name, flag in supported.items() if getattr(model, flag, False))]

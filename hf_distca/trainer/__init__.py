@@ -1,0 +1,1 @@
+"""Arguments, trainer, data loaders and what is logged."""

@@ -35,7 +35,10 @@ class DistCATrainingArguments(DistCAConfig, TrainingArguments):
         DistCAConfig.__post_init__(self)
         TrainingArguments.__post_init__(self)
         refused = {
-            "label_smoothing_factor": (0.0, "targets of packed documents are already shifted, and it shifts again"),
+            "label_smoothing_factor": (
+                0.0,
+                "targets of packed documents are already shifted, and it shifts again",
+            ),
             "average_tokens_across_devices": (True, "ranks hold different numbers of targets"),
             "auto_find_batch_size": (False, "memory is set by tokens_per_rank"),
             "dataloader_drop_last": (False, "it would drop documents"),

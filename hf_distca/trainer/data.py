@@ -28,7 +28,9 @@ def agreed_lengths(dataset: Any, args: DistCATrainingArguments, groups: Groups) 
     """
     error, lengths, fingerprint = None, np.empty(0, np.int64), ""
     try:
-        lengths = document_lengths(dataset, args.length_column_name, progress=groups.rank == 0 and not args.disable_tqdm)
+        lengths = document_lengths(
+            dataset, args.length_column_name, progress=groups.rank == 0 and not args.disable_tqdm
+        )
         fingerprint = dataset_fingerprint(dataset, lengths, args.length_column_name)
     except (ValueError, TypeError, KeyError) as caught:
         error = caught

@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput, seed_worker
 
 from hf_distca.collator.streaming import StreamPacker
 from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
-from hf_distca.patches.model import plan_settings
+from hf_distca.patches.model import attention_params, head_dims, plan_settings
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.trainer.arguments import DistCATrainingArguments
 from hf_distca.trainer.data import PlannedLoader, agreed_lengths, packed_loader, unsharded
@@ -64,7 +64,19 @@ class DistCATrainer(Trainer):
                     f"{name}={getattr(args, name)} contradicts tokens_per_rank={args.tokens_per_rank}: a rank's batch "
                     "is one packed row of up to tokens_per_rank tokens; leave it at 1"
                 )
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"this one process sees {args.n_gpu} GPUs, which Trainer would use as DataParallel; start one process "
+                "per GPU: accelerate launch --num_processes N script.py"
+            )
         super().__init__(model, args, data_collator, **kwargs)
+        sizes = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
+        for kind, size in sizes.items():
+            if size > 1:
+                raise ValueError(
+                    f"{kind} parallelism of size {size} divides what a plan already places; every rank must hold "
+                    "whole rows of its own: leave it at 1"
+                )
         settings = plan_settings(
             self.model,
             ranks=args.world_size,
@@ -86,10 +98,23 @@ class DistCATrainer(Trainer):
             keep_received=args.keep_received,
             timeout_s=args.exchange_timeout,
         )
+        self._check_kernel()
         self.meter = StepMeter(self.dispatcher)
         self._lengths: dict[int, tuple[Any, Any]] = {}  # with the data set itself, so that its id stays its own
         self._ended: Iterator | None = None
         self._evaluated_loss = self._evaluated_targets = 0.0
+
+    def _check_kernel(self) -> None:
+        """Raise if the kernel cannot compute the model's attention."""
+        qk_dim, v_dim = head_dims(self.model.config)
+        for window in self.dispatcher.settings.windows:
+            self.dispatcher.kernel.check(
+                device=self.args.device,
+                dtype=self._attention_dtype(),
+                head_dim_qk=qk_dim,
+                head_dim_v=v_dim,
+                params=attention_params(self.model.config, window),
+            )
 
     def _attention_dtype(self) -> torch.dtype:
         if self.args.bf16:
@@ -186,7 +211,11 @@ class DistCATrainer(Trainer):
         return result
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, None, None]:
         """Add one micro-batch to the evaluation's loss."""
         targets = self._get_num_items_in_batch([inputs], self.args.device)

@@ -11,7 +11,6 @@ from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import PlanSettings, plan_layout, plan_micro_batch
 from tests.models import random_documents, reference_step, relative_error, small_model
 
-
 # Models cannot run on no rows at all: a rank without documents holds one token without a target.
 FILLER = [1]
 
@@ -44,7 +43,8 @@ def planned_step(
     if dist.get_world_size() > 1:
         dist.all_reduce(total)
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
+            if parameter.requires_grad:
+                dist.all_reduce(parameter.grad)
     return total.item()
 
 
@@ -58,9 +58,7 @@ def run_case(
 ) -> tuple[float, dict[str, torch.Tensor], float]:
     """One planned step on every rank."""
     ranks = dist.get_world_size()
-    settings = PlanSettings(
-        ranks=ranks, tokens_per_rank=4096, windows=windows, document_layout="joint", block_size=8
-    )
+    settings = PlanSettings(ranks=ranks, tokens_per_rank=4096, windows=windows, document_layout="joint", block_size=8)
     dispatcher = Dispatcher(settings, torch.device("cpu"), **options)
     if layout == "joint":
         plan = plan_micro_batch(lengths, settings)
@@ -75,10 +73,15 @@ def run_case(
     return loss, grads, dispatcher.exchange.waited_s
 
 
-def assert_equal_to_single_process(rank_pools, ranks, lengths, layout="joint", model_type="llama", config=None, windows=(None,), **options):
+def assert_equal_to_single_process(
+    rank_pools, ranks, lengths, layout="joint", model_type="llama", config=None, windows=(None,), **options
+):
     config = config or {}
     flat = lengths if layout == "joint" else [length for row in lengths for length in row or FILLER]
-    loss, grads = reference_step(small_model(model_type, "sdpa" if model_type != "gemma2" else "eager", **config), random_documents(flat))
+    loss, grads = reference_step(
+        small_model(model_type, "sdpa" if model_type != "gemma2" else "eager", **config),
+        random_documents(flat),
+    )
     for got_loss, got, _ in rank_pools[ranks].run(run_case, model_type, config, lengths, layout, windows, options):
         assert got_loss == pytest.approx(loss, rel=1e-6)
         assert got.keys() == grads.keys()

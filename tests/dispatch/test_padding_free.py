@@ -41,9 +41,7 @@ def test_the_filler_batch():
 
 
 def test_two_rows():
-    with pytest.raises(
-        ValueError, match=r"shape \(2, 3\); expected \[1, tokens\].*DataCollatorWithFlattening"
-    ):
+    with pytest.raises(ValueError, match=r"shape \(2, 3\); expected \[1, tokens\].*DataCollatorWithFlattening"):
         batch_document_lengths({"input_ids": torch.zeros(2, 3, dtype=torch.long)})
 
 
@@ -76,9 +74,7 @@ def test_no_tokens():
 
 
 def test_boundaries_that_do_not_fit():
-    with pytest.raises(
-        ValueError, match=r"cu_seq_lens_q gives document lengths \(2, 3\) with a sum of 5 for 4"
-    ):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q gives document lengths \(2, 3\) with a sum of 5 for 4"):
         batch_document_lengths(batch_of([0, 1, 0, 1], cu_seq_lens_q=torch.tensor([0, 2, 5])))
     with pytest.raises(ValueError, match="document_lengths gives"):
         batch_document_lengths(batch_of([0, 1], document_lengths=(2, 0)))

@@ -73,6 +73,8 @@ def test_loss_curve_is_that_of_one_process(strategy, expected, tmp_path):
     }
     result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path)
     kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED")
-    assert kind in result["distributed_type"].upper() or (strategy == "ddp" and "MULTI_CPU" in result["distributed_type"])
+    assert kind in result["distributed_type"].upper() or (
+        strategy == "ddp" and "MULTI_CPU" in result["distributed_type"]
+    )
     assert result["world_size"] == 2
     assert result["losses"] == pytest.approx(expected, rel=2e-5)

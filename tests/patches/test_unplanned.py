@@ -1,0 +1,97 @@
+"""Outside a planned step attn_implementation="distca" gives what "sdpa" gives."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_distca.patches.masks import DeferredMask, distca_mask
+from tests.models import small_model
+
+SINKS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
+
+
+def pair(model_type="llama", other="sdpa", **config):
+    return small_model(model_type, **config).eval(), small_model(model_type, other, **config).eval()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "other", "config"),
+    [
+        ("llama", "sdpa", {}),
+        ("mistral", "sdpa", {"sliding_window": 4}),
+        ("gemma2", "eager", {"sliding_window": 4, "query_pre_attn_scalar": 8}),
+        ("gpt_oss", "eager", SINKS),
+    ],
+    ids=["llama", "window", "softcap", "sinks"],
+)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_batches(model_type, other, config, padding):
+    model, reference = pair(model_type, other, **config)
+    tokens = torch.arange(3, 27).view(2, 12)
+    mask = torch.ones_like(tokens)
+    if padding == "left":
+        mask[0, :5] = 0
+    if padding == "right":
+        mask[1, 8:] = 0
+    inputs = {"input_ids": tokens} if padding == "none" else {"input_ids": tokens, "attention_mask": mask}
+    with torch.no_grad():
+        got, expected = model(**inputs).logits, reference(**inputs).logits
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_with_cache(padded):
+    model, reference = pair(use_cache=True)
+    tokens = torch.arange(3, 15).view(2, 6)
+    mask = torch.ones_like(tokens)
+    if padded:
+        mask[0, :3] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    assert torch.equal(model.generate(tokens, **options), reference.generate(tokens, **options))
+
+
+def test_single_row_generate_and_static_cache():
+    model, reference = pair(use_cache=True)
+    tokens = torch.arange(3, 9)[None]
+    for options in ({}, {"cache_implementation": "static"}):
+        got = model.generate(tokens, max_new_tokens=5, do_sample=False, **options)
+        assert torch.equal(got, reference.generate(tokens, max_new_tokens=5, do_sample=False, **options))
+
+
+def test_prefill_in_two_parts():
+    model, reference = pair(use_cache=True)
+    tokens = torch.arange(3, 13)[None]
+    logits = []
+    for each in (model, reference):
+        cache = DynamicCache(config=each.config)
+        with torch.no_grad():
+            each(tokens[:, :4], past_key_values=cache)
+            logits.append(each(tokens[:, 4:], past_key_values=cache).logits)
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_packed_row_without_plan():
+    model, reference = pair()
+    inputs = {"input_ids": torch.arange(3, 13)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1, 0]])}
+    torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits)
+    whole = model(input_ids=inputs["input_ids"]).logits
+    assert not torch.allclose(whole, model(**inputs).logits)  # the documents did not see one another
+
+
+def test_training_gradients():
+    model, reference = pair()
+    tokens = torch.arange(3, 27).view(2, 12)
+    for each in (model, reference):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad)
+
+
+def test_mask_is_made_only_where_it_is_needed():
+    assert isinstance(distca_mask(1, 5, 5), DeferredMask)
+    assert not isinstance(distca_mask(2, 5, 5), DeferredMask)
+    assert not isinstance(distca_mask(1, 5, 9, q_offset=4), DeferredMask)
+    padding = torch.tensor([[False, True, True]])
+    assert distca_mask(1, 3, 3, attention_mask=padding).tolist() == [
+        [[[False, False, False], [False, True, False], [False, True, True]]]
+    ]

@@ -1,0 +1,156 @@
+"""What cannot be trained exactly is refused before any work starts."""
+
+import datasets
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+
+import hf_distca
+from tests.models import SMALL, small_model
+from tests.ranks import RankPool
+
+
+def arguments(tmp_path, **options):
+    return hf_distca.DistCATrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, **options
+    )
+
+
+def trainer(tmp_path, documents=((1, 2, 3),), model=None, **options):
+    dataset = datasets.Dataset.from_dict({"input_ids": [list(document) for document in documents]})
+    return hf_distca.DistCATrainer(
+        model=model or small_model(), args=arguments(tmp_path, **options), train_dataset=dataset
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens_per_rank": 0}, "tokens_per_rank must be positive, got 0"),
+        ({"tokens_per_rank": -5}, "tokens_per_rank must be positive, got -5"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 cannot be used"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False cannot be used"),
+        ({"dataloader_drop_last": True}, "would drop documents"),
+        ({"auto_find_batch_size": True}, "memory is set by tokens_per_rank"),
+        ({"long_documents": "cut"}, r"one of \['error', 'truncate', 'split'\], got 'cut'"),
+        ({"document_layout": "best"}, r"one of \['joint', 'fixed'\], got 'best'"),
+        ({"attention_kernel": "fast"}, "attention_kernel must be one of"),
+        ({"balance_tolerance": -0.1}, "balance_tolerance must be 0 or more"),
+        ({"balance_block_size": 0}, "balance_block_size must be positive"),
+    ],
+)
+def test_arguments(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **options)
+
+
+def test_batch_size_contradicts_tokens_per_rank(tmp_path):
+    with pytest.raises(ValueError, match="per_device_train_batch_size=4 contradicts tokens_per_rank=8192"):
+        trainer(tmp_path, per_device_train_batch_size=4)
+
+
+def test_batch_size_belongs_to_a_collator_of_the_users(tmp_path):
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 4})
+    hf_distca.DistCATrainer(
+        model=small_model(),
+        args=arguments(tmp_path, per_device_train_batch_size=4),
+        train_dataset=dataset,
+        data_collator=DataCollatorWithFlattening(),
+    )
+
+
+def test_stock_arguments(tmp_path):
+    with pytest.raises(ValueError, match="args must be DistCATrainingArguments, got NoneType"):
+        hf_distca.DistCATrainer(model=small_model(), args=None)
+
+
+@pytest.mark.parametrize("name", ["compute_metrics", "compute_loss_func"])
+def test_functions_of_logits_and_labels(tmp_path, name):
+    with pytest.raises(ValueError, match=name):
+        hf_distca.DistCATrainer(model=small_model(), args=arguments(tmp_path), **{name: print})
+
+
+def test_prediction(tmp_path):
+    with pytest.raises(NotImplementedError, match="evaluate"):
+        trainer(tmp_path).predict(None)
+
+
+def test_attention_dropout(tmp_path):
+    with pytest.raises(ValueError, match="attention_dropout is 0.1"):
+        trainer(tmp_path, model=small_model(attention_dropout=0.1))
+
+
+def test_other_attention_implementation(tmp_path):
+    with pytest.raises(ValueError, match="LlamaForCausalLM runs attn_implementation='sdpa'; load it with"):
+        trainer(tmp_path, model=small_model(implementation="sdpa"))
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "bloom"])
+def test_model_that_drops_the_plan(tmp_path, model_type):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL), attn_implementation="distca")
+    with pytest.raises(ValueError, match=r"AttentionInterface.*it can train with \['eager'"):
+        trainer(tmp_path, model=model)
+
+
+def test_model_without_attention_interface(tmp_path):
+    config = AutoConfig.for_model("gptj", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=64)
+    with pytest.raises(ValueError, match=r"GPTJForCausalLM.*it can train with \['eager'"):
+        trainer(tmp_path, model=AutoModelForCausalLM.from_config(config))
+
+
+def test_layers_that_cannot_be_cut(tmp_path):
+    config = AutoConfig.for_model("llama4_text", **SMALL, num_local_experts=2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+    with pytest.raises(ValueError, match=r"layers of type \['chunked_attention'\]"):
+        trainer(tmp_path, model=model)
+
+
+def test_device_and_dtype_beyond_the_kernel(tmp_path):
+    with pytest.raises(ValueError, match="kernel 'torch_varlen' computes on CUDA, got cpu"):
+        trainer(tmp_path, attention_kernel="torch_varlen")
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([], "no documents|empty"),
+        ([[1, 2], []], "document 1 is empty"),
+        ([[1] * 65], "1 of 1 documents are longer than ranks · tokens_per_rank = 64"),
+    ],
+    ids=["no-documents", "empty-document", "long-document"],
+)
+def test_documents(tmp_path, documents, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, documents, tokens_per_rank=64).train()
+
+
+def test_labels_of_another_length(tmp_path):
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, 2]]})
+    with pytest.raises(ValueError, match="document 0 has 2 labels|document 0"):
+        hf_distca.DistCATrainer(
+            model=small_model(), args=arguments(tmp_path), train_dataset=dataset
+        ).get_train_dataloader()
+
+
+def _loader_error(folder: str, documents_by_rank: list[list[list[int]]]) -> str:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    try:
+        trainer(f"{folder}/{rank}", documents_by_rank[rank]).get_train_dataloader()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ([[1, 2, 4]], "ranks were given different data sets (rank 0: 1 documents, 3 tokens; rank 1: 1"),
+        ([[1, 2, 3], [1]], "rank 1: 2 documents, 4 tokens"),
+        ([[]], "rank 1: ValueError: document 0 is empty"),
+    ],
+    ids=["tokens", "number", "faulty"],
+)
+def test_every_rank_raises_where_one_has_other_data(tmp_path, rank_pools: dict[int, RankPool], other, message):
+    errors = rank_pools[2].run(_loader_error, str(tmp_path), [[[1, 2, 3]], other])
+    assert all(message in error for error in errors), errors

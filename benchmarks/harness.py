@@ -44,4 +44,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def print_json(**figures: Any) -> None:
     """Print figures as one JSON object on one line, numbers to four digits."""
-    print(json.dumps({key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}))
+    print(
+        json.dumps(
+            {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()}
+        )
+    )

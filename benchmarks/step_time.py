@@ -71,7 +71,12 @@ def measure_steps(rounds: int) -> dict[str, list[float]]:
         segments = plan.nano_batches[0].layout.of_rank(dist.get_rank())
         positions = torch.cat([torch.arange(s["start"], s["stop"]) for s in segments])[None]
         tokens = torch.randint(0, 1024, positions.shape)
-        batches[way] = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "shift_labels": tokens}
+        batches[way] = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "labels": tokens,
+            "shift_labels": tokens,
+        }
     seconds: dict[str, list[float]] = {way: [] for way in plans}
     for _ in range(rounds + 1):
         for way, plan in plans.items():
@@ -95,7 +100,13 @@ def main() -> None:
     table(
         ["", "step (median)", "min", "over ddp", "of ideal"],
         [
-            [way, f"{t:.3f} s", f"{min(seconds[way]):.3f} s", f"{median['ddp'] / t:.3f}x", f"{median['ideal'] / t:.3f}"]
+            [
+                way,
+                f"{t:.3f} s",
+                f"{min(seconds[way]):.3f} s",
+                f"{median['ddp'] / t:.3f}x",
+                f"{median['ideal'] / t:.3f}",
+            ]
             for way, t in median.items()
         ],
     )

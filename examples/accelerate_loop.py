@@ -35,7 +35,9 @@ def main() -> None:
     needed = options.steps * options.documents_per_rank * accelerator.num_processes
     texts = standard_library(progress=accelerator.is_main_process).shuffle(seed=0)
     documents = tokenize(texts.select(range(min(needed, len(texts)))), tokenizer, "text")
-    documents = documents.map(lambda document: {"input_ids": document["input_ids"][: options.max_length]})
+    documents = documents.map(
+        lambda document: {"input_ids": document["input_ids"][: options.max_length]}, desc="Truncating"
+    )
     loader = DataLoader(
         documents.select_columns(["input_ids"]),
         batch_size=options.documents_per_rank,

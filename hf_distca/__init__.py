@@ -14,11 +14,11 @@ from hf_distca.trainer.arguments import DistCATrainingArguments
 from hf_distca.trainer.trainer import DistCATrainer
 
 __all__ = [
+    "Dispatcher",
     "DistCACollator",
     "DistCAConfig",
     "DistCATrainer",
     "DistCATrainingArguments",
-    "Dispatcher",
     "GlobalBatchSampler",
     "PlanSettings",
     "plan_settings",

@@ -45,9 +45,7 @@ def run_launch(
         environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
         environment["DS_ACCELERATOR"] = "cpu"
         arguments["ddp_backend"] = "gloo"
-    options = dict(
-        options, output=str(folder / "result.json"), arguments=arguments, fsdp2=strategy == "fsdp2"
-    )
+    options = dict(options, output=str(folder / "result.json"), arguments=arguments, fsdp2=strategy == "fsdp2")
     (folder / "options.json").write_text(json.dumps(options))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(ranks)]
     command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]

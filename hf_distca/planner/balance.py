@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout, Plan
 from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, row_reaching
-from hf_distca.planner.layout import check_settings
+from hf_distca.planner.layout import check_settings, merge_touching
 from hf_distca.planner.sources import Price, Source
 
 BUSY = 0.9
@@ -74,9 +74,7 @@ def balance(
     for aim in AIM:
         if best_time <= limit or not len(tasks):
             break
-        tasks = _Round(
-            tasks, layout.lengths, workers, row_bytes or RowBytes(), window, slack, aim, block_size
-        ).run()
+        tasks = _Round(tasks, layout.lengths, workers, row_bytes or RowBytes(), window, slack, aim, block_size).run()
         finish = float(workers.finishing(_loads(tasks, len(workers), window)).max())
         if finish < best_time:
             best, best_time = tasks, finish
@@ -100,18 +98,7 @@ def _loads(tasks: NDArray[np.void], workers: int, window: int | None) -> NDArray
 def merged(tasks: NDArray[np.void]) -> NDArray[np.void]:
     """Tasks sorted by (worker, document, start), those that touch made one."""
     tasks = tasks[np.lexsort((tasks["start"], tasks["document"], tasks["worker"]))]
-    touches = (
-        (tasks["worker"][1:] == tasks["worker"][:-1])
-        & (tasks["document"][1:] == tasks["document"][:-1])
-        & (tasks["start"][1:] == tasks["stop"][:-1])
-    )
-    if not touches.any():
-        return tasks
-    first = np.flatnonzero(np.append(True, ~touches))
-    last = np.append(first[1:], len(tasks)) - 1
-    result: NDArray[np.void] = tasks[first]
-    result["stop"] = tasks["stop"][last]
-    return result
+    return merge_touching(tasks, "worker")
 
 
 class _Round:
@@ -181,9 +168,7 @@ class _Round:
         mine = range(self.first[giver], self.first[giver + 1])
         span = slice(mine.start, mine.stop)
         price = self._price(giver)
-        source = Source(
-            np.arange(mine.start, mine.stop), self.tasks["start"][span], self.tasks["stop"][span], price
-        )
+        source = Source(np.arange(mine.start, mine.stop), self.tasks["start"][span], self.tasks["stop"][span], price)
         shared = [task for task in mine if self.documents[task] in self.known]
         surplus = self.surplus[giver]
         while surplus > 0 and rooms:
@@ -202,9 +187,7 @@ class _Round:
         rows = {task: self.known[self.documents[task]].get(worker, 0) for task in shared}
         return {task: count for task, count in rows.items() if count}
 
-    def _taker(
-        self, surplus: float, rooms: list[tuple[float, int]], source: Source, shared: list[int]
-    ) -> int:
+    def _taker(self, surplus: float, rooms: list[tuple[float, int]], source: Source, shared: list[int]) -> int:
         """Index into `rooms` of who takes next: the tightest room that takes all, else the largest.
 
         A worker that holds K/V rows of the giver's documents goes before it if that costs less, counting
@@ -219,9 +202,7 @@ class _Round:
         def cost(at: int) -> float:
             room, worker = rooms[at]
             amount = min(surplus, room)
-            return source.quote(amount, self._rows_known(shared, worker)) + source.price.least(
-                surplus - amount
-            )
+            return source.quote(amount, self._rows_known(shared, worker)) + source.price.least(surplus - amount)
 
         return min(choices, key=lambda at: (cost(at), at != best, rooms[at]))
 

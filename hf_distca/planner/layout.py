@@ -97,6 +97,27 @@ def joint_layout(
     return _assemble(array, document, start, stop, rank, ranks, by_document=True)
 
 
+def merge_touching(pieces: NDArray[np.void], place: str) -> NDArray[np.void]:
+    """Pieces of documents with those made one that follow and touch each other in one place.
+
+    Args:
+        pieces: fields document, start, stop, and `place`; in order of place.
+        place: the field that says where a piece is.
+    """
+    touches = (
+        (pieces[place][1:] == pieces[place][:-1])
+        & (pieces["document"][1:] == pieces["document"][:-1])
+        & (pieces["start"][1:] == pieces["stop"][:-1])
+    )
+    if not touches.any():
+        return pieces
+    first = np.flatnonzero(np.append(True, ~touches))
+    last = np.append(first[1:], len(pieces)) - 1
+    result: NDArray[np.void] = pieces[first]
+    result["stop"] = pieces["stop"][last]
+    return result
+
+
 def check_settings(tolerance: float, block_size: int, window: int | None) -> None:
     """Raise ValueError for planner settings that are out of range."""
     if not 0 <= tolerance < float("inf"):
@@ -143,12 +164,15 @@ def _assemble(
     by_document: bool = False,
 ) -> Layout:
     """A layout from its segments: sorted by rank, in the given order or by document, with offsets."""
-    order = np.lexsort((start, document, rank)) if by_document else np.argsort(rank, kind="stable")
+    order = np.argsort(rank, kind="stable")
+    if by_document:
+        order = np.lexsort((start, document, rank))
     segments = np.zeros(len(order), SEGMENT)
     for name, values in (("document", document), ("start", start), ("stop", stop), ("rank", rank)):
         segments[name] = values[order]
+    segments = merge_touching(segments, "rank")
     rows = segments["stop"] - segments["start"]
     before = np.cumsum(rows) - rows
     first = np.searchsorted(segments["rank"], segments["rank"], "left")
-    segments["offset"] = before - before[first] if len(order) else before
+    segments["offset"] = before - before[first] if len(segments) else before
     return Layout(lengths, segments, ranks)

@@ -1,7 +1,7 @@
 """From the document lengths of a global micro-batch to its plan: the planner's front door."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -31,7 +31,7 @@ class PlanSettings:
     ranks: int
     tokens_per_rank: int
     windows: tuple[int | None, ...] = (None,)
-    row_bytes: RowBytes = RowBytes()
+    row_bytes: RowBytes = field(default_factory=RowBytes)
     document_layout: Literal["joint", "fixed"] = "joint"
     tolerance: float = 0.0
     block_size: int = 128

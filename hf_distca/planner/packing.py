@@ -10,7 +10,7 @@ Only cut documents cost bytes: a piece that starts at row s needs K/V rows [0, s
 3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import takewhile
@@ -22,6 +22,8 @@ from hf_distca.planner.cost import pairs
 
 Piece = tuple[int, int, int, int]
 """(document, start, stop, rank)"""
+Item = tuple[int, int, int]
+"""(document, rows, pairs) of the rows of a document that are not cut off"""
 Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 STEPS = 4
@@ -56,24 +58,22 @@ class _Packing:
     Attributes:
         room: tokens that each rank still takes.
         need: pairs that each rank is still short of the mean; negative above it.
-        held: (stop, document) of the uncut documents, or heads of documents, on each rank.
-        cuts: finished pieces (document, start, stop, rank) that do not start at row 0.
-        stops: where the head of each document ends; its length where it is whole.
+        starts, stops: the rows of each document that are not in `cuts`; all of them while it is whole.
+        held: (rows, document) of these, on each rank.
+        cuts: pieces (document, start, stop, rank) cut off.
     """
 
-    def __init__(
-        self, lengths: NDArray[np.int64], ranks: int, window: int | None, slack: float, block: int
-    ) -> None:
+    def __init__(self, lengths: NDArray[np.int64], ranks: int, window: int | None, slack: float, block: int) -> None:
         self.window, self.slack, self.block, self.ranks = window, slack, block, ranks
         self.lengths: list[int] = lengths.tolist()
         total = int(lengths.sum())
         self.mean = int(pairs(0, lengths, window).sum()) / ranks
         self.room = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
         self.need = [self.mean] * ranks
-        self.stops = list(self.lengths)
+        self.starts, self.stops = [0] * len(lengths), list(self.lengths)
         self.order: list[int] = np.argsort(-lengths, kind="stable").tolist()
         self.held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-        self.cuts: list[tuple[int, int, int, int]] = []
+        self.cuts: list[Piece] = []
         self._count_short(lengths[self.order[::-1]])
         large = sum(1 for _ in takewhile(self._large, self.order))
         self._count_short(lengths[self.order[large:][::-1]])
@@ -84,10 +84,10 @@ class _Packing:
         costs = pairs(0, ascending, self.window)
         self.short_pairs: list[int] = np.concatenate([[0], np.cumsum(costs)]).tolist()
 
-    def pieces(self) -> list[tuple[int, int, int, int]]:
+    def pieces(self) -> list[Piece]:
         """All segments as (document, start, stop, rank)."""
-        heads = [(doc, 0, stop, rank) for rank, held in enumerate(self.held) for stop, doc in held]
-        return heads + self.cuts
+        held = ((rank, doc) for rank, held in enumerate(self.held) for _, doc in held)
+        return [(doc, self.starts[doc], self.stops[doc], rank) for rank, doc in held] + self.cuts
 
     def _filler(self, tokens: int) -> float:
         """Pairs of the `tokens` shortest tokens, documents taken whole except the last, in proportion."""
@@ -108,17 +108,16 @@ class _Packing:
             cuts, fits = self._cut_at(self.mean * (1 + self.slack * step / STEPS))
             if fits:
                 break
-        cut_rows: dict[int, int] = {}
         for doc, start, stop, rank in cuts:
             self.cuts.append((doc, start, stop, rank))
-            cut_rows[doc] = cut_rows.get(doc, 0) + stop - start
+            if stop == self.stops[doc]:
+                self.stops[doc] = start
+            else:
+                self.starts[doc] = stop
             self.room[rank] -= stop - start
             self.need[rank] -= int(pairs(start, stop, self.window))
-        for doc, rows in cut_rows.items():
-            self.stops[doc] -= rows
-        stops = self.stops
-        self.heads = set(cut_rows)
-        self.order = sorted((doc for doc in self.order if stops[doc]), key=lambda doc: (-stops[doc], doc))
+        rows = [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
+        self.order = sorted((doc for doc in self.order if rows[doc]), key=lambda doc: (-rows[doc], doc))
 
     def _cut_at(self, level: float) -> tuple[list[Piece], bool]:
         """(pieces, fits): cut so that every rank that gets a piece has `level` pairs.
@@ -194,54 +193,63 @@ class _Packing:
 
     def place_whole(self) -> None:
         """Phase 2: the uncut documents and heads, longest first."""
-        order = self.order
-        costs = pairs(0, np.array([self.stops[doc] for doc in order], np.int64), self.window).tolist()
-        left = sum(costs)
-        negligible = self.mean * self.ranks * self.slack * NEGLIGIBLE
-        ready = [(-self.need[rank] / max(self.room[rank], 1), rank) for rank in range(self.ranks)]
+        starts = np.array([self.starts[doc] for doc in self.order], np.int64)
+        stops = np.array([self.stops[doc] for doc in self.order], np.int64)
+        rows, costs = (stops - starts).tolist(), pairs(starts, stops, self.window).tolist()
+        items = list(zip(self.order, rows, costs, strict=True))
+        left, count = sum(costs), 0
+        while count < len(items) and left > self.mean * self.ranks * self.slack * NEGLIGIBLE:
+            left -= costs[count]
+            count += 1
+        self.spare = [*self._by_need(items[:count]), *self._by_room(items[count:])]
+
+    def _by_need(self, items: list[Item]) -> list[Item]:
+        """Each item to the rank that needs most pairs per token and has room; returns those without one."""
+        room, need = self.room, self.need
+        ready = [(-need[rank] / max(room[rank], 1), rank) for rank in range(self.ranks)]
         heapify(ready)
         small: list[tuple[int, int]] = []  # (-room, rank) of ranks with too little room for now
-        self.spare: list[int] = []
-        position = 0
-        while position < len(order) and left > negligible:
-            doc, cost = order[position], costs[position]
-            stop = self.stops[doc]
-            while small and -small[0][0] >= stop:
+        spare = []
+        for item in items:
+            rows = item[1]
+            while small and -small[0][0] >= rows:
                 rank = heappop(small)[1]
-                heappush(ready, (-self.need[rank] / max(self.room[rank], 1), rank))
-            while ready and self.room[ready[0][1]] < stop:
+                heappush(ready, (-need[rank] / max(room[rank], 1), rank))
+            while ready and room[ready[0][1]] < rows:
                 rank = heappop(ready)[1]
-                heappush(small, (-self.room[rank], rank))
+                heappush(small, (-room[rank], rank))
             if ready:
                 rank = ready[0][1]
-                self._hold(doc, stop, cost, rank)
-                heapreplace(ready, (-self.need[rank] / max(self.room[rank], 1), rank))
+                self._hold(item, rank)
+                heapreplace(ready, (-need[rank] / max(room[rank], 1), rank))
             else:
-                self.spare.append(doc)
-            left -= cost
-            position += 1
+                spare.append(item)
+        return spare
+
+    def _by_room(self, items: list[Item]) -> list[Item]:
+        """Each item to the rank with the most room; returns those that fit nowhere."""
         roomy = [(-room, rank) for rank, room in enumerate(self.room)]
         heapify(roomy)
-        for doc, cost in zip(order[position:], costs[position:], strict=True):
-            stop = self.stops[doc]
+        spare = []
+        for item in items:
             room, rank = roomy[0]
-            if -room < stop:
-                self.spare.append(doc)
-                continue
-            self._hold(doc, stop, cost, rank)
-            heapreplace(roomy, (room + stop, rank))
+            if -room < item[1]:
+                spare.append(item)
+            else:
+                self._hold(item, rank)
+                heapreplace(roomy, (room + item[1], rank))
+        return spare
 
-    def _hold(self, doc: int, stop: int, cost: int, rank: int) -> None:
-        self.held[rank].append((stop, doc))
-        self.room[rank] -= stop
+    def _hold(self, item: Item, rank: int) -> None:
+        doc, rows, cost = item
+        self.held[rank].append((rows, doc))
+        self.room[rank] -= rows
         self.need[rank] -= cost
 
     def even_out(self) -> None:
         """Phase 3: place what fits nowhere, then move ends of documents until every rank is full."""
-        for doc in self.spare:
-            stop = self.stops[doc]
-            rank = max(range(self.ranks), key=lambda r: (self.room[r], -r))
-            self._hold(doc, stop, int(pairs(0, stop, self.window)), rank)
+        for item in self.spare:
+            self._hold(item, max(range(self.ranks), key=lambda rank: (self.room[rank], -rank)))
         under = [rank for rank in range(self.ranks) if self.room[rank] > 0]
         under.sort(key=lambda rank: (-self.room[rank], rank))
         for rank in range(self.ranks):
@@ -251,32 +259,33 @@ class _Packing:
     def _shed(self, rank: int, under: list[int]) -> None:
         """Move what a rank has too much to the last of `under`, then to the one before it."""
         # A document is cut once, and where it ends: so no piece is below a block unless it ends a document.
-        whole = sorted(item for item in self.held[rank] if item[0] == self.lengths[item[1]])
-        self.held[rank] = [item for item in self.held[rank] if item[0] != self.lengths[item[1]]]
+        rest = self.held[rank]
+        whole = sorted(item for item in rest if item[0] == self.lengths[item[1]])
+        rest = sorted(item for item in rest if item[0] != self.lengths[item[1]])
         while self.room[rank] < 0:
+            if not whole:  # what is left are pieces of documents that are cut already
+                whole, rest = rest, []
             target = under[-1]
-            rows = min(-self.room[rank], self.room[target])
-            if not whole:  # what is left here are heads of cut documents and heads of large ones
-                whole = self.held[rank]
-                whole.sort()
-                self.held[rank] = []
+            least = min(-self.room[rank], self.room[target])
             # One that fits as a whole, or the shortest whose head keeps a block; else the longest.
-            at = bisect_left(whole, (rows, -1))
-            if at == len(whole) or whole[at][0] != rows:
-                at = min(bisect_left(whole, (rows + self.block, -1)), len(whole) - 1)
-            stop, doc = whole.pop(at)
-            rows = min(rows, stop)
-            start = stop - rows
-            if start:
-                self.held[rank].append((start, doc))
+            at = bisect_left(whole, (least, -1))
+            if at == len(whole) or whole[at][0] != least:
+                at = min(bisect_left(whole, (least + self.block, -1)), len(whole) - 1)
+            rows, doc = whole.pop(at)
+            moved = min(least, rows)
+            stop = self.stops[doc]
+            start = stop - moved
+            if moved < rows:
+                insort(rest, (rows - moved, doc))
+                self.stops[doc] = start
                 self.cuts.append((doc, start, stop, target))
             else:
-                self.held[target].append((stop, doc))
+                self.held[target].append((rows, doc))
             cost = int(pairs(start, stop, self.window))
             self.need[rank] += cost
             self.need[target] -= cost
-            self.room[rank] += rows
-            self.room[target] -= rows
+            self.room[rank] += moved
+            self.room[target] -= moved
             if not self.room[target]:
                 under.pop()
-        self.held[rank] += whole
+        self.held[rank] = whole + rest

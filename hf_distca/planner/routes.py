@@ -135,10 +135,8 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     inside = resident & (first >= home["start"])  # every key lies in the piece's own segment
 
     # 3. K/V rows that each piece needs from beyond its own segment.
-    if plan.window is None:
-        last = np.where(resident, home["start"], stop)  # the prefix, or everything
-    else:
-        last = np.where(inside, first, stop)
+    # With full attention that is the prefix of a resident piece; otherwise everything, or nothing.
+    last = np.where(resident, home["start"], stop) if plan.window is None else np.where(inside, first, stop)
     moved_keys = _key_ranges(pieces.target, pieces.document, first, last, segments)
 
     # 4. Messages, ordered alike at both ends.

@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.collator.long_documents import fit_documents
@@ -60,6 +60,15 @@ def test_company_changes_between_epochs():
     assert len(first & {frozenset(batch) for batch in documents(sampler)}) <= 1
 
 
+def test_the_longest_document_comes_anywhere_in_an_epoch():
+    sampler = sampler_of([50, *[10] * 45], 50)
+    places = set()
+    for epoch in range(100):
+        sampler.set_epoch(epoch)
+        places.add(next(place for place, batch in enumerate(documents(sampler)) if 0 in batch))
+    assert places == set(range(len(sampler)))
+
+
 def test_micro_batches_are_about_equally_full():
     lengths = np.random.default_rng(0).lognormal(5, 1.3, 3000).astype(int).clip(1, 8192)
     sampler = sampler_of(lengths, 16384)
@@ -81,6 +90,7 @@ def test_documents_that_fit_in_one_way_only():
     assert len(orders) > 2
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 120), min_size=1, max_size=80),
     st.integers(50, 200),

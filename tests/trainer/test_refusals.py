@@ -75,7 +75,7 @@ def test_prediction(tmp_path):
 
 
 def test_attention_dropout(tmp_path):
-    with pytest.raises(ValueError, match="attention_dropout is 0.1"):
+    with pytest.raises(ValueError, match=r"attention_dropout is 0\.1"):
         trainer(tmp_path, model=small_model(attention_dropout=0.1))
 
 
@@ -125,7 +125,7 @@ def test_documents(tmp_path, documents, message):
 
 def test_labels_of_another_length(tmp_path):
     dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, 2]]})
-    with pytest.raises(ValueError, match="document 0 has 2 labels|document 0"):
+    with pytest.raises(ValueError, match=r"document 0 has .*2"):
         hf_distca.DistCATrainer(
             model=small_model(), args=arguments(tmp_path), train_dataset=dataset
         ).get_train_dataloader()

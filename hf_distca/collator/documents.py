@@ -75,9 +75,7 @@ def token_document(example: Mapping[str, Any], name: str, length_column: str) ->
     input_ids = _integers(example["input_ids"], name, "input_ids")
     length = len(input_ids)
     if length == 0:
-        raise ValueError(
-            f"{name} is empty. Remove empty documents: dataset.filter(lambda e: e['input_ids'])."
-        )
+        raise ValueError(f"{name} is empty. Remove empty documents: dataset.filter(lambda e: e['input_ids']).")
     labels = input_ids
     if "labels" in example:
         labels = _integers(example["labels"], name, "labels")
@@ -139,7 +137,6 @@ def _integers(values: Any, name: str, column: str) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
-            f"{name} has '{column}' of shape {array.shape} and type {array.dtype}; expected one list of "
-            "integers."
+            f"{name} has '{column}' of shape {array.shape} and type {array.dtype}; expected one list of integers."
         )
     return array.astype(np.int64)

@@ -54,10 +54,7 @@ def document_lengths(dataset: Any, length_column: str = "length", progress: bool
             return np.concatenate(list(_stored_lengths(dataset, progress)))
     indices = tqdm(range(len(dataset)), "Document lengths", unit=" documents", disable=not progress)
     return np.fromiter(
-        (
-            len(token_document(dataset[index], f"document {index}", length_column).input_ids)
-            for index in indices
-        ),
+        (len(token_document(dataset[index], f"document {index}", length_column).input_ids) for index in indices),
         np.int64,
         len(dataset),
     )

@@ -27,9 +27,7 @@ PIECE = np.dtype(
 """Tokens [start, stop) of a document of the data set, which are a document of their own in a micro-batch."""
 
 
-def fit_documents(
-    lengths: NDArray[np.int64], limit: int, policy: LongDocuments, limit_name: str
-) -> NDArray[np.void]:
+def fit_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments, limit_name: str) -> NDArray[np.void]:
     """Apply the policy for long documents; a document within the limit is one piece, its whole self.
 
     Logs a warning with the number of documents and tokens that "truncate" drops.
@@ -50,9 +48,7 @@ def fit_documents(
     if limit <= 0:
         raise ValueError(f"{limit_name} is {limit}; expected at least one token.")
     if policy not in ("error", "truncate", "split"):
-        raise ValueError(
-            f"The policy for long documents is {policy!r}; expected 'error', 'truncate' or 'split'."
-        )
+        raise ValueError(f"The policy for long documents is {policy!r}; expected 'error', 'truncate' or 'split'.")
     too_long = np.flatnonzero(lengths > limit)
     if len(too_long) and policy == "error":
         longest = int(np.argmax(lengths))

@@ -91,9 +91,7 @@ class DistCACollator:
         return piece_document(planned.pieces[document], planned.documents).rows(start, stop)
 
 
-def piece_document(
-    piece: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]
-) -> TokenDocument:
+def piece_document(piece: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]) -> TokenDocument:
     """The tokens and targets of a piece.
 
     Args:
@@ -119,9 +117,7 @@ def rows_batch(rows: Sequence[TokenDocument], starts: Sequence[int]) -> dict[str
         `input_ids`, `position_ids`, `labels` and `shift_labels`, each [1, all rows] int64, the labels already
         shifted.
     """
-    positions = [
-        np.arange(start, start + len(part.input_ids)) for start, part in zip(starts, rows, strict=True)
-    ]
+    positions = [np.arange(start, start + len(part.input_ids)) for start, part in zip(starts, rows, strict=True)]
     targets_1T = _packed([part.targets for part in rows])
     return {
         "input_ids": _packed([part.input_ids for part in rows]),

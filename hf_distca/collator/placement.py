@@ -41,9 +41,7 @@ def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Itera
         chosen, room, waiting = _next_bin(waiting, capacity)
 
 
-def _next_bin(
-    waiting: list[tuple[int, Item]], capacity: int
-) -> tuple[list[Item], int, list[tuple[int, Item]]]:
+def _next_bin(waiting: list[tuple[int, Item]], capacity: int) -> tuple[list[Item], int, list[tuple[int, Item]]]:
     """Start a bin with those that waited: its documents, its room, and who waits on."""
     chosen: list[Item] = []
     room = capacity

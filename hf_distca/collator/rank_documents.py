@@ -1,6 +1,6 @@
 """A rank's view of the data set: from a global micro-batch to its plan and the documents this rank needs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -76,8 +76,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
         held = [nano_batch.layout.of_rank(self.rank)["document"] for nano_batch in plan.nano_batches]
         in_plan = np.unique(np.concatenate(held))
         indices = np.unique(pieces["document"][in_plan[in_plan < len(pieces)]]).tolist()
-        # An empty request would be answered with no columns at all.
-        documents = fetch_documents(self.dataset, indices, self.length_column) if indices else []
+        documents = fetch_documents(self.dataset, indices, self.length_column)
         for index, document in zip(indices, documents, strict=True):
             if len(document.input_ids) != self.lengths[index]:
                 raise ValueError(
@@ -89,14 +88,8 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
         lengths = micro_batch.lengths.tolist()
-        plan = self._plan_equal_rows(lengths)
+        plan = plan_micro_batch(lengths, self.settings)
         while without_rows := np.count_nonzero(plan.tokens == 0):
             lengths += [1] * without_rows
-            plan = self._plan_equal_rows(lengths)
+            plan = plan_micro_batch(lengths, self.settings)
         return plan
-
-    def _plan_equal_rows(self, lengths: list[int]) -> MicroBatchPlan:
-        # A micro-batch that is not full, packed up to tokens_per_rank, would leave the last ranks without
-        # rows.
-        rows_per_rank = -(-sum(lengths) // self.settings.ranks)
-        return plan_micro_batch(lengths, replace(self.settings, tokens_per_rank=rows_per_rank))

@@ -99,7 +99,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
 
     def _count_shuffled(self) -> int:
         """How many micro-batches an epoch has: few enough to be nearly full, enough for every epoch."""
-        longest_first = np.sort(self._lengths)[::-1].tolist()
+        longest_first: list[int] = np.sort(self._lengths)[::-1].tolist()
         fewest = -(-sum(longest_first) // self.capacity)
         with_spare = min(fewest + fewest // SPARE_BATCHES, len(longest_first))
         if place_evenly(longest_first, with_spare, self.capacity) is not None:

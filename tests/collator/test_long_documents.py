@@ -30,9 +30,7 @@ def test_error_says_what_and_what_to_do():
 def test_truncate_keeps_the_first_tokens(caplog):
     with caplog.at_level(logging.WARNING):
         assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
-    assert caplog.messages == [
-        "Truncated 2 documents to ranks · tokens_per_rank = 4 tokens; 6 tokens are dropped."
-    ]
+    assert caplog.messages == ["Truncated 2 documents to ranks · tokens_per_rank = 4 tokens; 6 tokens are dropped."]
 
 
 def test_split_cuts_into_consecutive_pieces(caplog):

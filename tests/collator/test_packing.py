@@ -82,6 +82,11 @@ def test_a_rank_without_rows_gets_a_filler():
             assert values(batch)["position_ids"] == [[0]]
 
 
+def test_a_rank_with_a_filler_only_reads_no_document():
+    batches = collate(datasets.Dataset.from_dict({"input_ids": [[5]]}), PlanSettings(2, 8), filler=99)
+    assert sorted(batch["input_ids"].tolist() for batch in batches) == [[[5]], [[99]]]
+
+
 def test_fillers_when_rows_do_not_divide_evenly():
     """Five rows packed on four ranks by two would leave the last rank empty."""
     batches = collate([{"input_ids": [1, 2, 3, 4, 5]}], fixed(4, 8), filler=99)

@@ -11,9 +11,7 @@ from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch
 
 
 def sampler_of(lengths, capacity, **options):
-    return GlobalBatchSampler(
-        fit_documents(np.array(lengths), capacity, "split", "capacity"), capacity, **options
-    )
+    return GlobalBatchSampler(fit_documents(np.array(lengths), capacity, "split", "capacity"), capacity, **options)
 
 
 def documents(sampler):
@@ -105,9 +103,7 @@ def test_each_document_once_per_epoch_never_over_capacity(lengths, capacity, see
         on_another_rank.set_epoch(epoch)
         batches = [batch for (batch,) in sampler]
         assert len(batches) == len(sampler)
-        assert (
-            sorted(piece for batch in batches for piece in batch.pieces.tolist()) == sampler.pieces.tolist()
-        )
+        assert sorted(piece for batch in batches for piece in batch.pieces.tolist()) == sampler.pieces.tolist()
         assert all(0 < batch.lengths.sum() <= capacity for batch in batches)
         assert [b.pieces.tolist() for b in batches] == [b.pieces.tolist() for (b,) in on_another_rank]
 

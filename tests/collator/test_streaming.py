@@ -47,9 +47,7 @@ def documents_of(batches):
 
 def test_a_batch():
     (batch,) = StreamPacker([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "labels": [-100, 5]}], 1, 0, 6)
-    assert {
-        name: value if name == "document_lengths" else value.tolist() for name, value in batch.items()
-    } == {
+    assert {name: value if name == "document_lengths" else value.tolist() for name, value in batch.items()} == {
         "input_ids": [[1, 2, 3, 4, 5]],
         "position_ids": [[0, 1, 2, 0, 1]],
         "labels": [[2, 3, -100, 5, -100]],
@@ -71,9 +69,7 @@ def test_ranks_and_workers_share_the_stream(make, workers):
 
 def test_through_accelerate():
     loader = DataLoader(StreamPacker(Stream(), 1, 0, 6), batch_size=None)
-    loader = prepare_data_loader(
-        loader, num_processes=1, process_index=0, put_on_device=False, dispatch_batches=False
-    )
+    loader = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=False, dispatch_batches=False)
     assert sorted(documents_of(loader)) == [100 * document for document in range(12)]
     loader.set_epoch(2)
     assert sorted(documents_of(loader)) == [100 * document for document in range(2, 12)]
@@ -90,9 +86,7 @@ def test_set_epoch_shuffles_a_hub_stream_anew():
 
 def test_too_long_for_a_rank():
     packer = StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6)
-    with pytest.raises(
-        ValueError, match=r"document 1 of rank 0's stream has 7 tokens, more than tokens_per_rank = 6"
-    ):
+    with pytest.raises(ValueError, match=r"document 1 of rank 0's stream has 7 tokens, more than tokens_per_rank = 6"):
         list(packer)
 
 

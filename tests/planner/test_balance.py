@@ -1,0 +1,126 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_distca.plan import TASK
+from hf_distca.planner.balance import balance, merged
+from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.planner.layout import fixed_layout, joint_layout
+from hf_distca.planner.metrics import loads_of, measure
+from tests.planner.plan_checks import check_plan, loads_by_row
+
+
+def tasks(plan):
+    return [tuple(task) for task in plan.tasks.tolist()]
+
+
+def test_equal_ranks_keep_everything():
+    plan = balance(fixed_layout([[300, 200], [200, 300]]))
+    assert tasks(plan) == [(0, 0, 300, 0), (1, 0, 200, 0), (2, 0, 200, 1), (3, 0, 300, 1)]
+
+
+def test_one_long_document_gives_one_piece_in_whole_blocks():
+    plan = balance(fixed_layout([[4096], [1024] * 4]), tolerance=0.2)
+    assert tasks(plan)[:2] == [(0, 0, 2432, 0), (0, 3712, 4096, 0)]
+    assert (0, 2432, 3712, 1) in tasks(plan)
+    assert measure(plan).max_over_mean <= 1.2
+
+
+def test_a_piece_lies_where_it_costs_least():
+    # F pairs cost least in [s, e) with s = e / r; here r = 1 + kv / q = 2, since the bytes sent count on the
+    # busiest rank and O does not add to them.
+    row_bytes = RowBytes(q=8, kv=8, o=1)
+    plan = balance(fixed_layout([[100000], [3000] * 10]), row_bytes=row_bytes)
+    (moved,) = [task for task in tasks(plan) if task[0] == 0 and task[3] == 1]
+    assert moved[2] / moved[1] == pytest.approx(2, abs=0.01)
+
+
+def test_pieces_that_touch_on_one_worker_are_one():
+    found = merged(np.array([(0, 5, 9, 1), (0, 0, 5, 1), (0, 9, 10, 0), (1, 0, 5, 1)], TASK))
+    assert found.tolist() == [(0, 9, 10, 0), (0, 0, 9, 1), (1, 0, 5, 1)]
+
+
+def test_dedicated_workers_take_their_share():
+    plan = balance(fixed_layout([[4096], [4096]]), workers=Workers.uniform(4))
+    loads = loads_of(plan)
+    assert loads.max() <= 1.01 * loads.mean()
+
+
+def test_base_loads_leave_the_pairs_to_the_server():
+    whole = 4096 * 4097 // 2
+    workers = Workers((1.0, 1.0), (float(whole), 0.0))
+    plan = balance(fixed_layout([[4096]]), workers=workers)
+    assert loads_of(plan)[0] <= 0.011 * whole
+
+
+def test_a_tolerance_saves_bytes():
+    layout = fixed_layout([[30000], [1000] * 30, [2000] * 15, [10000] * 3])
+    tight, loose = (measure(balance(layout, tolerance=t)) for t in (0.0, 0.1))
+    assert tight.max_over_mean <= 1.01 < loose.max_over_mean <= 1.1
+    assert loose.bytes_total < tight.bytes_total
+
+
+def test_no_piece_below_a_block_where_blocks_suffice():
+    layout = fixed_layout([[40000, 500], [5000] * 8, [2000] * 20, [100] * 400])
+    assert measure(balance(layout)).tasks_cut_below_block == 0
+
+
+@pytest.mark.parametrize("ranks", [64, 512])
+def test_one_document_over_many_ranks(ranks):
+    plan = balance(fixed_layout([[32768]] + [[2048] * 16] * (ranks - 1)))
+    assert measure(plan).max_over_mean <= 1.01
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": Workers.uniform(1)}, "2 ranks, but only 1 workers"),
+        ({"tolerance": -1}, "tolerance must be 0 or more"),
+        ({"tolerance": float("nan")}, "tolerance must be 0 or more"),
+        ({"window": 0}, "window must be at least 1"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+    ],
+)
+def test_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        balance(fixed_layout([[1], [2]]), **options)
+
+
+ROW = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 900)), max_size=8)
+
+
+@st.composite
+def problems(draw):
+    rows = draw(st.lists(ROW, min_size=1, max_size=5))
+    if draw(st.booleans()):
+        layout = fixed_layout(rows, len(rows) * draw(st.integers(1, 3)))
+    else:
+        lengths = [length for row in rows for length in row]
+        layout = joint_layout(lengths, len(rows), -(-sum(lengths) // len(rows)) + 1)
+    count = layout.ranks + draw(st.integers(0, 3))
+    speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=count, max_size=count))
+    bases = draw(st.lists(st.sampled_from([0.0, 0.0, 1e3, 1e5]), min_size=count, max_size=count))
+    return layout, Workers(tuple(speeds), tuple(bases))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    problems(), st.sampled_from([None, 1, 60, 500]), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([1, 16, 128])
+)
+def test_plans_compute_every_row_once_within_tolerance(problem, window, tolerance, block):
+    layout, workers = problem
+    options = {"workers": workers, "window": window, "tolerance": tolerance, "block_size": block}
+    plan = balance(layout, **options)
+    check_plan(plan)
+    assert tasks(balance(layout, **options)) == tasks(plan)
+    loads = loads_by_row(plan)
+    assert loads == loads_of(plan).tolist()
+    ideal = workers.ideal(sum(loads))
+    # A row is not divisible: beyond the tolerance, a worker is off by no more than a few of the largest.
+    row = min(int(layout.lengths.max(initial=0)), window or 10**9)
+    late = [
+        time - ideal * (1 + max(tolerance, 0.01)) - 2 * row / speed
+        for time, speed in zip(workers.finishing(np.array(loads)), workers.speed, strict=True)
+    ]
+    assert max(late) <= 1e-6 * ideal

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+
+from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
+
+
+def test_pairs_of_full_attention():
+    assert pairs(0, 4) == 1 + 2 + 3 + 4
+    assert pairs(2, 4) == 3 + 4
+    assert pairs(3, 3) == 0
+
+
+def test_pairs_of_a_window_stop_growing_at_its_width():
+    assert pairs(0, 5, 3) == 1 + 2 + 3 + 3 + 3
+    assert pairs(4, 6, 3) == 6
+    assert pairs(0, 5, 1) == 5
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_pairs_of_arrays_are_those_of_numbers(window):
+    starts, stops = np.array([0, 1, 5, 7]), np.array([0, 9, 8, 200])
+    expected = [sum(min(p + 1, window or p + 1) for p in range(*rows)) for rows in zip(starts, stops, strict=True)]
+    assert pairs(starts, stops, window).tolist() == expected
+    assert [pairs(int(a), int(b), window) for a, b in zip(starts, stops, strict=True)] == expected
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_row_reaching_inverts_pairs(window):
+    rows = np.array([0, 1, 6, 7, 8, 1000])
+    amounts = pairs(0, rows, window)
+    np.testing.assert_allclose(row_reaching(amounts, window), rows, atol=1e-9)
+    np.testing.assert_allclose(pairs_at(rows.astype(float), window), amounts)
+
+
+def test_row_bytes_of_llama_3_8b_are_the_default():
+    assert RowBytes.of_heads(32, 8, 128, 2) == RowBytes()
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [((32, 5, 128, 2), "kv_heads must divide q_heads"), ((32, 8, 0, 2), "head_dim must be positive")],
+)
+def test_row_bytes_refuse(heads, message):
+    with pytest.raises(ValueError, match=message):
+        RowBytes.of_heads(*heads)
+
+
+def test_ideal_time_fills_workers_up_to_one_level():
+    assert Workers.uniform(4).ideal(100) == 25
+    assert Workers((1.0, 1.0), (10.0, 0.0)).ideal(30) == 20
+    assert Workers((1.0, 3.0), (0.0, 0.0)).ideal(100) == 25
+
+
+def test_ideal_time_is_a_base_load_that_is_above_the_level():
+    assert Workers((1.0, 1.0), (50.0, 0.0)).ideal(30) == 50
+
+
+@pytest.mark.parametrize(
+    ("speed", "base", "message"),
+    [
+        ((1.0,), (0.0, 0.0), "1 speeds and 2 base loads"),
+        ((), (), "0 speeds"),
+        ((0.0,), (0.0,), "speeds must be positive"),
+        ((1.0,), (-1.0,), "base loads must be finite and not negative"),
+        ((float("nan"),), (0.0,), "speeds must be positive"),
+    ],
+)
+def test_workers_refuse(speed, base, message):
+    with pytest.raises(ValueError, match=message):
+        Workers(speed, base)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([1, 0], "document 1 has length 0"), ([1.5], "must be integers"), ([True], "must be integers"),
+     ([2**31], "more than")],
+)  # fmt: skip
+def test_lengths_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        as_lengths(lengths)

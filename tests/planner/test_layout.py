@@ -1,0 +1,97 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_distca.planner.layout import fixed_layout, joint_layout, packed_layout
+from tests.planner.plan_checks import check_layout
+
+
+def segments(layout):
+    return [tuple(segment) for segment in layout.segments.tolist()]
+
+
+def test_fixed_layout_keeps_every_row_on_its_rank():
+    layout = fixed_layout([[3, 2], [], [4]])
+    assert layout.ranks == 3
+    assert layout.lengths.tolist() == [3, 2, 4]
+    assert segments(layout) == [(0, 0, 3, 0, 0), (1, 0, 2, 0, 3), (2, 0, 4, 2, 0)]
+
+
+def test_fixed_layout_cuts_a_row_that_spans_ranks_where_a_rank_is_full():
+    layout = fixed_layout([[3, 5], [8]], 4)
+    assert segments(layout) == [
+        (0, 0, 3, 0, 0), (1, 0, 1, 0, 3), (1, 1, 5, 1, 0), (2, 0, 4, 2, 0), (2, 4, 8, 3, 0)
+    ]  # fmt: skip
+
+
+def test_packed_layout_fills_rank_after_rank():
+    layout = packed_layout([3, 5, 1], 4, 4)
+    assert segments(layout) == [
+        (0, 0, 3, 0, 0), (1, 0, 1, 0, 3), (1, 1, 5, 1, 0), (2, 0, 1, 2, 0)
+    ]  # fmt: skip
+    assert layout.tokens.tolist() == [4, 4, 1, 0]
+
+
+def test_joint_layout_of_equal_documents_cuts_nothing():
+    layout = joint_layout([5] * 6, 3, 10)
+    assert sorted(row[1:3] for row in segments(layout)) == [(0, 5)] * 6
+    assert layout.tokens.tolist() == [10, 10, 10]
+
+
+def test_joint_layout_cuts_the_end_of_one_long_document():
+    # Each rank ends up with half of the rows; the long document is cut once, at a block's boundary.
+    layout = joint_layout([4096, 2048, 1024, 1024], 2, 4096)
+    assert layout.tokens.tolist() == [4096, 4096]
+    pieces = [row for row in segments(layout) if row[0] == 0]
+    assert len(pieces) == 2
+    assert all(row[1] % 128 == 0 for row in pieces)
+
+
+def test_joint_layout_of_nothing():
+    assert joint_layout([], 3, 4).tokens.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fixed_layout([]), "got 0 rows of documents"),
+        (lambda: fixed_layout([[1], [1]], 3), "got 2 rows of documents for 3 ranks"),
+        (lambda: fixed_layout([[5]], tokens_per_rank=4), "row 0 holds 5 tokens"),
+        (lambda: fixed_layout([[1, 0]]), "document 1 has length 0"),
+        (lambda: packed_layout([9], 2, 4), "1 documents hold 9 tokens"),
+        (lambda: joint_layout([9], 2, 4), "1 documents hold 9 tokens, but 2 ranks of 4 take 8"),
+        (lambda: joint_layout([1], 0, 4), "must be positive"),
+        (lambda: joint_layout([1], 1, 4, tolerance=-0.1), "tolerance must be 0 or more"),
+        (lambda: joint_layout([1], 1, 4, window=0), "window must be at least 1"),
+        (lambda: joint_layout([1], 1, 4, block_size=0), "block_size must be at least 1"),
+    ],
+)
+def test_layouts_refuse(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 700)), max_size=25)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    LENGTHS,
+    st.integers(1, 9),
+    st.sampled_from([None, 1, 50, 256]),
+    st.sampled_from([1, 16, 128]),
+    st.integers(0, 5),
+)
+def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, ranks, window, block, extra):
+    tokens_per_rank = -(-sum(lengths) // ranks) + extra or 1
+    layout = joint_layout(lengths, ranks, tokens_per_rank, window=window, block_size=block)
+    check_layout(layout)
+    assert layout.tokens.max(initial=0) - layout.tokens.min(initial=10**9) <= 1
+    again = joint_layout(lengths, ranks, tokens_per_rank, window=window, block_size=block)
+    assert segments(again) == segments(layout)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
+def test_fixed_layouts_hold_every_row_once(rows, span):
+    check_layout(fixed_layout(rows, len(rows) * span))

@@ -1,0 +1,74 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_distca.plan import TASK, Plan
+from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.planner.layout import fixed_layout
+from hf_distca.planner.metrics import bytes_between, loads_of, measure
+from tests.planner.plan_checks import bytes_by_row, loads_by_row
+
+BYTES = RowBytes(q=100, kv=10, o=1000)
+
+
+def plan_of(rows, tasks, workers, window=None, ranks=None):
+    return Plan(fixed_layout(rows, ranks), np.array(tasks, TASK), workers, window)
+
+
+def test_one_moved_task():
+    # Rows 2 and 3 of a document of 4 go to rank 1, which needs K/V rows 0 to 3 for them.
+    plan = plan_of([[4], [1]], [(0, 0, 2, 0), (0, 2, 4, 1), (1, 0, 1, 1)], 2)
+    metrics = measure(plan, BYTES, block_size=2)
+    assert bytes_between(plan, BYTES).tolist() == [[2 * 100 + 4 * 10, 2 * 1000], [2 * 1000, 2 * 100 + 4 * 10]]
+    assert metrics.bytes_total == 2240
+    assert metrics.bytes_bottleneck == 2000
+    assert metrics.max_over_mean == pytest.approx(8 / 5.5)
+    assert metrics.tokens_max_over_mean == pytest.approx(4 / 2.5)
+    assert (metrics.tasks, metrics.min_rows) == (3, 1)
+    assert (metrics.tasks_below_block, metrics.tasks_cut_below_block) == (1, 0)
+
+
+def test_a_kv_row_counts_once_per_worker_and_not_where_it_lives():
+    # The document lies on ranks 0 and 1; rank 1 computes all of it but needs only the K/V rows of rank 0.
+    plan = plan_of([[4]], [(0, 0, 1, 0), (0, 1, 4, 1)], 2, ranks=2)
+    assert bytes_between(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
+
+
+def test_a_window_needs_only_the_rows_it_reaches():
+    plan = plan_of([[6], []], [(0, 0, 5, 0), (0, 5, 6, 1)], 2, window=2)
+    assert bytes_between(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
+
+
+def test_nothing_costs_nothing():
+    metrics = measure(plan_of([[], []], [], 2))
+    assert (metrics.max_over_mean, metrics.tokens_max_over_mean, metrics.min_rows) == (1.0, 1.0, 0)
+
+
+def test_finishing_time_counts_speed_and_base_load():
+    plan = plan_of([[4], []], [(0, 0, 3, 0), (0, 3, 4, 1)], 2)  # 6 and 4 pairs
+    workers = Workers((1.0, 2.0), (0.0, 8.0))
+    assert measure(plan, workers=workers).max_over_mean == pytest.approx(10 / ((10 + 16) / 3))
+    with pytest.raises(ValueError, match="2 workers, but 1 are described"):
+        measure(plan, workers=Workers.uniform(1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_bytes_and_loads_are_those_counted_row_by_row(data):
+    row = st.lists(st.integers(1, 12), max_size=4)
+    rows = data.draw(st.lists(row, min_size=1, max_size=3))
+    span = data.draw(st.integers(1, 3))
+    window = data.draw(st.sampled_from([None, 1, 3, 20]))
+    workers = len(rows) * span + data.draw(st.integers(0, 2))
+    layout = fixed_layout(rows, len(rows) * span)
+    tasks = []
+    for document, length in enumerate(layout.lengths.tolist()):
+        cuts = sorted(data.draw(st.sets(st.integers(1, length))) | {0, length})
+        for start, stop in itertools.pairwise(cuts):
+            tasks.append((document, start, stop, data.draw(st.integers(0, workers - 1))))
+    plan = Plan(layout, np.array(sorted(tasks, key=lambda t: (t[3], t[0], t[1])), TASK), workers, window)
+    assert loads_of(plan).tolist() == loads_by_row(plan)
+    assert tuple(bytes_between(plan, BYTES).tolist()) == bytes_by_row(plan, BYTES)

@@ -64,9 +64,7 @@ def pairs(start: int, stop: int, window: int | None = None) -> int: ...
 
 
 @overload
-def pairs(
-    start: NDArray[np.int64] | int, stop: NDArray[np.int64], window: int | None = None
-) -> NDArray[np.int64]: ...
+def pairs(start: NDArray[np.int64] | int, stop: NDArray[np.int64], window: int | None = None) -> NDArray[np.int64]: ...
 
 
 def pairs(
@@ -182,11 +180,9 @@ def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """
     array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"document lengths must be integers in one dimension, got {lengths!r:.80}")
+        raise ValueError(f"document lengths must be 64-bit integers in one dimension, got {lengths!r:.80}")
     if len(array) and float(array.astype(np.float64).sum()) > MOST_TOKENS:
         raise ValueError(f"the documents hold more than {MOST_TOKENS} tokens; split the micro-batch")
     if len(array) and array.min() < 1:
-        raise ValueError(
-            f"document {int(array.argmin())} has length {int(array.min())}; leave empty documents out"
-        )
+        raise ValueError(f"document {int(array.argmin())} has length {int(array.min())}; leave empty documents out")
     return array.astype(np.int64)

@@ -1,0 +1,202 @@
+"""The planner beside a reference planner, on the same documents.
+
+Run: python benchmarks/planner.py --batches FILE.json.gz --reference FILE.csv [--repeats 3]
+
+--batches: {"batches": [{"id", "layout": "dp" | "cp4", "T", "rows": [[lengths]...]}...]}, gzipped JSON. Layout
+"dp" has one row per rank, "cp4" one row per 4 consecutive ranks of T tokens. R ranks take the first rows.
+--reference: what another planner did with them; columns id, R, tol, max_mean, tot_bytes, max_rank, tasks, plan_ms.
+Rows with tol 0 are compared.
+
+Prints a table of medians per kind of batch, then timings at 512 ranks, and one JSON object as the last line.
+Ratios are ours / reference, over inputs where the reference moves anything. Bytes are those of one layer of
+Llama-3-8B in bfloat16. Times are the least of --repeats runs.
+"""
+
+import argparse
+import csv
+import gzip
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_distca.plan import Plan
+from hf_distca.planner.balance import balance
+from hf_distca.planner.layout import fixed_layout, joint_layout
+from hf_distca.planner.metrics import PlanMetrics, measure
+
+RANKS = (4, 8, 16, 32, 64)
+HEADER = ("kind", "plans", "max/mean", "tokens", "bytes", "(max)", "busiest", "(max)", "cut<128", "ms")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One planned input.
+
+    Attributes:
+        batch: what it was.
+        ranks: number of ranks.
+        metrics: what was achieved.
+        total: bytes of all ranks over the reference's; None where that moves nothing.
+        busiest: bytes of the busiest rank over the reference's; None likewise.
+        plan_ms: planning time.
+    """
+
+    batch: str
+    ranks: int
+    metrics: PlanMetrics
+    total: float | None
+    busiest: float | None
+    plan_ms: float
+
+
+def plan_once(batch: dict, ranks: int, kind: str) -> Plan:
+    """Plan one input the way `kind` says."""
+    rows = rows_of(batch, ranks)
+    if kind == "joint":
+        lengths = [length for row in rows for length in row]
+        return balance(joint_layout(lengths, ranks, batch["T"]))
+    return balance(fixed_layout(rows, ranks), tolerance=0.05 if kind == "fixed, 5 %" else 0.0)
+
+
+def rows_of(batch: dict, ranks: int) -> list[list[int]]:
+    """The rows of documents that `ranks` ranks take."""
+    return batch["rows"][: ranks // (4 if batch["layout"] == "cp4" else 1)]
+
+
+def timed(make: Callable[[], Plan], repeats: int) -> tuple[Plan, float]:
+    """A plan and the least of the times it took, in ms."""
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.perf_counter()
+        plan = make()
+        best = min(best, (time.perf_counter() - began) * 1e3)
+    return plan, best
+
+
+def compare(batches: list[dict], reference: dict, kind: str, repeats: int) -> list[Result]:
+    """Every batch at every number of ranks."""
+    results = []
+    for batch in batches:
+        for ranks in RANKS:
+            plan, plan_ms = timed(lambda batch=batch, ranks=ranks: plan_once(batch, ranks, kind), repeats)
+            metrics = measure(plan)
+            theirs = reference[batch["id"], ranks]
+            total, busiest = float(theirs["tot_bytes"]), float(theirs["max_rank"])
+            results.append(
+                Result(
+                    batch["id"],
+                    ranks,
+                    metrics,
+                    metrics.bytes_total / total if total else None,
+                    metrics.bytes_bottleneck / busiest if busiest else None,
+                    plan_ms,
+                )
+            )
+    return results
+
+
+def spread(values: list[float | None]) -> dict[str, float]:
+    """Least, median and largest."""
+    known = [value for value in values if value is not None]
+    return {
+        "min": round(min(known), 4),
+        "median": round(statistics.median(known), 4),
+        "max": round(max(known), 4),
+    }
+
+
+def summary(results: list[Result]) -> dict:
+    """The figures of one kind of plan."""
+    return {
+        "plans": len(results),
+        "max_over_mean": spread([r.metrics.max_over_mean for r in results]),
+        "tokens_max_over_mean": spread([r.metrics.tokens_max_over_mean for r in results]),
+        "bytes_total_ratio": spread([r.total for r in results]),
+        "bytes_bottleneck_ratio": spread([r.busiest for r in results]),
+        "plans_with_cut_tasks_below_block": sum(r.metrics.tasks_cut_below_block > 0 for r in results),
+        "cut_tasks_below_block": sum(r.metrics.tasks_cut_below_block for r in results),
+        "plan_ms": spread([r.plan_ms for r in results]),
+        "plan_ms_64_ranks": spread([r.plan_ms for r in results if r.ranks == 64]),
+    }
+
+
+def line(name: str, results: list[Result]) -> list[str]:
+    """One line of the table."""
+    figures = summary(results)
+    total, busiest = figures["bytes_total_ratio"], figures["bytes_bottleneck_ratio"]
+    return [
+        name,
+        str(len(results)),
+        f"{figures['max_over_mean']['max']:.4f}",
+        f"{figures['tokens_max_over_mean']['max']:.4f}",
+        f"{total['median']:.3f}",
+        f"{total['max']:.3f}",
+        f"{busiest['median']:.3f}",
+        f"{busiest['max']:.3f}",
+        str(figures["cut_tasks_below_block"]),
+        f"{figures['plan_ms']['median']:.1f}",
+    ]
+
+
+def show(lines: list[list[str]]) -> None:
+    """Print lines of text in columns."""
+    widths = [max(len(row[column]) for row in lines) for column in range(len(HEADER))]
+    for row in lines:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        print("  ".join(cells))
+    print()
+
+
+def growth(batches: list[dict], repeats: int) -> dict[str, dict[str, float]]:
+    """Planning time in ms by ranks of 128K tokens, from rows of batches of that size, for both layouts."""
+    rows = [row for b in batches if b["T"] == 131072 and b["layout"] == "dp" for row in b["rows"]]
+    # One row of every batch in turn, so that any first rows are a mixture of all of them.
+    per = len(batches[0]["rows"])
+    rows = [rows[start] for first in range(per) for start in range(first, len(rows), per)]
+    times: dict[str, dict[str, float]] = {"fixed": {}, "joint": {}}
+    for ranks in (64, 128, 256, 512):
+        batch = {"rows": rows[:ranks], "layout": "dp", "T": 131072}
+        if len(batch["rows"]) < ranks:
+            break
+        for kind, by_ranks in times.items():
+            by_ranks[str(ranks)] = round(
+                timed(lambda batch=batch, ranks=ranks, kind=kind: plan_once(batch, ranks, kind), repeats)[1], 2
+            )
+    return times
+
+
+def main() -> None:
+    """Run all comparisons and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=Path, required=True, help="documents, as said above")
+    parser.add_argument("--reference", type=Path, required=True, help="the reference's results, as said above")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per timing (default: 3)")
+    options = parser.parse_args()
+    with gzip.open(options.batches, "rt") as file:
+        batches = json.load(file)["batches"]
+    with options.reference.open() as file:
+        reference = {(row["id"], int(row["R"])): row for row in csv.DictReader(file) if float(row["tol"]) == 0}
+
+    report: dict = {}
+    for kind in ("fixed", "fixed, 5 %", "joint"):
+        results = compare(batches, reference, kind, options.repeats)
+        report[kind] = summary(results)
+        by_kind: dict[str, list[Result]] = defaultdict(list)
+        for result in results:
+            by_kind[result.batch.rsplit("-s", 1)[0]].append(result)
+        print(f"{kind}: worst max/mean of attention and tokens; bytes over the reference's, median and largest")
+        show([list(HEADER), *(line(name, some) for name, some in by_kind.items()), line("all", results)])
+    theirs = [float(row["plan_ms"]) for (_, ranks), row in reference.items() if ranks == 64]
+    report["reference_plan_ms_64_ranks"] = spread(theirs)
+    report["plan_ms_128k_tokens"] = growth(batches, options.repeats)
+    for kind, times in report["plan_ms_128k_tokens"].items():
+        print(f"{kind}, ranks of 128K tokens:", ", ".join(f"{ranks}: {ms} ms" for ranks, ms in times.items()))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

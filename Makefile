@@ -1,0 +1,53 @@
+# make demo, make test: each sets up .venv first where that has not been done.
+
+PYTHON ?= python3
+BIN := .venv/bin
+SETUP := .venv/.setup
+CHECKPOINT := runs/checkpoint
+DEMO := runs/demo
+
+.PHONY: setup demo test lint types tests format clean
+
+setup: $(SETUP)
+
+$(SETUP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		f"{sys.executable} is Python {sys.version.split()[0]}; 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --constraint constraints.txt torch
+	$(BIN)/pip install --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The weights are the last file that the script writes.
+$(CHECKPOINT)/model.safetensors: $(SETUP) examples/make_checkpoint.py examples/standard_library.py
+	$(BIN)/python examples/make_checkpoint.py --output $(CHECKPOINT) --hidden_size 128 --layers 4
+
+# Two processes on the CPU, whatever the machine has. --multi_gpu is how accelerate starts several.
+demo: $(CHECKPOINT)/model.safetensors
+	ACCELERATE_USE_CPU=true CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/accelerate launch \
+		--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 \
+		--mixed_precision no --dynamo_backend no \
+		examples/finetune_llama.py --model $(CHECKPOINT) --max_documents 100 \
+		--output_dir $(DEMO) --tokens_per_rank 4096 --long_documents split \
+		--num_train_epochs 1 --learning_rate 5e-3 --lr_scheduler_type cosine --warmup_steps 5 \
+		--logging_steps 5 --save_strategy no --report_to none \
+		--dataloader_pin_memory False --ddp_find_unused_parameters False
+
+test: lint types tests
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(SETUP)
+	$(BIN)/mypy
+
+tests: $(SETUP)
+	$(BIN)/python -m pytest
+
+format: $(SETUP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv runs

@@ -51,8 +51,9 @@ class RankPool:
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, self.size, port))
             process.start()
+            theirs.close()  # so that a rank sees the end of the test process
             self._connections.append(ours)
             self._processes.append(process)
 
@@ -77,7 +78,10 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     while True:
-        function, args = connection.recv()
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
         try:
             connection.send((True, function(*args)))
         except Exception:

@@ -1,0 +1,144 @@
+"""What DistCATrainer gives on one and two ranks: exact losses, whatever the data comes from, and resuming."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import datasets
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+
+import hf_distca
+from tests.models import random_documents, reference_step, small_model
+
+LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]
+
+
+def make_trainer(folder: str, source: str = "packed", lengths=LENGTHS, model: Any = None, **arguments: Any):
+    """A trainer on CPU, on as many ranks as there are."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    args = hf_distca.DistCATrainingArguments(
+        output_dir=folder,
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+        dataloader_pin_memory=False,
+        **{"dataloader_num_workers": 0, "balance_block_size": 8, "tokens_per_rank": 160, "seed": 1, **arguments},
+    )
+    documents = [{"input_ids": document.tolist()} for document in random_documents(lengths)]
+    if source == "stream":
+        dataset: Any = datasets.IterableDataset.from_generator(_Documents(documents))
+    elif source == "list":
+        dataset = documents
+    else:
+        dataset = datasets.Dataset.from_list(documents)
+    return hf_distca.DistCATrainer(
+        model=model or small_model(),
+        args=args,
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        data_collator=DataCollatorWithFlattening() if source == "flattened" else None,
+    )
+
+
+class _Documents:
+    """Gives documents one after another, as often as asked; unlike a lambda it can be pickled."""
+
+    def __init__(self, documents: list[dict]) -> None:
+        self._documents = documents
+
+    def __call__(self):
+        yield from self._documents
+
+
+def _one_step_of_everything(folder: str, source: str, workers: int) -> tuple[list[dict], dict, int]:
+    """One optimizer step over all documents, and an evaluation on them before it."""
+    trainer = make_trainer(
+        folder,
+        source,
+        max_steps=1,
+        gradient_accumulation_steps=8,
+        learning_rate=0.0,
+        save_strategy="no",
+        dataloader_num_workers=workers,
+        **({"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2} if source == "flattened" else {}),
+    )
+    trainer.train()
+    return trainer.state.log_history, trainer.evaluate(), trainer.args.world_size
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("source", "workers"), [("packed", 0), ("packed", 2), ("list", 0), ("stream", 0), ("flattened", 0)]
+)
+def test_loss_is_that_of_all_documents(rank_pools, tmp_path, ranks, source, workers):
+    loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for history, evaluation, world_size in rank_pools[ranks].run(
+        _one_step_of_everything, str(tmp_path), source, workers
+    ):
+        assert world_size == ranks
+        assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
+        assert evaluation["eval_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_logs_of_a_step(rank_pools, tmp_path):
+    (history, _, _), _ = rank_pools[2].run(_one_step_of_everything, str(tmp_path), "packed", 0)
+    figures = history[0]
+    assert figures["tokens_per_second"] > 0
+    assert 1.0 <= figures["pairs_max_over_mean"] < 1.05 < figures["pairs_max_over_mean_packed"]
+    assert figures["exchange_bytes"] > 0
+    assert figures["exchange_wait_seconds"] > 0
+
+
+def _trained(folder: str, resume: str | None, epochs: int) -> list[float]:
+    trainer = make_trainer(
+        folder, num_train_epochs=epochs, learning_rate=1e-2, save_strategy="steps", save_steps=2, tokens_per_rank=96
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_resuming_in_the_second_epoch(rank_pools, tmp_path):
+    losses, _ = rank_pools[2].run(_trained, str(tmp_path / "all"), None, 3)
+    per_epoch = len(losses) // 3
+    step = 2 * math.ceil((per_epoch + 1) / 2)
+    assert per_epoch < step < 2 * per_epoch
+    resumed, _ = rank_pools[2].run(_trained, str(tmp_path / "all"), str(tmp_path / f"all/checkpoint-{step}"), 3)
+    assert resumed[:step] == losses[:step]  # what the checkpoint remembers
+    assert resumed[step:] == pytest.approx(losses[step:], rel=1e-6)
+    assert len(resumed) == len(losses)
+
+
+def _epochs_of_a_stream(folder: str) -> list[float]:
+    trainer = make_trainer(folder, "stream", max_steps=3, gradient_accumulation_steps=8, learning_rate=0.0)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_stream_starts_again_until_max_steps(rank_pools, tmp_path):
+    loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for losses in rank_pools[2].run(_epochs_of_a_stream, str(tmp_path)):
+        assert losses == pytest.approx([loss] * 3, rel=1e-6)
+
+
+def test_documents_without_targets(tmp_path):
+    trainer = make_trainer(str(tmp_path), lengths=[1, 1, 1], max_steps=1, save_strategy="no")
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == 0.0
+
+
+def test_saved_model_loads_with_any_attention(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert "distca" not in Path(tmp_path / "saved/config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="sdpa")
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name))

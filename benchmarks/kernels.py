@@ -89,9 +89,7 @@ def main() -> None:
         seconds = median_seconds(calls, options.repeats)
         results[name] = dict(zip(("kernel_s", "sdpa_s"), seconds, strict=False))
         row = f"{name:<24}{seconds[0] * 1e3:>9.1f} ms"
-        print(
-            row + (f"{seconds[1] * 1e3:>9.1f} ms{seconds[1] / seconds[0]:>14.2f}" if len(seconds) > 1 else "")
-        )
+        print(row + (f"{seconds[1] * 1e3:>9.1f} ms{seconds[1] / seconds[0]:>14.2f}" if len(seconds) > 1 else ""))
     print(json.dumps(results))
 
 

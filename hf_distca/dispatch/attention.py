@@ -21,10 +21,10 @@ query heads, G key/value heads, D head dim of queries and keys, E head dim of va
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hf_distca.dispatch.bound import BoundGroup, BoundPlan, BoundRoutes
+from hf_distca.dispatch.bound import BoundGroup, BoundRoutes, LayerPlan
 from hf_distca.dispatch.exchange import PendingRows
 from hf_distca.dispatch.rows import RowSum, put, take
 from hf_distca.kernels.contract import AttentionParams
@@ -35,15 +35,24 @@ class _Layer:
     """One attention of one layer on one nano-batch, on its way through the three nodes.
 
     Holds what one node hands to the next; nothing stays here between forward and backward.
+
+    Attributes:
+        kept: O and LSE of the first forward where this is its recomputation: then nothing is exchanged or
+            computed, and the nodes are there for the backward only.
     """
 
-    def __init__(self, bound: BoundPlan, routes: BoundRoutes, params: AttentionParams) -> None:
+    def __init__(
+        self, plan: LayerPlan, routes: BoundRoutes, params: AttentionParams, kept: tuple[Tensor, Tensor] | None
+    ) -> None:
+        bound = plan.bound
         self.exchange = bound.exchange
         self.kernel = bound.kernel
-        self.keep_received = bound.keep_received
+        # Where results are kept through a checkpoint, what was received is gone with the first forward.
+        self.keep_received = bound.keep_received and not plan.keep_results
         self.routes = routes
         self.params = params
         self.prefix_params = params if routes.prefix_is_causal else replace(params, causal=False)
+        self.kept = kept
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
         self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, o, lse
@@ -59,8 +68,9 @@ def disaggregated_attention(
     k_TGD: Tensor,
     v_TGE: Tensor,
     sinks_H: Tensor | None,
-    bound: BoundPlan,
+    plan: LayerPlan,
     params: AttentionParams,
+    module: nn.Module | None = None,
 ) -> Tensor:
     """Core attention of this rank's rows, computed wherever the plan says.
 
@@ -69,8 +79,9 @@ def disaggregated_attention(
         k_TGD: keys.
         v_TGE: values.
         sinks_H: learned attention sinks, one logit a query head (gpt-oss), or None.
-        bound: the plan of the micro-batch.
+        plan: the plan of the micro-batch as the layer is to use it.
         params: scale, window and softcap of the layer.
+        module: the attention layer, by which results are kept through a checkpoint.
 
     Returns:
         o_THE.
@@ -78,31 +89,41 @@ def disaggregated_attention(
     Raises:
         ValueError: the rows, or the layer's window, are not those of the plan, or the kernel cannot do it.
     """
-    if q_THD.shape[0] != bound.rows:
+    if q_THD.shape[0] != plan.rows:
         raise ValueError(
-            f"the plan gives this rank {bound.rows} rows, the model runs on {q_THD.shape[0]}; a plan belongs "
+            f"the plan gives this rank {plan.rows} rows, the model runs on {q_THD.shape[0]}; a plan belongs "
             "to the batch it came with"
         )
-    bound.kernel.check(
+    plan.bound.kernel.check(
         device=q_THD.device,
         dtype=q_THD.dtype,
         head_dim_qk=q_THD.shape[2],
         head_dim_v=v_TGE.shape[2],
         params=params,
     )
+    kept_results = plan.bound.kept_results
     outputs, row = [], 0
-    for nano in bound.nano_batches:
+    for nano in plan.nano_batches:
         if params.window not in nano.routes:
             raise ValueError(
                 f"a layer has attention window {params.window}, the plan was made for {list(nano.routes)}; "
                 "give all of them in PlanSettings.windows"
             )
         rows = slice(row, row + nano.rows)
-        layer = _Layer(bound, nano.routes[params.window], params)
-        token = _Send.apply(layer, q_THD[rows], k_TGD[rows], v_TGE[rows])
-        token = _Compute.apply(layer, token)
-        outputs.append(_Receive.apply(layer, token, q_THD[rows], k_TGD[rows], v_TGE[rows], sinks_H))
         row += nano.rows
+        # Only a checkpoint runs a forward inside a backward.
+        recomputes = plan.keep_results and torch._C._current_graph_task_id() != -1
+        kept = kept_results.pop((module, nano.number), None) if recomputes else None
+        layer = _Layer(plan, nano.routes[params.window], params, kept)
+        # A recomputation takes its turns too: checkpointing finds saved tensors by their order.
+        token = _Send.apply(layer, q_THD[rows], k_TGD[rows], v_TGE[rows])
+        plan.pause()
+        token = _Compute.apply(layer, token)
+        plan.pause()
+        o_THE, lse_TH = _Receive.apply(layer, token, q_THD[rows], k_TGD[rows], v_TGE[rows], sinks_H)
+        if plan.keep_results and not recomputes:
+            kept_results[module, nano.number] = o_THE.detach(), lse_TH
+        outputs.append(o_THE)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -112,6 +133,8 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, layer: _Layer, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
         ctx.layer = layer
+        if layer.kept is not None:
+            return q_THD.new_empty(0)
         routes = layer.routes
         queries, keys = routes.queries, routes.keys
         layer.queries_on_the_way = layer.exchange.start([take(q_THD, queries.rows)], queries.traffic)
@@ -142,6 +165,8 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, layer: _Layer, token: Tensor) -> Tensor:
         ctx.layer = layer
+        if layer.kept is not None:
+            return token.new_empty(0)
         routes, kernel = layer.routes, layer.kernel
         (q_RHD,) = layer.queries_on_the_way.wait()
         k_RGD, v_RGE = layer.keys_on_the_way.wait()
@@ -221,8 +246,12 @@ class _Receive(torch.autograd.Function):
         k_TGD: Tensor,
         v_TGE: Tensor,
         sinks_H: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         ctx.layer = layer
+        if layer.kept is not None:
+            o_THE, lse_TH = layer.kept
+            layer.kept = None
+            return _Receive._result(ctx, q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
         o_THE, lse_TH = layer.result
         came_o_QHE, came_lse_QH = layer.queries_on_the_way.wait()
         put(o_THE, layer.routes.queries.rows, came_o_QHE)
@@ -234,12 +263,25 @@ class _Receive(torch.autograd.Function):
             with_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
             o_THE = (o_THE * (lse_TH - with_sink_TH).exp().unsqueeze(-1)).to(o_THE.dtype)
             lse_TH = with_sink_TH
+        return _Receive._result(ctx, q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
+
+    @staticmethod
+    def _result(
+        ctx: FunctionCtx,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGE: Tensor,
+        o_THE: Tensor,
+        lse_TH: Tensor,
+        sinks_H: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
-        return o_THE
+        ctx.mark_non_differentiable(lse_TH)
+        return o_THE, lse_TH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, do_THE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         layer = ctx.layer
         routes = layer.routes
         queries, keys = routes.queries, routes.keys

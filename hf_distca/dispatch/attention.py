@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hf_distca.dispatch.bound import BoundGroup, BoundRoutes, LayerPlan
+from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, LayerPlan
 from hf_distca.dispatch.exchange import PendingRows
 from hf_distca.dispatch.rows import RowSum, put, take
 from hf_distca.kernels.contract import AttentionParams
@@ -42,14 +42,20 @@ class _Layer:
     """
 
     def __init__(
-        self, plan: LayerPlan, routes: BoundRoutes, params: AttentionParams, kept: tuple[Tensor, Tensor] | None
+        self,
+        plan: LayerPlan,
+        nano: BoundNanoBatch,
+        params: AttentionParams,
+        kept: tuple[Tensor, Tensor] | None,
     ) -> None:
         bound = plan.bound
+        routes = nano.routes[params.window]
         self.exchange = bound.exchange
         self.kernel = bound.kernel
         # Where results are kept through a checkpoint, what was received is gone with the first forward.
         self.keep_received = bound.keep_received and not plan.keep_results
         self.routes = routes
+        self.nano_batch = nano.number
         self.params = params
         self.prefix_params = params if routes.prefix_is_causal else replace(params, causal=False)
         self.kept = kept
@@ -58,6 +64,18 @@ class _Layer:
         self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, o, lse
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
         self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
+
+    def start_queries(self, columns: list[Tensor], *, back: bool = False) -> None:
+        """Send rows of the queries' kind to the workers, or back to their owners."""
+        traffic = self.routes.queries.traffic
+        role = ("queries", back, self.nano_batch)
+        self.queries_on_the_way = self.exchange.start(columns, traffic.reversed() if back else traffic, role)
+
+    def start_keys(self, columns: list[Tensor], *, back: bool = False) -> None:
+        """Send rows of the keys' kind to the workers, or back to their owners."""
+        traffic = self.routes.keys.traffic
+        role = ("keys", back, self.nano_batch)
+        self.keys_on_the_way = self.exchange.start(columns, traffic.reversed() if back else traffic, role)
 
     def params_of(self, group: BoundGroup) -> AttentionParams:
         return self.prefix_params if group is self.routes.prefix else self.params
@@ -114,7 +132,7 @@ def disaggregated_attention(
         # Only a checkpoint runs a forward inside a backward.
         recomputes = plan.keep_results and torch._C._current_graph_task_id() != -1
         kept = kept_results.pop((module, nano.number), None) if recomputes else None
-        layer = _Layer(plan, nano.routes[params.window], params, kept)
+        layer = _Layer(plan, nano, params, kept)
         # A recomputation takes its turns too: checkpointing finds saved tensors by their order.
         token = _Send.apply(layer, q_THD[rows], k_TGD[rows], v_TGE[rows])
         plan.pause()
@@ -137,8 +155,8 @@ class _Send(torch.autograd.Function):
             return q_THD.new_empty(0)
         routes = layer.routes
         queries, keys = routes.queries, routes.keys
-        layer.queries_on_the_way = layer.exchange.start([take(q_THD, queries.rows)], queries.traffic)
-        layer.keys_on_the_way = layer.exchange.start([take(k_TGD, keys.rows), take(v_TGE, keys.rows)], keys.traffic)
+        layer.start_queries([take(q_THD, queries.rows)])
+        layer.start_keys([take(k_TGD, keys.rows), take(v_TGE, keys.rows)])
         layer.local = (q_THD, k_TGD, v_TGE)
         layer.result = _own_forward(layer, q_THD, k_TGD, v_TGE)
         return q_THD.new_empty(0)
@@ -150,11 +168,11 @@ class _Send(torch.autograd.Function):
         dq, dk, dv = layer.sums
         queries, keys = layer.routes.queries, layer.routes.keys
         (came_dq_QHD,) = layer.queries_on_the_way.wait()
-        dq.add(queries.rows, came_dq_QHD)
+        dq.add(queries.rows, came_dq_QHD, borrowed=True)
         came_dk_KGD, came_dv_KGE = layer.keys_on_the_way.wait()
         for index, part in keys.rows_by_peer:  # several workers may have used a row: rank after rank
-            dk.add(index, came_dk_KGD[part])
-            dv.add(index, came_dv_KGE[part])
+            dk.add(index, came_dk_KGD[part], borrowed=True)
+            dv.add(index, came_dv_KGE[part], borrowed=True)
         del layer.queries_on_the_way, layer.keys_on_the_way, layer.sums
         return None, dq.result(), dk.result(), dv.result()
 
@@ -171,7 +189,7 @@ class _Compute(torch.autograd.Function):
         (q_RHD,) = layer.queries_on_the_way.wait()
         k_RGD, v_RGE = layer.keys_on_the_way.wait()
         if layer.keep_received:
-            ctx.save_for_backward(q_RHD, k_RGD, v_RGE)
+            ctx.save_for_backward(*(x.clone() for x in (q_RHD, k_RGD, v_RGE)))  # the exchange's buffers live shorter
 
         # Visitors first: their results have a way to go.
         k_KGD, v_KGE = take(k_RGD, routes.visiting.k_rows), take(v_RGE, routes.visiting.k_rows)
@@ -180,7 +198,7 @@ class _Compute(torch.autograd.Function):
             lse_QH = q_RHD.new_empty((0, q_RHD.shape[1]), dtype=_lse_dtype(q_RHD))
         else:
             o_QHE, lse_QH = kernel.forward(q_RHD, k_KGD, v_KGE, routes.visiting.shapes, layer.params)
-        layer.queries_on_the_way = layer.exchange.start([o_QHE, lse_QH], routes.queries.traffic.reversed())
+        layer.start_queries([o_QHE, lse_QH], back=True)
 
         if not routes.prefix.empty:
             q_THD = layer.local[0]
@@ -213,7 +231,7 @@ class _Compute(torch.autograd.Function):
         dq_QHD = q_QHD
         if not routes.visiting.empty:
             dq_QHD = _backward(layer, routes.visiting, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH, came_dk, came_dv)
-        layer.queries_on_the_way = layer.exchange.start([dq_QHD], routes.queries.traffic.reversed())
+        layer.start_queries([dq_QHD], back=True)
         if not routes.prefix.empty:
             rows = routes.prefix.q_rows
             dq_QHD = _backward(
@@ -227,9 +245,7 @@ class _Compute(torch.autograd.Function):
                 came_dv,
             )
             layer.sums[0].add(rows, dq_QHD)
-        layer.keys_on_the_way = layer.exchange.start(
-            [came_dk.result(), came_dv.result()], routes.keys.traffic.reversed()
-        )
+        layer.start_keys([came_dk.result(), came_dv.result()], back=True)
         layer.local = ()
         return None, token.new_empty(0)
 
@@ -288,9 +304,9 @@ class _Receive(torch.autograd.Function):
         q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H = ctx.saved_tensors
 
         columns = [do_THE, o_THE, lse_TH] if layer.keep_received else [q_THD, do_THE, o_THE, lse_TH]
-        layer.queries_on_the_way = layer.exchange.start([take(x, queries.rows) for x in columns], queries.traffic)
+        layer.start_queries([take(x, queries.rows) for x in columns])
         if not layer.keep_received:
-            layer.keys_on_the_way = layer.exchange.start([take(x, keys.rows) for x in (k_TGD, v_TGE)], keys.traffic)
+            layer.start_keys([take(x, keys.rows) for x in (k_TGD, v_TGE)])
         layer.local = (do_THE, q_THD, o_THE, lse_TH)
 
         dq, dk, dv = (RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))

@@ -82,15 +82,15 @@ def _events(checkpointing: bool, keep: bool) -> list[str]:
     # One document over both ranks in each nano-batch: rank 1 needs the K/V rows of rank 0.
     plan = plan_micro_batch([128, 128], dispatcher.settings)
     events: list[str] = []
-    names: dict[int, str] = {}
+    started: list[object] = []  # kept, so that none takes the place of another
     exchange, kernel = dispatcher.exchange, dispatcher.kernel
     start, forward, backward = exchange.start, kernel.forward, kernel.backward
 
-    def recorded_start(columns, traffic):
-        pending = start(columns, traffic)
+    def recorded_start(columns, traffic, role):
+        pending = start(columns, traffic, role)
         if traffic.crossing:
-            number = len(names)
-            names[id(pending)] = f"exchange {number}"
+            number = len(started)
+            started.append(pending)
             events.append(f"start {number}")
             wait = pending.wait
             pending.wait = lambda: events.append(f"wait {number}") or wait()

@@ -209,7 +209,8 @@ def main() -> None:
             subprocess.Popen(["ip", "netns", "exec", host, *command, "--rank", str(rank)])
             for rank, host in enumerate(HOSTS)
         ]
-        if any([rank.wait() for rank in ranks]):
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
             sys.exit("a rank failed")
     finally:
         tear_down()

@@ -1,6 +1,6 @@
 """The CPU kernel against torch's attention: forward and backward of the same tasks, interleaved.
 
-    python benchmarks/kernels.py [--threads 1] [--repeats 5] [--dtype float32]
+    python benchmarks/cpu_kernel.py [--threads 1] [--repeats 5] [--dtype float32]
 
 torch's attention is called once per task, as a model that knows its documents would at best. Where a task
 has keys before its rows there is no such call without a mask, and the kernel stands alone. Prints a table,

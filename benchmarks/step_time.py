@@ -23,8 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.micro_batch import plan_layout, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
 
 TOKENS = 8192
 ROWS = [[TOKENS], [512] * 16]
@@ -61,10 +60,10 @@ def measure_steps(rounds: int) -> dict[str, list[float]]:
     unmoved = PlanSettings(ranks=2, tokens_per_rank=TOKENS, tolerance=UNBALANCED)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     plans = {
-        "ddp": plan_layout(fixed_layout(ROWS), unmoved),
-        "fixed": plan_layout(fixed_layout(ROWS), settings),
+        "ddp": plan_rows(ROWS, unmoved),
+        "fixed": plan_rows(ROWS, settings),
         "joint": plan_micro_batch([length for row in ROWS for length in row], settings),
-        "ideal": plan_layout(fixed_layout(equal_rows()), unmoved),
+        "ideal": plan_rows(equal_rows(), unmoved),
     }
     batches = {}
     for way, plan in plans.items():

@@ -37,12 +37,8 @@ class ScriptArguments:
     max_documents: int | None = field(
         default=None, metadata={"help": "Take so many documents, drawn by the seed; all without it."}
     )
-    eval_fraction: float = field(
-        default=0.05, metadata={"help": "Part of the documents kept for evaluation."}
-    )
-    lora: bool = field(
-        default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."}
-    )
+    eval_fraction: float = field(default=0.05, metadata={"help": "Part of the documents kept for evaluation."})
+    lora: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
 
 
 def main() -> None:
@@ -100,9 +96,7 @@ def tokenize(texts: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: st
     """Whole documents as tokens, each with an end-of-text token, and their lengths."""
 
     def tokenize_batch(batch: dict[str, list]) -> dict[str, list]:
-        input_ids = [
-            [*tokens, tokenizer.eos_token_id] for tokens in tokenizer(batch[text_column])["input_ids"]
-        ]
+        input_ids = [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(batch[text_column])["input_ids"]]
         return {"input_ids": input_ids, "length": [len(tokens) for tokens in input_ids]}
 
     return texts.map(
@@ -110,9 +104,7 @@ def tokenize(texts: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: st
     )
 
 
-def summarize(
-    log_history: list[dict[str, float]], metrics: dict[str, float], documents: Dataset
-) -> dict[str, float]:
+def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], documents: Dataset) -> dict[str, float]:
     """What the run came to, from what the trainer logged on the way."""
     steps = [entry for entry in log_history if "loss" in entry]
     return {

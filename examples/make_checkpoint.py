@@ -104,9 +104,7 @@ def main() -> None:
     documents = standard_library()
     print(f"Training a tokenizer on {len(documents)} documents")
     tokenizer = train_tokenizer(documents, options.vocab_size)
-    model = make_model(
-        tokenizer, options.hidden_size, options.layers, options.heads, options.kv_heads, options.seed
-    )
+    model = make_model(tokenizer, options.hidden_size, options.layers, options.heads, options.kv_heads, options.seed)
     tokenizer.save_pretrained(options.output)
     model.save_pretrained(options.output)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens: {options.output}")

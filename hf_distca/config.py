@@ -59,6 +59,21 @@ class DistCAConfig:
             "choices": KERNEL_NAMES,
         },
     )
+    ping_pong: bool = field(
+        default=True,
+        metadata={
+            "help": "Divide every micro-batch into two nano-batches whose exchanges hide behind each other's "
+            "computation, where more than one rank takes part."
+        },
+    )
+    keep_core_attention: bool = field(
+        default=True,
+        metadata={
+            "help": "Under gradient checkpointing, keep the output and log-sum-exp of core attention for the backward "
+            "instead of exchanging and computing again. Per token and layer it keeps one row of O and 4 bytes a query "
+            "head."
+        },
+    )
     keep_received: bool = field(
         default=False,
         metadata={

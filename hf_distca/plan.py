@@ -88,10 +88,13 @@ class NanoBatch:
     """One layout and the plans of every kind of attention layer on it.
 
     Attributes:
-        layout: where the rows are; a document lies in one nano-batch only.
+        documents: [documents] int64: which of the micro-batch's documents the layout's documents are. A
+            document lies in one nano-batch only.
+        layout: where the rows are.
         plans: for each attention window of the model (None: full causal attention), its plan.
     """
 
+    documents: NDArray[np.int64]
     layout: Layout
     plans: dict[int | None, Plan]
 

@@ -50,9 +50,7 @@ def _check_length(path: str, where: str, length: Any) -> None:
     if isinstance(length, bool) or not isinstance(length, int):
         raise InputError(f"{path}: {where} is {_described(length)}, not a number of tokens; {EXPECTED}")
     if length < 1:
-        raise InputError(
-            f"{path}: {where} is {length}; a document has at least 1 token, leave empty ones out"
-        )
+        raise InputError(f"{path}: {where} is {length}; a document has at least 1 token, leave empty ones out")
 
 
 def _described(value: Any) -> str:

@@ -93,9 +93,7 @@ def run(options: argparse.Namespace) -> None:
     """
     lengths = read_lengths(options.lengths)
     try:
-        row_bytes = RowBytes.of_heads(
-            options.q_heads, options.kv_heads, options.head_dim, BYTES[options.dtype]
-        )
+        row_bytes = RowBytes.of_heads(options.q_heads, options.kv_heads, options.head_dim, BYTES[options.dtype])
         began = time.perf_counter()
         layout = _layout(lengths, options)
         plan = balance(layout, window=options.window, tolerance=options.tolerance, row_bytes=row_bytes)
@@ -117,9 +115,7 @@ def _layout(lengths: list[int] | list[list[int]], options: argparse.Namespace) -
     flat = [length for length in lengths if isinstance(length, int)]
     ranks, tokens = options.ranks, options.tokens_per_rank
     if len(rows) > ranks:
-        raise InputError(
-            f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank"
-        )
+        raise InputError(f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank")
     if options.layout == "joint":
         documents = flat or [length for row in rows for length in row]
         return joint_layout(documents, ranks, tokens, window=options.window, tolerance=options.tolerance)

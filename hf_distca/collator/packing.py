@@ -77,12 +77,13 @@ class DistCACollator:
                 "as its batch_sampler."
             )
         (planned,) = features
-        (nano_batch,) = planned.plan.nano_batches
         rows = []
         starts = []
-        for segment in nano_batch.layout.of_rank(self.rank):
-            rows.append(self._segment_rows(planned, *segment[["document", "start", "stop"]].tolist()))
-            starts.append(int(segment["start"]))
+        for nano in planned.plan.nano_batches:
+            for segment in nano.layout.of_rank(self.rank):
+                document = int(nano.documents[segment["document"]])
+                rows.append(self._segment_rows(planned, document, int(segment["start"]), int(segment["stop"])))
+                starts.append(int(segment["start"]))
         return {**rows_batch(rows, starts), "distca_plan": planned.plan}
 
     def _segment_rows(self, planned: PlannedDocuments, document: int, start: int, stop: int) -> TokenDocument:

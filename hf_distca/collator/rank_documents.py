@@ -73,7 +73,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
         pieces = micro_batch.pieces
         plan = self._plan(micro_batch)
-        held = [nano_batch.layout.of_rank(self.rank)["document"] for nano_batch in plan.nano_batches]
+        held = [nano.documents[nano.layout.of_rank(self.rank)["document"]] for nano in plan.nano_batches]
         in_plan = np.unique(np.concatenate(held))
         indices = np.unique(pieces["document"][in_plan[in_plan < len(pieces)]]).tolist()
         documents = fetch_documents(self.dataset, indices, self.length_column)

@@ -21,10 +21,10 @@ query heads, G key/value heads, D head dim of queries and keys, E head dim of va
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hf_distca.dispatch.bound import BoundGroup, BoundPlan, BoundRoutes
+from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, LayerPlan
 from hf_distca.dispatch.exchange import PendingRows
 from hf_distca.dispatch.rows import RowSum, put, take
 from hf_distca.kernels.contract import AttentionParams
@@ -35,20 +35,47 @@ class _Layer:
     """One attention of one layer on one nano-batch, on its way through the three nodes.
 
     Holds what one node hands to the next; nothing stays here between forward and backward.
+
+    Attributes:
+        kept: O and LSE of the first forward where this is its recomputation: then nothing is exchanged or
+            computed, and the nodes are there for the backward only.
     """
 
-    def __init__(self, bound: BoundPlan, routes: BoundRoutes, params: AttentionParams) -> None:
+    def __init__(
+        self,
+        plan: LayerPlan,
+        nano: BoundNanoBatch,
+        params: AttentionParams,
+        kept: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        bound = plan.bound
+        routes = nano.routes[params.window]
         self.exchange = bound.exchange
         self.kernel = bound.kernel
-        self.keep_received = bound.keep_received
+        # Where results are kept through a checkpoint, what was received is gone with the first forward.
+        self.keep_received = bound.keep_received and not plan.keep_results
         self.routes = routes
+        self.nano_batch = nano.number
         self.params = params
         self.prefix_params = params if routes.prefix_is_causal else replace(params, causal=False)
+        self.kept = kept
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
         self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, o, lse
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
         self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
+
+    def start_queries(self, columns: list[Tensor], *, back: bool = False) -> None:
+        """Send rows of the queries' kind to the workers, or back to their owners."""
+        traffic = self.routes.queries.traffic
+        role = ("queries", back, self.nano_batch)
+        self.queries_on_the_way = self.exchange.start(columns, traffic.reversed() if back else traffic, role)
+
+    def start_keys(self, columns: list[Tensor], *, back: bool = False) -> None:
+        """Send rows of the keys' kind to the workers, or back to their owners."""
+        traffic = self.routes.keys.traffic
+        role = ("keys", back, self.nano_batch)
+        self.keys_on_the_way = self.exchange.start(columns, traffic.reversed() if back else traffic, role)
 
     def params_of(self, group: BoundGroup) -> AttentionParams:
         return self.prefix_params if group is self.routes.prefix else self.params
@@ -59,8 +86,9 @@ def disaggregated_attention(
     k_TGD: Tensor,
     v_TGE: Tensor,
     sinks_H: Tensor | None,
-    bound: BoundPlan,
+    plan: LayerPlan,
     params: AttentionParams,
+    module: nn.Module | None = None,
 ) -> Tensor:
     """Core attention of this rank's rows, computed wherever the plan says.
 
@@ -69,8 +97,9 @@ def disaggregated_attention(
         k_TGD: keys.
         v_TGE: values.
         sinks_H: learned attention sinks, one logit a query head (gpt-oss), or None.
-        bound: the plan of the micro-batch.
+        plan: the plan of the micro-batch as the layer is to use it.
         params: scale, window and softcap of the layer.
+        module: the attention layer, by which results are kept through a checkpoint.
 
     Returns:
         o_THE.
@@ -78,31 +107,41 @@ def disaggregated_attention(
     Raises:
         ValueError: the rows, or the layer's window, are not those of the plan, or the kernel cannot do it.
     """
-    if q_THD.shape[0] != bound.rows:
+    if q_THD.shape[0] != plan.rows:
         raise ValueError(
-            f"the plan gives this rank {bound.rows} rows, the model runs on {q_THD.shape[0]}; a plan belongs "
+            f"the plan gives this rank {plan.rows} rows, the model runs on {q_THD.shape[0]}; a plan belongs "
             "to the batch it came with"
         )
-    bound.kernel.check(
+    plan.bound.kernel.check(
         device=q_THD.device,
         dtype=q_THD.dtype,
         head_dim_qk=q_THD.shape[2],
         head_dim_v=v_TGE.shape[2],
         params=params,
     )
+    kept_results = plan.bound.kept_results
     outputs, row = [], 0
-    for nano in bound.nano_batches:
+    for nano in plan.nano_batches:
         if params.window not in nano.routes:
             raise ValueError(
                 f"a layer has attention window {params.window}, the plan was made for {list(nano.routes)}; "
                 "give all of them in PlanSettings.windows"
             )
         rows = slice(row, row + nano.rows)
-        layer = _Layer(bound, nano.routes[params.window], params)
-        token = _Send.apply(layer, q_THD[rows], k_TGD[rows], v_TGE[rows])
-        token = _Compute.apply(layer, token)
-        outputs.append(_Receive.apply(layer, token, q_THD[rows], k_TGD[rows], v_TGE[rows], sinks_H))
         row += nano.rows
+        # Only a checkpoint runs a forward inside a backward.
+        recomputes = plan.keep_results and torch._C._current_graph_task_id() != -1
+        kept = kept_results.pop((module, nano.number), None) if recomputes else None
+        layer = _Layer(plan, nano, params, kept)
+        # A recomputation takes its turns too: checkpointing finds saved tensors by their order.
+        token = _Send.apply(layer, q_THD[rows], k_TGD[rows], v_TGE[rows])
+        plan.pause()
+        token = _Compute.apply(layer, token)
+        plan.pause()
+        o_THE, lse_TH = _Receive.apply(layer, token, q_THD[rows], k_TGD[rows], v_TGE[rows], sinks_H)
+        if plan.keep_results and not recomputes:
+            kept_results[module, nano.number] = o_THE.detach(), lse_TH
+        outputs.append(o_THE)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -112,10 +151,12 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, layer: _Layer, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
         ctx.layer = layer
+        if layer.kept is not None:
+            return q_THD.new_empty(0)
         routes = layer.routes
         queries, keys = routes.queries, routes.keys
-        layer.queries_on_the_way = layer.exchange.start([take(q_THD, queries.rows)], queries.traffic)
-        layer.keys_on_the_way = layer.exchange.start([take(k_TGD, keys.rows), take(v_TGE, keys.rows)], keys.traffic)
+        layer.start_queries([take(q_THD, queries.rows)])
+        layer.start_keys([take(k_TGD, keys.rows), take(v_TGE, keys.rows)])
         layer.local = (q_THD, k_TGD, v_TGE)
         layer.result = _own_forward(layer, q_THD, k_TGD, v_TGE)
         return q_THD.new_empty(0)
@@ -127,11 +168,11 @@ class _Send(torch.autograd.Function):
         dq, dk, dv = layer.sums
         queries, keys = layer.routes.queries, layer.routes.keys
         (came_dq_QHD,) = layer.queries_on_the_way.wait()
-        dq.add(queries.rows, came_dq_QHD)
+        dq.add(queries.rows, came_dq_QHD, borrowed=True)
         came_dk_KGD, came_dv_KGE = layer.keys_on_the_way.wait()
         for index, part in keys.rows_by_peer:  # several workers may have used a row: rank after rank
-            dk.add(index, came_dk_KGD[part])
-            dv.add(index, came_dv_KGE[part])
+            dk.add(index, came_dk_KGD[part], borrowed=True)
+            dv.add(index, came_dv_KGE[part], borrowed=True)
         del layer.queries_on_the_way, layer.keys_on_the_way, layer.sums
         return None, dq.result(), dk.result(), dv.result()
 
@@ -142,11 +183,13 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, layer: _Layer, token: Tensor) -> Tensor:
         ctx.layer = layer
+        if layer.kept is not None:
+            return token.new_empty(0)
         routes, kernel = layer.routes, layer.kernel
         (q_RHD,) = layer.queries_on_the_way.wait()
         k_RGD, v_RGE = layer.keys_on_the_way.wait()
         if layer.keep_received:
-            ctx.save_for_backward(q_RHD, k_RGD, v_RGE)
+            ctx.save_for_backward(*(x.clone() for x in (q_RHD, k_RGD, v_RGE)))  # the exchange's buffers live shorter
 
         # Visitors first: their results have a way to go.
         k_KGD, v_KGE = take(k_RGD, routes.visiting.k_rows), take(v_RGE, routes.visiting.k_rows)
@@ -155,7 +198,7 @@ class _Compute(torch.autograd.Function):
             lse_QH = q_RHD.new_empty((0, q_RHD.shape[1]), dtype=_lse_dtype(q_RHD))
         else:
             o_QHE, lse_QH = kernel.forward(q_RHD, k_KGD, v_KGE, routes.visiting.shapes, layer.params)
-        layer.queries_on_the_way = layer.exchange.start([o_QHE, lse_QH], routes.queries.traffic.reversed())
+        layer.start_queries([o_QHE, lse_QH], back=True)
 
         if not routes.prefix.empty:
             q_THD = layer.local[0]
@@ -188,7 +231,7 @@ class _Compute(torch.autograd.Function):
         dq_QHD = q_QHD
         if not routes.visiting.empty:
             dq_QHD = _backward(layer, routes.visiting, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH, came_dk, came_dv)
-        layer.queries_on_the_way = layer.exchange.start([dq_QHD], routes.queries.traffic.reversed())
+        layer.start_queries([dq_QHD], back=True)
         if not routes.prefix.empty:
             rows = routes.prefix.q_rows
             dq_QHD = _backward(
@@ -202,9 +245,7 @@ class _Compute(torch.autograd.Function):
                 came_dv,
             )
             layer.sums[0].add(rows, dq_QHD)
-        layer.keys_on_the_way = layer.exchange.start(
-            [came_dk.result(), came_dv.result()], routes.keys.traffic.reversed()
-        )
+        layer.start_keys([came_dk.result(), came_dv.result()], back=True)
         layer.local = ()
         return None, token.new_empty(0)
 
@@ -221,8 +262,12 @@ class _Receive(torch.autograd.Function):
         k_TGD: Tensor,
         v_TGE: Tensor,
         sinks_H: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         ctx.layer = layer
+        if layer.kept is not None:
+            o_THE, lse_TH = layer.kept
+            layer.kept = None
+            return _Receive._result(ctx, q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
         o_THE, lse_TH = layer.result
         came_o_QHE, came_lse_QH = layer.queries_on_the_way.wait()
         put(o_THE, layer.routes.queries.rows, came_o_QHE)
@@ -234,21 +279,34 @@ class _Receive(torch.autograd.Function):
             with_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
             o_THE = (o_THE * (lse_TH - with_sink_TH).exp().unsqueeze(-1)).to(o_THE.dtype)
             lse_TH = with_sink_TH
+        return _Receive._result(ctx, q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
+
+    @staticmethod
+    def _result(
+        ctx: FunctionCtx,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGE: Tensor,
+        o_THE: Tensor,
+        lse_TH: Tensor,
+        sinks_H: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
-        return o_THE
+        ctx.mark_non_differentiable(lse_TH)
+        return o_THE, lse_TH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, do_THE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         layer = ctx.layer
         routes = layer.routes
         queries, keys = routes.queries, routes.keys
         q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H = ctx.saved_tensors
 
         columns = [do_THE, o_THE, lse_TH] if layer.keep_received else [q_THD, do_THE, o_THE, lse_TH]
-        layer.queries_on_the_way = layer.exchange.start([take(x, queries.rows) for x in columns], queries.traffic)
+        layer.start_queries([take(x, queries.rows) for x in columns])
         if not layer.keep_received:
-            layer.keys_on_the_way = layer.exchange.start([take(x, keys.rows) for x in (k_TGD, v_TGE)], keys.traffic)
+            layer.start_keys([take(x, keys.rows) for x in (k_TGD, v_TGE)])
         layer.local = (do_THE, q_THD, o_THE, lse_TH)
 
         dq, dk, dv = (RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))

@@ -1,7 +1,11 @@
 """A plan bound to one rank: its routes as index tensors on the device, ready for every layer."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from hf_distca.dispatch.exchange import Exchange, Traffic
 from hf_distca.dispatch.rows import RowIndex, add_rounds, row_index
@@ -71,15 +75,22 @@ class BoundRoutes:
 
 
 class BoundNanoBatch:
-    """One nano-batch's routes, one set for every attention window of the model."""
+    """One nano-batch's routes, one set for every attention window of the model.
 
-    def __init__(self, nano_batch: NanoBatch, rank: int, device: torch.device) -> None:
+    Attributes:
+        number: 0 or 1.
+        rows: rows of it that this rank holds.
+        routes: by window.
+    """
+
+    def __init__(self, number: int, nano_batch: NanoBatch, rank: int, device: torch.device) -> None:
+        self.number = number
         self.rows = int(nano_batch.layout.tokens[rank])
         self.routes = {window: BoundRoutes(nano_batch, window, rank, device) for window in nano_batch.plans}
 
 
 class BoundPlan:
-    """What a planned micro-batch hands to every attention layer, as the keyword `distca_plan`.
+    """What a planned micro-batch hands to every layer, as the keyword `distca_plan`.
 
     A plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among the arguments of a
     module, and accelerate moves whatever has a `to`.
@@ -90,6 +101,8 @@ class BoundPlan:
         exchange: what carries rows between ranks.
         kernel: what computes tasks.
         keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
+        kept_results: O and LSE of checkpointed layers, by attention module and nano-batch, from the first
+            forward to the backward.
         calls: attention layers that have used the plan so far.
     """
 
@@ -103,13 +116,48 @@ class BoundPlan:
         keep_received: bool,
     ) -> None:
         self.plan = plan
-        self.nano_batches = tuple(BoundNanoBatch(nano, rank, device) for nano in plan.nano_batches)
+        self.nano_batches = tuple(
+            BoundNanoBatch(number, nano, rank, device) for number, nano in enumerate(plan.nano_batches)
+        )
         self.exchange = exchange
         self.kernel = kernel
         self.keep_received = keep_received
+        self.kept_results: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
         self.calls = 0
 
     @property
     def rows(self) -> int:
         """Rows that this rank holds."""
+        return sum(nano.rows for nano in self.nano_batches)
+
+    def for_layer(self) -> "LayerPlan":
+        """The plan as a layer uses it that runs on all rows at once and is not checkpointed."""
+        return LayerPlan(self, self.nano_batches)
+
+
+def _go_on() -> None:
+    """What a layer does between start and wait where no other half is to run."""
+
+
+@dataclass(eq=False)
+class LayerPlan:
+    """A bound plan as one layer's attention is to use it.
+
+    Not a thing that FSDP2 meets: it is made inside a layer and handed to that layer's own attention.
+
+    Attributes:
+        bound: the plan.
+        nano_batches: those whose rows the attention is called with.
+        pause: called between the start of an exchange and the wait for it; lets the other half run.
+        keep_results: the layer is checkpointed, and its core attention is not to be computed again.
+    """
+
+    bound: BoundPlan
+    nano_batches: tuple[BoundNanoBatch, ...]
+    pause: Callable[[], None] = _go_on
+    keep_results: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows that the attention is called with."""
         return sum(nano.rows for nano in self.nano_batches)

@@ -11,8 +11,7 @@ from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.micro_batch import PlanSettings, plan_layout
+from hf_distca.planner.micro_batch import PlanSettings, plan_rows
 
 PLAN_KEY = "distca_plan"
 """Under this key a batch carries its plan, and under this keyword attention layers receive it."""
@@ -88,7 +87,7 @@ class Dispatcher:
         if count:
             count = max(count, at_least)
         rows = [[(rank[i] if i < len(rank) else []) or FILLER for rank in gathered] for i in range(count)]
-        return [plan_layout(fixed_layout(row), self.settings) for row in rows]
+        return [plan_rows(row, self.settings) for row in rows]
 
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
         """Plan batches whose documents already lie on this rank; their tokens stay. A collective.

@@ -71,11 +71,17 @@ class RowSum:
         self._whole: Tensor | None = None  # one contribution that covers every row
         self._sum: Tensor | None = None
 
-    def add(self, index: RowIndex, rows: Tensor) -> None:
-        """Add rows to where the index says; the index names no row twice."""
+    def add(self, index: RowIndex, rows: Tensor, *, borrowed: bool = False) -> None:
+        """Add rows to where the index says; the index names no row twice.
+
+        Args:
+            index: rows of the sum.
+            rows: what to add.
+            borrowed: the rows lie in a buffer that will be used again and must not be passed through.
+        """
         if rows.shape[0] == 0:
             return
-        if self._sum is None and self._whole is None and index == slice(0, self._shape[0]):
+        if self._sum is None and self._whole is None and index == slice(0, self._shape[0]) and not borrowed:
             self._whole = rows
             return
         if self._sum is None:

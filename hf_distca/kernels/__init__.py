@@ -32,9 +32,7 @@ def get_kernel(name: str, device: torch.device) -> Kernel:
     if name == "auto":
         choice = {"cpu": "cpu", "cuda": "torch_varlen"}.get(device.type)
         if choice is None:
-            raise ValueError(
-                f"kernel 'auto' knows cpu and cuda devices, got {device}; 'reference' runs on any device"
-            )
+            raise ValueError(f"kernel 'auto' knows cpu and cuda devices, got {device}; 'reference' runs on any device")
         name = choice
     kernels: dict[str, type[Kernel]] = {
         "reference": ReferenceKernel,

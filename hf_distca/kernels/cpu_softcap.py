@@ -68,9 +68,7 @@ def backward(
     dv_BSGE = torch.zeros(v_BSGE.shape, dtype=dtype)
     for block, rows, keys in _pieces(q_BRHD, k_BSGD, causal):
         k_GSD, v_GSE = _by_head(k_BSGD[block, keys]), _by_head(v_BSGE[block, keys])
-        q_GNRD, do_GNRE, o_GNRE = (
-            _by_query_head(x[block, rows], k_GSD.shape[0]) for x in (q_BRHD, do_BRHE, o_BRHE)
-        )
+        q_GNRD, do_GNRE, o_GNRE = (_by_query_head(x[block, rows], k_GSD.shape[0]) for x in (q_BRHD, do_BRHE, o_BRHE))
         lse_GNR = lse_BRH[block, rows].T.unflatten(0, (k_GSD.shape[0], -1))
         t_GNRS = _capped(q_GNRD, k_GSD, scale, softcap)
         p_GNRS = (t_GNRS * softcap).sub_(lse_GNR.unsqueeze(-1)).exp_()

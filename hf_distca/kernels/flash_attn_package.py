@@ -25,9 +25,7 @@ class FlashAttnKernel(FlashVarlenKernel):
     def __init__(self) -> None:
         self._package = _package()
 
-    def _call_forward(
-        self, q_QHP: Tensor, k_KGP: Tensor, v_KGP: Tensor, call: VarlenCall
-    ) -> tuple[Tensor, Tensor]:
+    def _call_forward(self, q_QHP: Tensor, k_KGP: Tensor, v_KGP: Tensor, call: VarlenCall) -> tuple[Tensor, Tensor]:
         o_QHP, lse_HQ, *_ = self._package._flash_attn_varlen_forward(
             q_QHP,
             k_KGP,
@@ -55,9 +53,7 @@ class FlashAttnKernel(FlashVarlenKernel):
         lse_HQ: Tensor,
         call: VarlenCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq_QHP, dk_KGP, dv_KGP = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_QHP, k_KGP, v_KGP)
-        )
+        dq_QHP, dk_KGP, dv_KGP = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_QHP, k_KGP, v_KGP))
         self._package._flash_attn_varlen_backward(
             do_QHP,
             q_QHP,

@@ -76,9 +76,7 @@ class FlashVarlenKernel(ABC):
     softcap_supported: bool
 
     @abstractmethod
-    def _call_forward(
-        self, q_QHP: Tensor, k_KGP: Tensor, v_KGP: Tensor, call: VarlenCall
-    ) -> tuple[Tensor, Tensor]:
+    def _call_forward(self, q_QHP: Tensor, k_KGP: Tensor, v_KGP: Tensor, call: VarlenCall) -> tuple[Tensor, Tensor]:
         """Return o_QHP and lse_HQ."""
 
     @abstractmethod

@@ -86,9 +86,7 @@ class ReferenceKernel:
 
 def _split(shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]) -> list[tuple[Tensor, ...]]:
     """Cut packed tensors into those of the tasks, in float64."""
-    return [x.double().split(shapes.q_lens) for x in by_query] + [
-        x.double().split(shapes.k_lens) for x in by_key
-    ]
+    return [x.double().split(shapes.q_lens) for x in by_query] + [x.double().split(shapes.k_lens) for x in by_key]
 
 
 def _join(tasks: list[Tensor], like: Tensor) -> Tensor:

@@ -16,9 +16,7 @@ class TorchVarlenKernel(FlashVarlenKernel):
     name = "torch_varlen"
     softcap_supported = False
 
-    def _call_forward(
-        self, q_QHP: Tensor, k_KGP: Tensor, v_KGP: Tensor, call: VarlenCall
-    ) -> tuple[Tensor, Tensor]:
+    def _call_forward(self, q_QHP: Tensor, k_KGP: Tensor, v_KGP: Tensor, call: VarlenCall) -> tuple[Tensor, Tensor]:
         o_QHP, lse_HQ, *_ = torch.ops.aten._flash_attention_forward.default(
             q_QHP,
             k_KGP,

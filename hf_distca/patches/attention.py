@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from hf_distca.dispatch.attention import disaggregated_attention
-from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.bound import BoundPlan, LayerPlan
 from hf_distca.kernels.contract import AttentionParams
 from hf_distca.patches.masks import DeferredMask
 
@@ -27,7 +27,7 @@ def distca_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    distca_plan: BoundPlan | None = None,
+    distca_plan: BoundPlan | LayerPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Core attention of one layer: as planned where the batch carries a plan, else what "sdpa" gives.
@@ -43,7 +43,8 @@ def distca_attention(
         sliding_window: the layer's window; None for full attention.
         softcap: soft cap of the scores (Gemma2).
         s_aux: [H] learned attention sinks (gpt-oss).
-        distca_plan: the micro-batch's plan; None outside a planned step.
+        distca_plan: the micro-batch's plan, as it is or as the layer around handed it on; None outside a
+            planned step.
         kwargs: handed on to "sdpa".
 
     Returns:
@@ -60,14 +61,15 @@ def distca_attention(
         return _eager_attention(module, query, key, value, mask, dropout, scaling, softcap, s_aux), None
 
     _check_planned(module, query, attention_mask, dropout, sliding_window, kwargs)
-    distca_plan.calls += 1
+    plan = distca_plan.for_layer() if isinstance(distca_plan, BoundPlan) else distca_plan
+    plan.bound.calls += 1
     dtype = _compute_dtype(query, value)
     q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     params = AttentionParams(
         scale=q_THD.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
     )
     with torch.autocast(query.device.type, enabled=False):
-        o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, distca_plan, params)
+        o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module)
     return o_THE.unsqueeze(0), None
 
 

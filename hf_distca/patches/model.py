@@ -120,7 +120,7 @@ def check_model(model: PreTrainedModel) -> None:
         )
     attention_windows(model.config)
     for module_name, module in model.named_modules():
-        if _is_attention(module) and not _takes_keywords(module):
+        if is_attention(module) and not _takes_keywords(module):
             raise ValueError(
                 f"{type(model).__name__} does not pass extra keywords on to {module_name} "
                 f"({type(module).__name__}.forward has no **kwargs), so the plan would not reach its attention; "
@@ -128,7 +128,7 @@ def check_model(model: PreTrainedModel) -> None:
             )
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
     """Whether a module is an attention layer of a decoder, as transformers names them."""
     return type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
 

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
+from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, PlanSummary
 from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
-from hf_distca.planner.metrics import measure
+from hf_distca.planner.metrics import bytes_between, loads_of
+from hf_distca.planner.nano_batches import mirrored, split_documents, split_rows
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class PlanSettings:
             equal tokens per rank.
         tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
         block_size: rows; tasks are cut at multiples of it.
+        ping_pong: make two nano-batches of every micro-batch that can be divided.
     """
 
     ranks: int
@@ -35,6 +38,7 @@ class PlanSettings:
     document_layout: Literal["joint", "fixed"] = "joint"
     tolerance: float = 0.0
     block_size: int = 128
+    ping_pong: bool = False
 
     @property
     def dominant_window(self) -> int | None:
@@ -51,39 +55,90 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
         lengths: tokens of each document, at most ranks · tokens_per_rank in all.
         settings: see PlanSettings.
     """
-    if settings.document_layout == "joint":
-        layout = joint_layout(
-            lengths,
-            settings.ranks,
-            settings.tokens_per_rank,
-            window=settings.dominant_window,
-            tolerance=settings.tolerance,
-            block_size=settings.block_size,
-        )
+    array = np.asarray(lengths, np.int64)
+    groups = split_documents(array, settings.ranks) if settings.ping_pong else None
+    layouts = [_layout(array[group], settings) for group in groups or [np.arange(len(array))]]
+    if len(layouts) == 2:
+        # Each gives one row more to some ranks, the first ones: mirrored, they do not meet on one rank.
+        layouts[1] = mirrored(layouts[1])
+        if np.max(layouts[0].tokens + layouts[1].tokens) > settings.tokens_per_rank:
+            groups, layouts = None, [_layout(array, settings)]
+    return _plan(array, groups or [np.arange(len(array))], layouts, settings)
+
+
+def plan_rows(rows: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
+    """Balance the core attention of documents that already lie on ranks and stay there.
+
+    Args:
+        rows: lengths of the documents of each rank, in the order of its rows.
+        settings: see PlanSettings.
+    """
+    cuts = split_rows(rows) if settings.ping_pong else None
+    if cuts is None:
+        parts = [rows]
     else:
-        layout = fixed_layout([lengths], settings.ranks)
-    return plan_layout(layout, settings)
+        parts = [
+            [row[:cut] for row, cut in zip(rows, cuts, strict=True)],
+            [row[cut:] for row, cut in zip(rows, cuts, strict=True)],
+        ]
+    layouts = [fixed_layout(part) for part in parts]
+    # Documents are numbered rank after rank; each nano-batch has the first or the last ones of each rank.
+    numbers = np.split(np.arange(sum(map(len, rows))), np.cumsum([len(row) for row in rows])[:-1])
+    groups = [np.concatenate(numbers)]
+    if cuts is not None:
+        groups = [
+            np.concatenate([number[:cut] for number, cut in zip(numbers, cuts, strict=True)]),
+            np.concatenate([number[cut:] for number, cut in zip(numbers, cuts, strict=True)]),
+        ]
+    lengths = np.array([length for row in rows for length in row], np.int64)
+    return _plan(lengths, groups, layouts, settings)
 
 
-def plan_layout(layout: Layout, settings: PlanSettings) -> MicroBatchPlan:
-    """Balance the core attention of rows that already lie where they are to stay."""
-    plans = {
-        window: balance(
-            layout,
-            window=window,
-            tolerance=settings.tolerance,
-            block_size=settings.block_size,
-            row_bytes=settings.row_bytes,
-        )
-        for window in settings.windows
-    }
-    return MicroBatchPlan((NanoBatch(layout, plans),), _summary(plans[settings.dominant_window], settings))
+def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:
+    if settings.document_layout == "fixed":
+        return fixed_layout([lengths.tolist()], settings.ranks)
+    return joint_layout(
+        lengths,
+        settings.ranks,
+        settings.tokens_per_rank,
+        window=settings.dominant_window,
+        tolerance=settings.tolerance,
+        block_size=settings.block_size,
+    )
 
 
-def _summary(plan: Plan, settings: PlanSettings) -> PlanSummary:
-    packed = fixed_layout([plan.layout.lengths.tolist()], plan.layout.ranks)
-    segments = packed.segments
-    cost = pairs(segments["start"], segments["stop"], plan.window)
-    loads = np.bincount(segments["rank"], weights=cost, minlength=packed.ranks)
-    achieved = measure(plan, settings.row_bytes)
-    return PlanSummary(float(loads.max() / loads.mean()), achieved.max_over_mean, achieved.bytes_bottleneck)
+def _plan(
+    lengths: NDArray[np.int64],
+    groups: Sequence[NDArray[np.int64]],
+    layouts: Sequence[Layout],
+    settings: PlanSettings,
+) -> MicroBatchPlan:
+    nano_batches = []
+    for group, layout in zip(groups, layouts, strict=True):
+        plans = {
+            window: balance(
+                layout,
+                window=window,
+                tolerance=settings.tolerance,
+                block_size=settings.block_size,
+                row_bytes=settings.row_bytes,
+            )
+            for window in settings.windows
+        }
+        nano_batches.append(NanoBatch(group, layout, plans))
+    return MicroBatchPlan(tuple(nano_batches), _summary(lengths, nano_batches, settings))
+
+
+def _summary(lengths: NDArray[np.int64], nano_batches: list[NanoBatch], settings: PlanSettings) -> PlanSummary:
+    window = settings.dominant_window
+    packed = fixed_layout([lengths.tolist()], settings.ranks)
+    cost = pairs(packed.segments["start"], packed.segments["stop"], window)
+    as_packed = np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks)
+    plans = [nano.plans[window] for nano in nano_batches]
+    planned = np.sum([loads_of(plan) for plan in plans], axis=0)
+    moved = np.sum([bytes_between(plan, settings.row_bytes) for plan in plans], axis=0)
+    return PlanSummary(
+        packed_max_over_mean=float(as_packed.max() / as_packed.mean()),
+        max_over_mean=float(planned.max() / planned.mean()),
+        bytes_bottleneck=int(moved.max()),
+    )

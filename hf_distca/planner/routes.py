@@ -109,9 +109,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         plan: the plan of one kind of attention layer.
         rank: a worker; one at or above plan.layout.ranks is a dedicated server and holds no rows.
     """
-    segments = plan.layout.segments[
-        np.lexsort((plan.layout.segments["start"], plan.layout.segments["document"]))
-    ]
+    segments = plan.layout.segments[np.lexsort((plan.layout.segments["start"], plan.layout.segments["document"]))]
 
     # 1. Only documents that this rank holds or works on concern it.
     concerned = np.zeros(len(plan.layout.lengths), bool)

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
 
@@ -22,15 +24,16 @@ class StepMeter:
     def _reset(self) -> None:
         self._plans: list[MicroBatchPlan] = []
         self._since = time.perf_counter()
-        self._dispatcher.exchange.waited_s = 0.0
+        self._waited_before = self._dispatcher.exchange.clock.seconds()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out the time and the waits of what is done inside: an evaluation."""
-        begin, waited = time.perf_counter(), self._dispatcher.exchange.waited_s
+        clock = self._dispatcher.exchange.clock
+        begin, waited = time.perf_counter(), clock.seconds()
         yield
         self._since += time.perf_counter() - begin
-        self._dispatcher.exchange.waited_s = waited
+        self._waited_before += clock.seconds() - waited
 
     def count(self, plan: MicroBatchPlan) -> None:
         """Take note of a micro-batch that is about to run."""
@@ -45,12 +48,17 @@ class StepMeter:
                 the same documents packed in order.
             pairs_max_over_mean: the same for the plans.
             exchange_bytes: per layer and micro-batch, bytes in one forward through the busiest rank.
+            ping_pong_share: share of the micro-batches that ran as two nano-batches; the others have a document of
+                more than half of their tokens, or run on one rank.
             exchange_wait_seconds: time that the rank which waited longest stood in waits.
+            memory_peak_bytes, memory_reserved_bytes: on CUDA, of this rank: most memory in use since the last
+                call, and what the allocator holds.
         """
         if not self._plans:
             return {}
         elapsed = time.perf_counter() - self._since
-        waited = max(self._dispatcher.groups.all_gather(self._dispatcher.exchange.waited_s))
+        waited_here = self._dispatcher.exchange.clock.seconds() - self._waited_before
+        waited = max(self._dispatcher.groups.all_gather(waited_here))
         summaries = [plan.summary for plan in self._plans]
         count = len(summaries)
         figures = {
@@ -58,7 +66,13 @@ class StepMeter:
             "pairs_max_over_mean_packed": sum(s.packed_max_over_mean for s in summaries) / count,
             "pairs_max_over_mean": sum(s.max_over_mean for s in summaries) / count,
             "exchange_bytes": sum(s.bytes_bottleneck for s in summaries) / count,
+            "ping_pong_share": sum(len(plan.nano_batches) == 2 for plan in self._plans) / count,
             "exchange_wait_seconds": waited,
         }
+        device = self._dispatcher.device
+        if device.type == "cuda":
+            figures["memory_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+            figures["memory_reserved_bytes"] = torch.cuda.memory_reserved(device)
+            torch.cuda.reset_peak_memory_stats(device)
         self._reset()
         return figures

@@ -13,6 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput, seed_worker
 
 from hf_distca.collator.streaming import StreamPacker
 from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
+from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import attention_params, head_dims, plan_settings
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.trainer.arguments import DistCATrainingArguments
@@ -85,6 +86,7 @@ class DistCATrainer(Trainer):
             document_layout=args.document_layout,
             tolerance=args.balance_tolerance,
             block_size=args.balance_block_size,
+            ping_pong=args.ping_pong and args.world_size > 1,
         )
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
@@ -99,6 +101,13 @@ class DistCATrainer(Trainer):
             timeout_s=args.exchange_timeout,
         )
         self._check_kernel()
+        if settings.ping_pong or (args.gradient_checkpointing and args.keep_core_attention):
+            layers = plan_layers(self.model, keep_core_attention=args.keep_core_attention)
+            if self.is_deepspeed_enabled:
+                from deepspeed.utils import set_z3_leaf_modules
+
+                # Gathers a layer's parameters when the layer begins, not module by module: its halves take turns.
+                set_z3_leaf_modules(self.model, layers)
         self.meter = StepMeter(self.dispatcher)
         self._lengths: dict[int, tuple[Any, Any]] = {}  # with the data set itself, so that its id stays its own
         self._ended: Iterator | None = None

@@ -86,7 +86,7 @@ def _accumulated() -> tuple[list[float], dict]:
     losses = []
     for lengths in groups:
         plan = plan_micro_batch(lengths, dispatcher.settings)
-        batch = cut_rows(plan.nano_batches[0].layout, dist.get_rank(), random_documents(lengths))
+        batch = cut_rows(plan, dist.get_rank(), random_documents(lengths))
         bound = dispatcher.bind(plan)
         losses.append(model(**batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound).loss)
     for loss in losses:
@@ -109,16 +109,15 @@ def _attend_without_rows() -> list[list[int]]:
     """Attention alone, where a rank may hold no row at all."""
     from hf_distca.dispatch.attention import disaggregated_attention
     from hf_distca.kernels.contract import AttentionParams
-    from hf_distca.planner.layout import fixed_layout
-    from hf_distca.planner.micro_batch import plan_layout
+    from hf_distca.planner.micro_batch import plan_rows
 
     dispatcher = dispatcher_of_all_ranks()
     rows = [[40], []][: dist.get_world_size()]
-    plan = plan_layout(fixed_layout(rows), dispatcher.settings)
+    plan = plan_rows(rows, dispatcher.settings)
     torch.manual_seed(0)
     inputs = [torch.randn(40, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     mine = [x if dist.get_rank() == 0 else x[:0].detach().requires_grad_() for x in inputs]
-    output = disaggregated_attention(*mine, None, dispatcher.bind(plan), AttentionParams(scale=0.3))
+    output = disaggregated_attention(*mine, None, dispatcher.bind(plan).for_layer(), AttentionParams(scale=0.3))
     output.square().sum().backward()
     q, k, v = (x.detach().transpose(0, 1).requires_grad_() for x in inputs)
     expected = torch.nn.functional.scaled_dot_product_attention(

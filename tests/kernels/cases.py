@@ -46,9 +46,7 @@ CASES = {
     "equal_tasks_with_prefix": Case(q_lens=(48,) * 5, k_lens=(64,) * 5),
     "one_row_each": Case(q_lens=(1, 1, 1), k_lens=(1, 7, 3)),
     "not_causal": Case(k_lens=(50, 7, 300, 0, 40, 9), params=AttentionParams(scale=0.2, causal=False)),
-    "not_causal_one_row": Case(
-        q_lens=(1, 0, 1), k_lens=(3, 2, 0), params=AttentionParams(scale=0.2, causal=False)
-    ),
+    "not_causal_one_row": Case(q_lens=(1, 0, 1), k_lens=(3, 2, 0), params=AttentionParams(scale=0.2, causal=False)),
     **{
         f"window_{window}": Case(params=AttentionParams(scale=0.2, window=window))
         for window in (1, 2, 7, 64, 100, 129, 1000)
@@ -56,9 +54,7 @@ CASES = {
     "window_blocks": Case(
         q_lens=(600,), k_lens=(700,), head_dim_qk=16, head_dim_v=16, params=AttentionParams(0.2, window=200)
     ),
-    "window_equal_tasks": Case(
-        q_lens=(96,) * 3, k_lens=(111,) * 3, params=AttentionParams(scale=0.2, window=16)
-    ),
+    "window_equal_tasks": Case(q_lens=(96,) * 3, k_lens=(111,) * 3, params=AttentionParams(scale=0.2, window=16)),
     "window_keys_cut_off": Case(
         # What a task gets whose first keys lie before the window of its first row.
         q_lens=(90,),
@@ -70,9 +66,7 @@ CASES = {
     "softcap_not_causal": Case(
         k_lens=(50, 7, 300, 0, 40, 9), params=AttentionParams(scale=0.2, softcap=1.5, causal=False)
     ),
-    "softcap_values_narrower": Case(
-        head_dim_qk=24, head_dim_v=16, params=AttentionParams(scale=0.2, softcap=1.5)
-    ),
+    "softcap_values_narrower": Case(head_dim_qk=24, head_dim_v=16, params=AttentionParams(scale=0.2, softcap=1.5)),
 }
 
 

@@ -50,9 +50,7 @@ class StandIn(ModuleType):
         zero_tensors: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert dropout_p == 0
-        shapes, params = self.read(
-            locals(), q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        )
+        shapes, params = self.read(locals(), q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
         o, lse = ReferenceKernel().forward(q, k, v, shapes, params)
         o[lse == -torch.inf] = torch.nan
         return o, lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous(), torch.empty(0), torch.empty(2)
@@ -88,9 +86,7 @@ class StandIn(ModuleType):
         assert softmax_lse.shape == (q.shape[1], q.shape[0])
         assert softmax_lse.is_contiguous()
         self.deterministic = deterministic
-        shapes, params = self.read(
-            locals(), q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        )
+        shapes, params = self.read(locals(), q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
         grads = ReferenceKernel().backward(dout, q, k, v, out, softmax_lse.T, shapes, params)
         for given, grad in zip((dq, dk, dv), grads, strict=True):
             given.copy_(grad)

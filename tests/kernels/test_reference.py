@@ -14,12 +14,8 @@ from tests.kernels.cases import CASES, Case, expected, make_inputs
 
 def explicit_attention(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     """Differentiable attention over all packed rows at once, with one mask that says who sees whom."""
-    q_task = torch.repeat_interleave(
-        torch.arange(len(case.q_lens)), torch.tensor(case.q_lens, dtype=torch.long)
-    )
-    k_task = torch.repeat_interleave(
-        torch.arange(len(case.k_lens)), torch.tensor(case.k_lens, dtype=torch.long)
-    )
+    q_task = torch.repeat_interleave(torch.arange(len(case.q_lens)), torch.tensor(case.q_lens, dtype=torch.long))
+    k_task = torch.repeat_interleave(torch.arange(len(case.k_lens)), torch.tensor(case.k_lens, dtype=torch.long))
     # A row's position is that of its own key.
     q_position = torch.cat([torch.arange(k - q, k) for q, k in zip(case.q_lens, case.k_lens, strict=True)])
     k_position = torch.cat([torch.arange(k) for k in case.k_lens])
@@ -72,9 +68,7 @@ def column(*values: float) -> Tensor:
 def test_equal_scores_average_the_values_seen() -> None:
     # Row 0 of the task is row 1 of its document: it sees values 1, 3; then 1, 3, 8.
     shapes = TaskShapes.build([2], [3], "cpu")
-    o, lse = ReferenceKernel().forward(
-        column(0, 0), column(5, 6, 7), column(1, 3, 8), shapes, AttentionParams(1.0)
-    )
+    o, lse = ReferenceKernel().forward(column(0, 0), column(5, 6, 7), column(1, 3, 8), shapes, AttentionParams(1.0))
     assert o.flatten().tolist() == [2.0, 4.0]
     assert lse.flatten().tolist() == pytest.approx([math.log(2), math.log(3)], abs=1e-15)
 

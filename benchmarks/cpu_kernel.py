@@ -1,6 +1,6 @@
 """The CPU kernel against torch's attention: forward and backward of the same tasks, interleaved.
 
-    python benchmarks/kernels.py [--threads 1] [--repeats 5] [--dtype float32]
+    python benchmarks/cpu_kernel.py [--threads 1] [--repeats 5] [--dtype float32]
 
 torch's attention is called once per task, as a model that knows its documents would at best. Where a task
 has keys before its rows there is no such call without a mask, and the kernel stands alone. Prints a table,
@@ -89,9 +89,7 @@ def main() -> None:
         seconds = median_seconds(calls, options.repeats)
         results[name] = dict(zip(("kernel_s", "sdpa_s"), seconds, strict=False))
         row = f"{name:<24}{seconds[0] * 1e3:>9.1f} ms"
-        print(
-            row + (f"{seconds[1] * 1e3:>9.1f} ms{seconds[1] / seconds[0]:>14.2f}" if len(seconds) > 1 else "")
-        )
+        print(row + (f"{seconds[1] * 1e3:>9.1f} ms{seconds[1] / seconds[0]:>14.2f}" if len(seconds) > 1 else ""))
     print(json.dumps(results))
 
 

@@ -1,0 +1,231 @@
+"""Ping-pong execution: same loss and gradients, exchanges in the order that hides them, one call of one layer."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.halves import join_halves, split_argument
+from hf_distca.patches.layers import plan_layers
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
+from tests.dispatch.test_equality import cut_rows, planned_step
+from tests.models import random_documents, reference_step, relative_error, small_model
+
+LENGTHS = [120, 7, 90, 33, 64, 1, 48]
+ROWS = [[64, 30, 60], [100, 40, 2, 31, 77]]
+MODELS = {
+    "llama": ({}, (None,), "sdpa"),
+    "qwen3": ({}, (None,), "sdpa"),
+    "mistral": ({"sliding_window": 24}, (24,), "sdpa"),
+    "gemma2": ({"sliding_window": 24, "query_pre_attn_scalar": 8}, (24, None), "eager"),
+    "mixtral": ({"num_local_experts": 4}, (None,), "sdpa"),
+}
+
+
+def _dispatcher(windows=(None,), **options) -> Dispatcher:
+    settings = PlanSettings(
+        ranks=dist.get_world_size(), tokens_per_rank=4096, windows=windows, block_size=8, ping_pong=True
+    )
+    return Dispatcher(settings, torch.device("cpu"), **options)
+
+
+def _step(model_type, fixed, checkpointing, keep_core_attention, keep_received):
+    config, windows, _ = MODELS[model_type]
+    dispatcher = _dispatcher(windows, keep_received=keep_received)
+    model = small_model(model_type, **config).train()
+    plan_layers(model, keep_core_attention=keep_core_attention)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    if fixed:
+        plan = plan_rows(ROWS, dispatcher.settings)
+        documents = random_documents([length for row in ROWS for length in row])
+    else:
+        plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+        documents = random_documents(LENGTHS)
+    assert len(plan.nano_batches) == 2
+    loss = planned_step(model, plan, dispatcher, documents)
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("fixed", [False, True], ids=["joint", "fixed"])
+@pytest.mark.parametrize(
+    ("checkpointing", "keep_core_attention", "keep_received"),
+    [(None, True, False), (None, True, True), (False, True, False), (False, False, True), (True, True, False)],
+    ids=["plain", "keep-received", "checkpoint", "checkpoint-recompute", "reentrant"],
+)
+def test_equals_one_process(rank_pools, model_type, fixed, checkpointing, keep_core_attention, keep_received):
+    config, _, other = MODELS[model_type]
+    lengths = [length for row in ROWS for length in row] if fixed else LENGTHS
+    loss, grads = reference_step(small_model(model_type, other, **config), random_documents(lengths))
+    for got_loss, got in rank_pools[2].run(
+        _step, model_type, fixed, checkpointing, keep_core_attention, keep_received
+    ):
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+
+
+def test_three_ranks(rank_pools):
+    loss, grads = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for got_loss, got in rank_pools[3].run(_step, "llama", False, None, True, False):
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+
+
+def _events(checkpointing: bool, keep: bool) -> list[str]:
+    """Starts and ends of the exchanges of one step of one layer whose K/V rows move only."""
+    dispatcher = _dispatcher()
+    model = small_model(num_hidden_layers=1).train()
+    plan_layers(model, keep_core_attention=keep)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    # One document over both ranks in each nano-batch: rank 1 needs the K/V rows of rank 0.
+    plan = plan_micro_batch([128, 128], dispatcher.settings)
+    events: list[str] = []
+    started: list[object] = []  # kept, so that none takes the place of another
+    exchange, kernel = dispatcher.exchange, dispatcher.kernel
+    start, forward, backward = exchange.start, kernel.forward, kernel.backward
+
+    def recorded_start(columns, traffic, role):
+        pending = start(columns, traffic, role)
+        if traffic.crossing:
+            number = len(started)
+            started.append(pending)
+            events.append(f"start {number}")
+            wait = pending.wait
+            pending.wait = lambda: events.append(f"wait {number}") or wait()
+        return pending
+
+    exchange.start = recorded_start
+    kernel.forward = lambda *args: events.append("compute") or forward(*args)
+    kernel.backward = lambda *args: events.append("compute") or backward(*args)
+    documents = random_documents([128, 128])
+    batch = cut_rows(plan, dist.get_rank(), documents)
+    loss = model(**batch, labels=batch["shift_labels"], distca_plan=dispatcher.bind(plan)).loss
+    events.append("backward")
+    loss.backward()
+    return events
+
+
+FORWARD = ["start 0", "start 1", "wait 0", "wait 1"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_order_of_exchanges(rank_pools, checkpointing):
+    results = rank_pools[2].run(_events, checkpointing, True)
+    exchanges = [[event for event in events if event != "compute"] for events in results]
+    assert (
+        exchanges[0]
+        == exchanges[1]
+        == [
+            *FORWARD,
+            "backward",
+            # The gradient of half 1 comes first: K and V go out again, and dK and dV come back.
+            *["start 2", "start 3", "wait 2", "start 4", "wait 3", "start 5", "wait 4", "wait 5"],
+        ]
+    )
+
+
+def test_own_tasks_are_computed_while_rows_are_on_the_way(rank_pools):
+    _, events = rank_pools[2].run(_events, False, True)
+    forward = events[: events.index("backward")]
+    assert forward == ["start 0", "compute", "start 1", "compute", "wait 0", "compute", "wait 1", "compute"]
+
+
+def test_recomputing_costs_exchanges_that_keeping_saves(rank_pools):
+    kept, _ = rank_pools[2].run(_events, True, True)
+    recomputed, _ = rank_pools[2].run(_events, True, False)
+    forward = kept[: kept.index("backward")]
+
+    def more(name: str) -> int:
+        return sum(event.startswith(name) for event in recomputed) - sum(event.startswith(name) for event in kept)
+
+    assert (more("start"), more("compute")) == (2, forward.count("compute"))
+
+
+def _seen_from_outside(ping_pong: bool) -> dict:
+    dispatcher = _dispatcher()
+    model = small_model("mixtral", num_local_experts=4, output_router_logits=True).train()
+    calls = []
+    if ping_pong:
+        plan_layers(model)
+    model.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(list(output.shape)))
+    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+    batch = cut_rows(plan, dist.get_rank(), random_documents(LENGTHS))
+    output = model(**batch, labels=batch["shift_labels"], distca_plan=dispatcher.bind(plan), output_hidden_states=True)
+    output.loss.backward()
+    return {
+        "calls": calls,
+        "router_logits": [logits.detach() for logits in output.router_logits],
+        "hidden_states": [states.detach() for states in output.hidden_states],
+        "aux_loss": output.aux_loss.item(),
+        "gate": model.model.layers[0].mlp.gate.weight.grad,
+    }
+
+
+def test_routers_hidden_states_and_hooks_see_what_they_see_without(rank_pools):
+    plain, halves = (rank_pools[2].run(_seen_from_outside, ping_pong)[0] for ping_pong in (False, True))
+    assert halves["calls"] == plain["calls"]
+    assert halves["aux_loss"] == pytest.approx(plain["aux_loss"], rel=1e-6)
+    torch.testing.assert_close(halves["gate"], plain["gate"], rtol=1e-4, atol=1e-6)
+    for key in ("router_logits", "hidden_states"):
+        assert len(halves[key]) == len(plain[key])
+        for got, expected in zip(halves[key], plain[key], strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def _shapes_seen_by_an_inner_hook() -> list[list[int]]:
+    dispatcher = _dispatcher()
+    model = small_model(num_hidden_layers=1)
+    plan_layers(model)
+    shapes = []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: shapes.append(list(output.shape)))
+    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+    batch = cut_rows(plan, dist.get_rank(), random_documents(LENGTHS))
+    model(**batch, distca_plan=dispatcher.bind(plan))
+    return [shapes, [1, int(plan.tokens[dist.get_rank()]), 32]]
+
+
+def test_hook_inside_a_layer_sees_all_rows(rank_pools):
+    for shapes, expected in rank_pools[2].run(_shapes_seen_by_an_inner_hook):
+        assert shapes == [expected]
+
+
+def test_layers_keep_their_name_and_stock_behaviour():
+    model, plain = small_model(), small_model(implementation="sdpa")
+    (subclass,) = plan_layers(model)
+    assert subclass.__name__ == "LlamaDecoderLayer"
+    assert plan_layers(model) == []  # once is enough
+    tokens = torch.arange(3, 15)[None]
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+
+
+def test_arguments_are_split_by_shape():
+    rows, part = 6, slice(0, 2)
+    hidden = torch.arange(12).view(1, 6, 2)
+    assert split_argument("hidden_states", hidden, part, rows).tolist() == [[[0, 1], [2, 3]]]
+    assert split_argument("cache_position", torch.arange(6), part, rows).tolist() == [0, 1]
+    cos, sin = split_argument("position_embeddings", (hidden, -hidden), part, rows)
+    assert (cos.shape, sin.shape) == ((1, 2, 2), (1, 2, 2))
+    assert split_argument("per_type", {"full": hidden}, part, rows)["full"].shape == (1, 2, 2)
+    assert split_argument("use_cache", False, part, rows) is False
+    assert split_argument("num_items_in_batch", torch.tensor(5), part, rows) == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "described"),
+    [
+        (torch.zeros(1, 1, 6, 6), r"a tensor of shape \[1, 1, 6, 6\]"),
+        (torch.zeros(2, 6), r"a tensor of shape \[2, 6\]"),
+        (torch.zeros(3), r"a tensor of shape \[3\]"),
+        (object(), "object"),
+    ],
+)
+def test_argument_that_cannot_be_split(value, described):
+    with pytest.raises(ValueError, match=rf"layer's memory \({described}\).*set ping_pong=False"):
+        split_argument("memory", value, slice(0, 2), 6)
+
+
+def test_output_that_cannot_be_joined():
+    with pytest.raises(ValueError, match=r"cannot join the decoder layer's output.*float and float"):
+        join_halves("output", (1.0, 2.0), (2, 4))

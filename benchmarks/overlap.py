@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.dispatch.exchange import Exchange, PendingRows
 from hf_distca.patches.layers import plan_layers
-from hf_distca.planner.micro_batch import plan_rows
+from hf_distca.planner.micro_batch import plan_micro_batch
 
 HOSTS = ("distca-a", "distca-b")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -51,7 +51,7 @@ class BlockingExchange(Exchange):
 
 
 class Ranks:
-    """One rank's model and its plans, ready to step either way."""
+    """One rank's models and its plan, ready to step either way."""
 
     def __init__(self, tokens: int) -> None:
         torch.manual_seed(0)
@@ -66,32 +66,33 @@ class Ranks:
             attn_implementation="distca",
             use_cache=False,
         )
-        self.model = LlamaForCausalLM(config)
-        plan_layers(self.model)
-        rows = [[tokens // 2] * 2, [tokens // 8] * 8]
-        self.dispatchers, self.plans = {}, {}
-        for way in ("blocking", "ping-pong"):
-            settings = PlanSettings(ranks=2, tokens_per_rank=tokens, ping_pong=way == "ping-pong")
-            self.dispatchers[way] = Dispatcher(settings, torch.device("cpu"))
-            self.plans[way] = plan_rows(rows, settings)
+        settings = PlanSettings(ranks=2, tokens_per_rank=tokens, ping_pong=True)
+        self.dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("blocking", "ping-pong")}
         blocking = self.dispatchers["blocking"]
         blocking.exchange = BlockingExchange(blocking.groups)
-        positions = torch.cat([torch.arange(length) for length in rows[dist.get_rank()]])[None]
+        self.models = {way: LlamaForCausalLM(config) for way in self.dispatchers}
+        plan_layers(self.models["ping-pong"])
+        # One plan for both, so that they exchange the same bytes. Each nano-batch has a document too long for one
+        # rank's share of it, which the joint layout cuts.
+        self.plan = plan_micro_batch([tokens * 3 // 4] * 2 + [tokens // 8] * 4, settings)
+        segments = [segment for nano in self.plan.nano_batches for segment in nano.layout.of_rank(dist.get_rank())]
+        positions = torch.cat([torch.arange(s["start"], s["stop"]) for s in segments])[None]
         inputs = torch.randint(0, 1024, positions.shape)
-        self.batch = {"input_ids": inputs, "position_ids": positions, "labels": inputs, "shift_labels": inputs}
+        targets = {"labels": inputs, "shift_labels": inputs}
+        self.batch = {"input_ids": inputs, "position_ids": positions, **targets}
 
     def step(self, way: str) -> tuple[float, float]:
         """Seconds of a step until both ranks are done, and seconds that the ranks stood in waits, on average."""
         dispatcher = self.dispatchers[way]
-        bound = dispatcher.bind(self.plans[way])
+        bound = dispatcher.bind(self.plan)
         dist.barrier()
         waited = dispatcher.exchange.clock.seconds()
         begin = time.perf_counter()
-        self.model(**self.batch, distca_plan=bound).loss.backward()
+        self.models[way](**self.batch, distca_plan=bound).loss.backward()
         waited = dispatcher.exchange.clock.seconds() - waited
         dist.barrier()
         total = time.perf_counter() - begin
-        self.model.zero_grad()
+        self.models[way].zero_grad()
         figures = torch.tensor([total, waited], dtype=torch.float64)
         dist.all_reduce(figures)
         return tuple((figures / 2).tolist())
@@ -117,9 +118,10 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
         with torch.profiler.profile() as profile:
             ranks.step("ping-pong")
         profile.export_chrome_trace(str(Path(options.trace) / f"ping_pong_rank{rank}.json"))
-    free = min(ranks.step("blocking")[0] for _ in range(3))
-    rate = 1000.0
+    rate = 500.0
     for _ in range(8):  # the exchange takes time in inverse proportion to the rate
+        limit(rank, None)
+        free = statistics.median(ranks.step("blocking")[0] for _ in range(3))
         limit(rank, rate)
         share = statistics.median(ranks.step("blocking")[0] for _ in range(3)) / free - 1
         if 0.355 <= share <= 0.395:

@@ -8,7 +8,8 @@ Three autograd nodes make one attention, so that two nano-batches can take turns
     Compute   wait; compute what was received;            wait; gradients of what was received;
               start the exchange of O                     start the exchange of dQ, dK, dV
     Receive   wait for O                                  start the exchange of dO, Q, K, V, O, LSE;
-                                                          gradients of own tasks
+                                                          gradients of own tasks (or, in the half that
+                                                          comes last, at the end of Compute)
 
 The engine runs backward nodes in the reverse order of their creation, so the backward's exchanges follow
 from the forward's order on every rank alike. Between the nodes only an empty token travels: forward and
@@ -61,7 +62,10 @@ class _Layer:
         self.kept = kept
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
-        self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, o, lse
+        # In a backward of two halves the one that comes last (the first of the forward) has nothing after it that
+        # would hide the return of its dK and dV: its own tasks wait until these are on their way.
+        self.own_gradients_last = plan.takes_turns and nano.number == 0
+        self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, k, v, o, lse
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
         self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
 
@@ -219,7 +223,7 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: FunctionCtx, token: Tensor) -> tuple[Tensor | None, ...]:
         layer = ctx.layer
         routes = layer.routes
-        do_THE, q_THD, o_THE, lse_TH = layer.local
+        do_THE, q_THD, _, _, o_THE, lse_TH = layer.local
         if layer.keep_received:
             do_QHE, o_QHE, lse_QH = layer.queries_on_the_way.wait()
             q_QHD, k_RGD, v_RGE = ctx.saved_tensors
@@ -246,6 +250,8 @@ class _Compute(torch.autograd.Function):
             )
             layer.sums[0].add(rows, dq_QHD)
         layer.start_keys([came_dk.result(), came_dv.result()], back=True)
+        if layer.own_gradients_last:
+            _own_backward(layer)
         layer.local = ()
         return None, token.new_empty(0)
 
@@ -307,15 +313,10 @@ class _Receive(torch.autograd.Function):
         layer.start_queries([take(x, queries.rows) for x in columns])
         if not layer.keep_received:
             layer.start_keys([take(x, keys.rows) for x in (k_TGD, v_TGE)])
-        layer.local = (do_THE, q_THD, o_THE, lse_TH)
-
-        dq, dk, dv = (RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
-        layer.sums = (dq, dk, dv)
-        if not routes.own.empty:
-            rows = routes.own.q_rows
-            own = (take(x, rows) for x in (do_THE, q_THD))
-            result = (take(x, rows) for x in (o_THE, lse_TH))
-            dq.add(rows, _backward(layer, routes.own, *own, k_TGD, v_TGE, *result, dk, dv))
+        layer.local = (do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
+        layer.sums = tuple(RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
+        if not layer.own_gradients_last:
+            _own_backward(layer)
 
         d_sinks_H = None
         if sinks_H is not None and ctx.needs_input_grad[5]:
@@ -341,6 +342,17 @@ def _own_forward(layer: _Layer, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> 
         put(o_THE, own.q_rows, o_QHE)
         put(lse_TH, own.q_rows, lse_QH)
     return o_THE, lse_TH
+
+
+def _own_backward(layer: _Layer) -> None:
+    """Add the gradients of own tasks to the sums of the local rows."""
+    own = layer.routes.own
+    if own.empty:
+        return
+    do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH = layer.local
+    dq, dk, dv = layer.sums
+    do_QHE, q_QHD, o_QHE, lse_QH = (take(x, own.q_rows) for x in (do_THE, q_THD, o_THE, lse_TH))
+    dq.add(own.q_rows, _backward(layer, own, do_QHE, q_QHD, k_TGD, v_TGE, o_QHE, lse_QH, dk, dv))
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

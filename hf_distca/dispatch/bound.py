@@ -158,6 +158,11 @@ class LayerPlan:
     keep_results: bool = False
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether another half runs where this one pauses."""
+        return self.pause is not _go_on
+
+    @property
     def rows(self) -> int:
         """Rows that the attention is called with."""
         return sum(nano.rows for nano in self.nano_batches)

@@ -14,23 +14,23 @@ worker is within the tolerance.
 """
 
 import itertools
-from bisect import bisect_left, insort
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout, Plan
 from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, row_reaching
+from hf_distca.planner.flows import plan_flows
 from hf_distca.planner.layout import check_settings, merge_touching
 from hf_distca.planner.sources import Price, Source
 
-BUSY = 0.9
+BUSY = 0.8
 """Workers whose surplus reaches this share of the largest are the bottleneck of the exchange."""
 FORBIDDEN = 1e18
 """Bytes that a piece below a block counts for while places are compared."""
-AIM = (0.95, 0.8, 0.6, 0.4, 0.2, 0.0)
+AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Flows aim at this share of the tolerance, pass after pass; rounding to rows has the rest."""
-ROUNDING = 0.05
+ROUNDING = 0.04
 """Share of the tolerance that rounding one cut may cost before it leaves the block's boundaries."""
 
 
@@ -125,7 +125,7 @@ class _Round:
         self.tasks, self.lengths, self.block = tasks, lengths, block
         self.window = window
         self.price = Price(row_bytes.q + row_bytes.o, row_bytes.kv, window)
-        self.sending = Price(row_bytes.q, row_bytes.kv, window)
+        self.sending = Price(row_bytes.q + row_bytes.o // 4, row_bytes.kv, window)
         loads = _loads(tasks, len(workers), self.window)
         ideal = workers.ideal(int(loads.sum()))
         speed, base = np.asarray(workers.speed), np.asarray(workers.base_load)
@@ -144,10 +144,8 @@ class _Round:
 
     def run(self) -> NDArray[np.void]:
         """The tasks after this pass."""
-        rooms = sorted((-extra, worker) for worker, extra in enumerate(self.surplus) if extra < 0)
-        givers = [worker for worker, extra in enumerate(self.surplus) if extra > 0]
-        for giver in sorted(givers, key=lambda worker: (-self.surplus[worker], worker)):
-            self._give(giver, rooms)
+        for giver, flows in plan_flows(self.surplus, self._partners()).items():
+            self._give(giver, flows)
         kept = np.ones(len(self.tasks), bool)
         pieces: list[tuple[int, int, int, int]] = []
         for task, parts in sorted(self.parts.items()):
@@ -159,52 +157,33 @@ class _Round:
         """What giving costs: all bytes, but for the busiest givers those they send, which all wait for."""
         return self.sending if self.surplus[giver] >= BUSY * max(self.surplus) else self.price
 
+    def _partners(self) -> dict[int, set[int]]:
+        """Workers that have tasks of the same documents."""
+        partners: dict[int, set[int]] = {}
+        for held in self.known.values():
+            for worker in held:
+                partners.setdefault(worker, set()).update(held)
+        return partners
+
     def _learn(self, doc: int, worker: int, rows: int) -> None:
         held = self.known.setdefault(doc, {})
         held[worker] = max(held.get(worker, 0), rows)
 
-    def _give(self, giver: int, rooms: list[tuple[float, int]]) -> None:
-        """Give what `giver` has too much; `rooms`, sorted (room, worker) of who can take, is updated."""
+    def _give(self, giver: int, flows: list[tuple[int, float]]) -> None:
+        """Choose the tasks from which one worker gives to the others."""
         mine = range(self.first[giver], self.first[giver + 1])
         span = slice(mine.start, mine.stop)
-        price = self._price(giver)
-        source = Source(np.arange(mine.start, mine.stop), self.tasks["start"][span], self.tasks["stop"][span], price)
+        start, stop = self.tasks["start"][span], self.tasks["stop"][span]
+        source = Source(np.arange(mine.start, mine.stop), start, stop, self._price(giver))
         shared = [task for task in mine if self.documents[task] in self.known]
-        surplus = self.surplus[giver]
-        while surplus > 0 and rooms:
-            at = self._taker(surplus, rooms, source, shared)
-            room, taker = rooms.pop(at)
-            amount = min(surplus, room)
-            given = source.take(amount, self._rows_known(shared, taker))
-            for task, part in given.items():
+        for taker, amount in flows:
+            for task, part in source.take(amount, self._rows_known(shared, taker)).items():
                 self.parts.setdefault(task, []).append((part, taker))
-            surplus -= amount
-            if amount < room:
-                insort(rooms, (room - amount, taker))
 
     def _rows_known(self, shared: list[int], worker: int) -> dict[int, int]:
         """task -> K/V rows that a worker has of its document, where it has any."""
         rows = {task: self.known[self.documents[task]].get(worker, 0) for task in shared}
         return {task: count for task, count in rows.items() if count}
-
-    def _taker(self, surplus: float, rooms: list[tuple[float, int]], source: Source, shared: list[int]) -> int:
-        """Index into `rooms` of who takes next: the tightest room that takes all, else the largest.
-
-        A worker that holds K/V rows of the giver's documents goes before it if that costs less, counting
-        the least that the rest of the surplus can then cost.
-        """
-        best = min(bisect_left(rooms, (surplus, -1)), len(rooms) - 1)
-        if not shared:
-            return best
-        partners = {worker for task in shared for worker in self.known[self.documents[task]]}
-        choices = [best] + [at for at, (_, worker) in enumerate(rooms) if worker in partners and at != best]
-
-        def cost(at: int) -> float:
-            room, worker = rooms[at]
-            amount = min(surplus, room)
-            return source.quote(amount, self._rows_known(shared, worker)) + source.price.least(surplus - amount)
-
-        return min(choices, key=lambda at: (cost(at), at != best, rooms[at]))
 
     def _stack(self, task: int, parts: list[tuple[float, int]]) -> list[tuple[int, int, int, int]]:
         """Cut one task: its parts side by side where they cost least, the rest left with its worker."""

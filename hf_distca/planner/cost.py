@@ -159,17 +159,15 @@ class Workers:
 
         The level t with Σ speed · max(t − base, 0) = total, or the largest base load where that is later.
         """
-        order = sorted(range(len(self)), key=lambda w: (self.base_load[w], w))
-        speed = amount = 0.0
-        level = 0.0
-        for position, worker in enumerate(order):
-            speed += self.speed[worker]
-            amount += self.speed[worker] * self.base_load[worker]
-            level = (total + amount) / speed
-            following = order[position + 1 :]
-            if not following or level <= self.base_load[following[0]]:
+        by_base = sorted(zip(self.base_load, self.speed, strict=True))
+        speed = amount = level = 0.0
+        for base, own in by_base:
+            if speed and level <= base:
                 break
-        return max(level, *self.base_load)
+            speed += own
+            amount += own * base
+            level = (total + amount) / speed
+        return max(level, by_base[-1][0])
 
 
 def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ Only cut documents cost bytes: a piece that starts at row s needs K/V rows [0, s
 """
 
 from bisect import bisect_left, insort
+from collections import Counter
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import takewhile
@@ -18,7 +19,7 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.planner.cost import pairs
+from hf_distca.planner.cost import pairs, row_reaching
 
 Piece = tuple[int, int, int, int]
 """(document, start, stop, rank)"""
@@ -47,6 +48,7 @@ def pack(lengths: NDArray[np.int64], ranks: int, window: int | None, slack: floa
     packing = _Packing(lengths, ranks, window, slack, block)
     packing.cut_large()
     packing.place_whole()
+    packing.cut_again()
     packing.even_out()
     table = np.array(packing.pieces(), np.int64).reshape(-1, 4)
     return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
@@ -70,6 +72,7 @@ class _Packing:
         self.mean = int(pairs(0, lengths, window).sum()) / ranks
         self.room = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
         self.need = [self.mean] * ranks
+        self.documents = list(range(len(lengths)))
         self.starts, self.stops = [0] * len(lengths), list(self.lengths)
         self.order: list[int] = np.argsort(-lengths, kind="stable").tolist()
         self.held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
@@ -87,7 +90,8 @@ class _Packing:
     def pieces(self) -> list[Piece]:
         """All segments as (document, start, stop, rank)."""
         held = ((rank, doc) for rank, held in enumerate(self.held) for _, doc in held)
-        return [(doc, self.starts[doc], self.stops[doc], rank) for rank, doc in held] + self.cuts
+        rest = [(self.documents[doc], self.starts[doc], self.stops[doc], rank) for rank, doc in held]
+        return rest + self.cuts
 
     def _filler(self, tokens: int) -> float:
         """Pairs of the `tokens` shortest tokens, documents taken whole except the last, in proportion."""
@@ -116,8 +120,31 @@ class _Packing:
                 self.starts[doc] = stop
             self.room[rank] -= stop - start
             self.need[rank] -= int(pairs(start, stop, self.window))
+        self._split_heads()
         rows = [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
         self.order = sorted((doc for doc in self.order if rows[doc]), key=lambda doc: (-rows[doc], doc))
+
+    def _split_heads(self) -> None:
+        """Divide what is left of cut documents until its rank sends no more K/V rows than others receive.
+
+        Every later piece of a document needs the K/V rows of its head, so the rank of a head of h rows sends
+        h rows to each of them; the last piece receives as many rows as lie before it.
+        """
+        if self.window is not None:  # later pieces then need no more than the window's rows
+            return
+        most = max((start for _, start, _, _ in self.cuts), default=0)
+        for doc, count in Counter(doc for doc, *_ in self.cuts).items():
+            start, stop = self.starts[doc], self.stops[doc]
+            parts = min(-(-(stop - start) * count // max(most, 1)), (stop - start) // self.block)
+            for part in range(parts, 1, -1):
+                cut = start + (stop - start) * (part - 1) // part // self.block * self.block
+                self.order.append(len(self.documents))
+                self.documents.append(doc)
+                self.lengths.append(self.lengths[doc])
+                self.starts.append(cut)
+                self.stops.append(stop)
+                stop = cut
+            self.stops[doc] = stop
 
     def _cut_at(self, level: float) -> tuple[list[Piece], bool]:
         """(pieces, fits): cut so that every rank that gets a piece has `level` pairs.
@@ -246,8 +273,45 @@ class _Packing:
         self.room[rank] -= rows
         self.need[rank] -= cost
 
+    def cut_again(self) -> None:
+        """Phase 3: move the cuts of large documents until the ranks that share one have equal pairs."""
+        chains: dict[int, list[int]] = {}
+        for index, (doc, start, stop, rank) in enumerate(self.cuts):
+            # Pieces from the end on, each beginning where the one before it stops; heads are none of them.
+            chain = chains.setdefault(doc, [])
+            _, before, _, other = self.cuts[chain[-1]] if chain else (doc, self.lengths[doc], 0, -1)
+            if start and stop == before and rank != other:
+                chain.append(index)
+        for chain in chains.values():
+            if len(chain) > 1:
+                self._level(chain)
+
+    def _level(self, chain: list[int]) -> None:
+        """Give the ranks of some pieces, that follow each other in one document, equal pairs."""
+        share = sum(self.need[self.cuts[index][3]] for index in chain) / len(chain)
+        doc, first, stop, _ = self.cuts[chain[-1]]
+        stop = self.cuts[chain[0]][2]
+        moved: list[Piece] = []
+        for index in chain:
+            _, old_start, old_stop, rank = self.cuts[index]
+            amount = int(pairs(old_start, old_stop, self.window)) + self.need[rank] - share
+            below = int(pairs(0, stop, self.window)) - amount
+            start = self._on_grain(int(row_reaching(below, self.window)), first + self.block)
+            start = first if index == chain[-1] else start
+            # What a rank gains must be in the room that its whole documents leave.
+            gained = (stop - start) - (old_stop - old_start)
+            if start >= stop or gained > self.room[rank] + sum(rows for rows, _ in self.held[rank]):
+                return
+            moved.append((doc, start, stop, rank))
+            stop = start
+        for index, piece in zip(chain, moved, strict=True):
+            for (_, start, stop, rank), sign in ((self.cuts[index], 1), (piece, -1)):
+                self.room[rank] += sign * (stop - start)
+                self.need[rank] += sign * int(pairs(start, stop, self.window))
+            self.cuts[index] = piece
+
     def even_out(self) -> None:
-        """Phase 3: place what fits nowhere, then move ends of documents until every rank is full."""
+        """Phase 4: place what fits nowhere, then move ends of documents until every rank is full."""
         for item in self.spare:
             self._hold(item, max(range(self.ranks), key=lambda rank: (self.room[rank], -rank)))
         under = [rank for rank in range(self.ranks) if self.room[rank] > 0]
@@ -278,7 +342,7 @@ class _Packing:
             if moved < rows:
                 insort(rest, (rows - moved, doc))
                 self.stops[doc] = start
-                self.cuts.append((doc, start, stop, target))
+                self.cuts.append((self.documents[doc], start, stop, target))
             else:
                 self.held[target].append((rows, doc))
             cost = int(pairs(start, stop, self.window))

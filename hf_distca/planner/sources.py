@@ -19,7 +19,7 @@ class Price:
         reach: where the cheapest piece of F pairs ends, in units of √(2F).
     """
 
-    def __init__(self, rows: int, kv: int, window: int | None) -> None:
+    def __init__(self, rows: float, kv: float, window: int | None) -> None:
         self.rows = rows
         self.kv = kv
         self.window = window
@@ -61,12 +61,13 @@ class Source:
         self.high = pairs(0, stop, self.window).astype(np.float64)
         self._sort()
 
-    def quote(self, amount: float, known: dict[int, int]) -> float:
-        """Bytes of giving `amount` pairs as one piece to a worker with K/V rows [0, known[task])."""
-        return float(self._single(amount, known)[0].min(initial=math.inf))
-
     def take(self, amount: float, known: dict[int, int]) -> dict[int, float]:
-        """Pairs to give from each task, for the cheapest way found to give `amount` in all."""
+        """Pairs to give from each task, for the cheapest way found to give `amount` in all.
+
+        Args:
+            amount: pairs.
+            known: task -> rows: the taker has K/V rows [0, rows) of the task's document already.
+        """
         given: dict[int, float] = {}
         while amount > 0.5:
             single, cost, part = self._single(amount, known)

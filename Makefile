@@ -10,10 +10,12 @@ DEMO := runs/demo
 
 setup: $(SETUP)
 
-$(SETUP): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		f"{sys.executable} is Python {sys.version.split()[0]}; 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
+
+$(SETUP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --constraint constraints.txt torch
 	$(BIN)/pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -1,0 +1,96 @@
+"""What dispatching costs besides computing: CPU time of the calling thread, per layer, with a kernel that does none.
+
+Two CPU ranks with a few short documents, one head of 8 numbers: what remains is Python, gathering and scattering a few
+rows, and starting exchanges. `bind` makes the index tensors, once per micro-batch; `plan` is the planner's part.
+
+Run: python benchmarks/dispatch.py [--rounds 200]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import print_json, run_ranks, table
+from torch import Tensor
+
+from hf_distca import Dispatcher, PlanSettings
+from hf_distca.dispatch.attention import disaggregated_attention
+from hf_distca.kernels import AttentionParams, TaskShapes
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
+
+ROWS = [[96, 32], [16] * 8]
+
+
+class NoKernel:
+    """Gives results of the right shapes without computing them."""
+
+    name = "none"
+
+    def check(self, **kwargs: object) -> None:
+        """Anything goes."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams) -> tuple:
+        """O and LSE."""
+        return torch.empty_like(q), q.new_empty(q.shape[:2])
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple:
+        """Gradients of Q, K and V."""
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def timed(times: list[float], function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function; note the CPU time of this thread in milliseconds."""
+    begin = time.thread_time()
+    result = function(*args)
+    times.append((time.thread_time() - begin) * 1000)
+    return result
+
+
+def measure(layout: str, rounds: int) -> dict[str, float]:
+    """Medians in milliseconds, on this rank."""
+    settings = PlanSettings(ranks=2, tokens_per_rank=128, block_size=8)
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    dispatcher.kernel = NoKernel()
+    make, documents = (
+        (plan_rows, ROWS) if layout == "fixed" else (plan_micro_batch, [length for row in ROWS for length in row])
+    )
+    plan = make(documents, settings)
+    bound = dispatcher.bind(plan).for_layer()
+    rows = int(plan.tokens[dist.get_rank()])
+    params = AttentionParams(scale=1.0)
+    times: dict[str, list[float]] = {"forward": [], "backward": [], "bind": [], "plan": []}
+    for _ in range(rounds):
+        q, k, v = (torch.randn(rows, 1, 8, requires_grad=True) for _ in range(3))
+        output = timed(times["forward"], disaggregated_attention, q, k, v, None, bound, params)
+        # The engine runs a backward on the CPU on the calling thread.
+        timed(times["backward"], output.sum().backward)
+        timed(times["bind"], dispatcher.bind, plan)
+        timed(times["plan"], make, documents, settings)
+        dist.barrier()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    """Measure, print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="calls of each kind")
+    rounds = parser.parse_args().rounds
+    results = {layout: run_ranks(2, measure, layout, rounds) for layout in ("joint", "fixed")}
+    busiest = {
+        layout: {name: max(rank[name] for rank in ranks) for name in ranks[0]} for layout, ranks in results.items()
+    }
+    names = list(busiest["joint"])
+    table(
+        ["", *names], [[layout, *(f"{figures[name]:.3f} ms" for name in names)] for layout, figures in busiest.items()]
+    )
+    print_json(
+        **{f"{layout}_{name}_ms": value for layout, figures in busiest.items() for name, value in figures.items()}
+    )
+
+
+if __name__ == "__main__":
+    main()

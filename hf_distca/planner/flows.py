@@ -13,7 +13,9 @@ Flows = dict[int, list[tuple[int, float]]]
 """giver -> (taker, pairs) of each of its flows"""
 
 TRIES = 24
-"""Exchanges of two givers' turns that are tried."""
+"""Exchanges of two givers' turns that are tried; fewer with very many workers."""
+MOST = 4096
+"""Tries times workers."""
 
 
 def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
@@ -30,11 +32,12 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     givers = [worker for worker, extra in enumerate(surplus) if extra > 0]
     givers.sort(key=lambda worker: (-surplus[worker], worker))
     flows = _in_turn(surplus, givers, rooms, partners)
-    if len(givers) < 2:
+    if len(givers) < 2 or not rooms:
         return flows
     first_total, first_busiest = _roots(flows)
     best = 2.0
-    for one, other in np.random.default_rng(0).integers(len(givers), size=(TRIES, 2)).tolist():
+    tries = min(TRIES, MOST // len(surplus))
+    for one, other in np.random.default_rng(0).integers(len(givers), size=(tries, 2)).tolist():
         turns = givers.copy()
         turns[one], turns[other] = turns[other], turns[one]
         candidate = _in_turn(surplus, turns, rooms, partners)
@@ -53,19 +56,20 @@ def _in_turn(
     A partner whose room takes all goes before a tighter one.
     """
     rooms = rooms.copy()
+    room_of = {worker: room for room, worker in rooms}
     flows: Flows = {}
     for giver in givers:
         left = surplus[giver]
         flows[giver] = given = []
-        near = partners.get(giver)
+        near = partners.get(giver, ())
         while left > 0 and rooms:
-            at = bisect_left(rooms, (left, -1))
-            if near:
-                at = next((index for index in range(at, len(rooms)) if rooms[index][1] in near), at)
+            enough = [(room_of[worker], worker) for worker in near if room_of.get(worker, 0.0) >= left]
+            at = bisect_left(rooms, min(enough, default=(left, -1)))
             room, taker = rooms.pop(min(at, len(rooms) - 1))
             amount = min(left, room)
             given.append((taker, amount))
             left -= amount
+            room_of[taker] = room - amount
             if amount < room:
                 insort(rooms, (room - amount, taker))
     return flows

@@ -34,22 +34,29 @@ def fixed_layout(
             "or one row per k consecutive ranks with ranks = k * rows"
         )
     span = ranks // len(rows)
-    placed = []
-    for index, row in enumerate(rows):
-        lengths = as_lengths(row)
-        total = int(lengths.sum())
-        limit = tokens_per_rank if tokens_per_rank is not None else -(-total // span)
-        if total > limit * span:
-            raise ValueError(
-                f"row {index} holds {total} tokens, but its {span} rank(s) take {limit} each; "
-                "raise tokens_per_rank or move documents to another row"
-            )
-        placed.append(_cut_row(lengths, index * span, limit))
-    lengths = np.concatenate([row[0] for row in placed])
-    counts = np.cumsum([0] + [len(row[0]) for row in placed])
-    document = np.concatenate([row[1] + counts[index] for index, row in enumerate(placed)])
-    start, stop, rank = (np.concatenate([row[field] for row in placed]) for field in (2, 3, 4))
-    return _assemble(lengths, document, start, stop, rank, ranks)
+    lengths = as_lengths([length for row in rows for length in row])
+    counts = np.array([len(row) for row in rows], np.int64)
+    # All rows of documents in one line of tokens, row after row.
+    stops = np.cumsum(lengths)
+    ends = np.append(0, stops)[np.cumsum(counts)]
+    begins = np.append(0, ends[:-1])
+    limit = -(-(ends - begins) // span) if tokens_per_rank is None else np.full(len(rows), tokens_per_rank)
+    over = np.flatnonzero(ends - begins > limit * span)
+    if len(over):
+        row = int(over[0])
+        raise ValueError(
+            f"row {row} holds {int(ends[row] - begins[row])} tokens, but its {span} rank(s) take "
+            f"{int(limit[row])} each; raise tokens_per_rank or move documents to another row"
+        )
+    full = (begins[:, None] + np.arange(1, span) * limit[:, None]).ravel()
+    full = full[full < np.repeat(ends, span - 1)]
+    cuts = np.unique(np.concatenate([stops - lengths, full]))
+    document = np.searchsorted(stops, cuts, "right")
+    first = (stops - lengths)[document]
+    row_of = np.searchsorted(ends, cuts, "right")
+    rank = row_of * span + (cuts - begins[row_of]) // limit[row_of]
+    stop = np.append(cuts[1:], stops[-1:])[: len(cuts)]
+    return _assemble(lengths, document, cuts - first, stop - first, rank, ranks)
 
 
 def packed_layout(lengths: Sequence[int] | NDArray[np.int64], ranks: int, tokens_per_rank: int) -> Layout:
@@ -138,19 +145,6 @@ def check_capacity(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int)
             f"{len(lengths)} documents hold {total} tokens, but {ranks} ranks of {tokens_per_rank} take "
             f"{ranks * tokens_per_rank}; use fewer documents, more ranks or more tokens_per_rank"
         )
-
-
-def _cut_row(
-    lengths: NDArray[np.int64], rank: int, limit: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(lengths, document, start, stop, rank) of one row's segments, cut every `limit` rows."""
-    ends = np.cumsum(lengths)
-    total = int(lengths.sum())
-    cuts = np.unique(np.concatenate([ends - lengths, np.arange(0, total, max(limit, 1))]))
-    document = np.searchsorted(ends, cuts, "right")
-    begin = cuts - (ends - lengths)[document]
-    stop = np.append(cuts[1:], total)[: len(cuts)] - (ends - lengths)[document]
-    return lengths, document, begin, stop, rank + cuts // max(limit, 1)
 
 
 def _assemble(

@@ -27,20 +27,12 @@ class Price:
         # s = e / r with r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1).
         ratio = 1 + self.kv / self.rows
         self.reach = ratio / math.sqrt(ratio * ratio - 1)
-        self.unit = self.reach * (self.kv + self.rows * (1 - 1 / ratio))
 
     def of(self, start: Array, stop: Array, known: Array) -> Array:
         """Bytes of rows [start, stop) for a worker that has K/V rows [0, known) of the document."""
         first = known if self.window is None else np.maximum(start - self.window + 1, known)
         result: Array = (stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv
         return result
-
-    def least(self, amount: float) -> float:
-        """Bytes of the cheapest piece of `amount` pairs in a document as long as need be."""
-        inside = self.unit * math.sqrt(2 * amount)
-        if self.window is None:
-            return inside
-        return min(inside, amount / self.window * (self.rows + self.kv) + self.window * self.kv)
 
 
 class Source:

@@ -95,3 +95,10 @@ def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, ranks, win
 @given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
 def test_fixed_layouts_hold_every_row_once(rows, span):
     check_layout(fixed_layout(rows, len(rows) * span))
+
+
+def test_joint_layout_of_documents_cut_at_both_ends():
+    # Found by a search: one rank held the last piece of a document and its head.
+    layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, block_size=16)
+    check_layout(layout)
+    assert layout.tokens.tolist() == [21] * 6 + [20] * 2

@@ -1,0 +1,47 @@
+import numpy as np
+import pytest
+
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.sources import Price, Source
+
+
+def source(stops, price, starts=None):
+    starts = np.zeros(len(stops), np.int64) if starts is None else np.array(starts)
+    return Source(np.arange(len(stops)), starts, np.array(stops), price)
+
+
+def test_reach_is_where_a_piece_costs_least():
+    price = Price(rows=16384, kv=4096, window=None)
+    flow = 1e8
+    ends = np.linspace((2 * flow) ** 0.5 + 1, 60000, 100001)
+    costs = price.of(np.sqrt(ends**2 - 2 * flow), ends, np.zeros(1))
+    assert ends[costs.argmin()] == pytest.approx(price.reach * (2 * flow) ** 0.5, rel=1e-3)
+
+
+def test_what_the_taker_has_is_free():
+    price = Price(rows=10, kv=1, window=None)
+    assert price.of(np.array([4.0]), np.array([6.0]), np.array([5.0])).tolist() == [2 * 10 + 1]
+
+
+def test_a_window_needs_no_rows_before_it():
+    price = Price(rows=10, kv=1, window=3)
+    assert price.of(np.array([4.0]), np.array([6.0]), np.zeros(1)).tolist() == [2 * 10 + 4]
+
+
+def test_a_small_amount_comes_from_one_task():
+    assert source([1000, 30000, 900], Price(16384, 4096, None)).take(1e6, {}) == {1: 1e6}
+
+
+def test_a_large_amount_comes_from_the_ends_of_several_tasks_cut_at_one_row():
+    given = source([1000, 1000, 1000], Price(16384, 4096, None)).take(pairs(0, 1000) * 1.5, {})
+    assert given == {task: pytest.approx(pairs(0, 1000) * 0.75) for task in range(2)}
+
+
+def test_more_than_there_is_takes_everything():
+    given = source([10, 20], Price(16384, 4096, None)).take(1e9, {})
+    assert given == {0: 55.0, 1: 210.0}
+
+
+def test_the_taker_that_has_the_keys_gets_them():
+    near = source([5000, 5000], Price(16384, 4096, None)).take(1e5, {1: 5000})
+    assert list(near) == [1]

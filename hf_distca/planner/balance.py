@@ -2,12 +2,11 @@
 
 Rows move in the fewest and cheapest pieces:
 
-1. Flows. The worker with the most above its share gives to the worker whose room fits best, so that most
-   flows end a surplus or fill a room, and their number stays near that of the workers. (Bytes grow like
-   the square root of the pairs moved: few large flows beat many small ones.)
-2. Sources. A flow is taken from the documents where it costs least (`_Source.take`).
-3. Places. Flows out of one stretch of a document lie side by side in it, at the place where all of them
-   together cost least (`_stack`).
+1. Flows: who gives how many pairs to whom (`plan_flows`). Few and large ones, since bytes grow like the
+   square root of the pairs moved.
+2. Sources: a flow is taken from the documents where it costs least (`Source.take`).
+3. Places: the flows out of one stretch of a document lie side by side in it, at the place where all of
+   them together cost least (`_Round._stack`).
 
 Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
 worker is within the tolerance.

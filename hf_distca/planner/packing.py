@@ -3,11 +3,16 @@
 Only cut documents cost bytes: a piece that starts at row s needs K/V rows [0, s) of its document. So:
 
 1. A document too large for one rank is cut from its end: each piece as large as its rank can take beside
-   the shortest documents, which leaves every cut as early in the document as possible.
+   the shortest documents, which leaves every cut as early in the document as possible. Where those are used
+   up, the head of the same document fills the rank. What is left in front is divided so that its rank need
+   not send its K/V rows to all later pieces alone.
 2. The rest stays whole, longest first, on the rank whose remaining pairs per remaining token are highest:
    every rank's need falls towards the shortest documents, which come last. Once what is left no longer
    matters in pairs, it goes to the rank with the most room.
-3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal.
+3. The cuts of phase 1 move until the ranks that share a document have equal pairs.
+4. Ranks then differ by less than a short document. The ends of short documents make their tokens equal.
+
+What pairs still differ is left to `balance`.
 """
 
 from bisect import bisect_left, insort

@@ -3,35 +3,54 @@
 Shape suffixes: N rows; what follows a row's N is free.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-RowIndex = slice | Tensor
-"""Row numbers: a slice where they are contiguous, an int64 tensor [N] on the device otherwise."""
+RowIndex = slice | tuple[slice, ...] | Tensor
+"""Row numbers: a slice where they are contiguous, slices where they are a few runs, else an int64 tensor [N]."""
+
+FEW_RUNS = 8
+"""Up to so many runs are copied run by run: that is faster than gathering row by row, and adds in place."""
 
 
 def row_index(rows: NDArray[np.int64], device: torch.device) -> RowIndex:
     """Make an index of the given rows, of shape [N]."""
     if len(rows) == 0:
         return slice(0, 0)
-    if rows[-1] - rows[0] + 1 == len(rows) and np.all(np.diff(rows) == 1):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows).to(device, non_blocking=True)
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    if len(breaks) >= FEW_RUNS:
+        return torch.from_numpy(rows).to(device, non_blocking=True)
+    runs = tuple(slice(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks))
+    return runs if len(runs) > 1 else runs[0]
 
 
 def take(x: Tensor, index: RowIndex) -> Tensor:
     """The rows of x that the index names: a view where it is a slice, else a copy."""
-    return x[index] if isinstance(index, slice) else x.index_select(0, index)
+    if isinstance(index, slice):
+        return x[index]
+    return torch.cat([x[run] for run in index]) if isinstance(index, tuple) else x.index_select(0, index)
 
 
 def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
     """Write rows to where the index says; the index names no row twice."""
-    if isinstance(index, slice):
-        x[index] = rows
-    else:
+    if isinstance(index, Tensor):
         x.index_copy_(0, index, rows)
+        return
+    for run, part in _run_by_run(index, rows):
+        x[run] = part
+
+
+def _run_by_run(index: slice | tuple[slice, ...], rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Each run with its share of the rows."""
+    position = 0
+    for run in (index,) if isinstance(index, slice) else index:
+        length = run.stop - run.start
+        yield run, rows[position : position + length]
+        position += length
 
 
 def add_rounds(rows: NDArray[np.int64], device: torch.device) -> list[tuple[RowIndex, RowIndex]]:
@@ -90,11 +109,11 @@ class RowSum:
             if self._whole is not None:
                 self._sum += self._whole
                 self._whole = None
-        rows = rows.to(self._sum.dtype)
-        if isinstance(index, slice):
-            self._sum[index] += rows
-        else:
-            self._sum.index_add_(0, index, rows)
+        if isinstance(index, Tensor):
+            self._sum.index_add_(0, index, rows.to(self._sum.dtype))
+            return
+        for run, part in _run_by_run(index, rows):
+            self._sum[run] += part
 
     def add_all(self, rounds: list[tuple[RowIndex, RowIndex]], rows: Tensor) -> None:
         """Add rows to where the rounds of `add_rounds` say."""

@@ -29,7 +29,7 @@ demo: $(CHECKPOINT)/model.safetensors
 	ACCELERATE_USE_CPU=true CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/accelerate launch \
 		--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 \
 		--mixed_precision no --dynamo_backend no \
-		examples/finetune_llama.py --model $(CHECKPOINT) --max_documents 100 \
+		examples/finetune_llama.py --model $(CHECKPOINT) --max_documents 64 \
 		--output_dir $(DEMO) --tokens_per_rank 4096 --long_documents split \
 		--num_train_epochs 1 --learning_rate 1e-2 --lr_scheduler_type cosine --warmup_steps 5 \
 		--logging_steps 5 --save_strategy no --report_to none \

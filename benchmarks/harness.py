@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from typing import Any
@@ -33,6 +35,53 @@ def _on_rank(rank: int, ranks: int, port: int, function: Callable[..., Any], arg
         return function(*args)
     finally:
         dist.destroy_process_group()
+
+
+class CalmSteps:
+    """Times steps, and keeps of each way the half that other users of the machine disturbed least.
+
+    A virtual core shares its processor with strangers: the same kernel was seen to run at one speed for seconds and
+    at two thirds of it for the next ones. A step waits for its slowest rank, so balanced work suffers most. All ranks
+    time a small kernel together before and after a step; the slower reading tells how calm the machine was. The step's
+    own time plays no part in that.
+
+    Every rank makes one and calls it with the same steps in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._qkv = torch.randn(3, 1, 4, 512, 64)
+        self._steps: dict[str, list[tuple[float, float]]] = {}  # (reading, seconds)
+
+    def run(self, way: str, step: Callable[[], Any]) -> None:
+        """Run a step on all ranks and note its time until all are done."""
+        before = self._reading()
+        begin = time.perf_counter()
+        step()
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        self._steps.setdefault(way, []).append((max(before, self._reading()), seconds))
+
+    def _reading(self) -> float:
+        """Seconds that the small kernel takes on the slowest rank, all ranks at once."""
+        times = []
+        dist.barrier()
+        for _ in range(7):
+            begin = time.perf_counter()
+            torch.nn.functional.scaled_dot_product_attention(*self._qkv, is_causal=True)
+            times.append(time.perf_counter() - begin)
+        reading = torch.tensor(statistics.median(times))
+        dist.all_reduce(reading, dist.ReduceOp.MAX)
+        return reading.item()
+
+    def seconds(self) -> dict[str, list[float]]:
+        """Times of the calmest half of the steps, by way."""
+        return {
+            way: [time for _, time in sorted(steps)[: (len(steps) + 1) // 2]] for way, steps in self._steps.items()
+        }
+
+    def all_seconds(self) -> dict[str, list[float]]:
+        """Times of all steps, by way."""
+        return {way: [time for _, time in steps] for way, steps in self._steps.items()}
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

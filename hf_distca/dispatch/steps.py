@@ -1,0 +1,275 @@
+"""The six steps of one layer's disaggregated core attention on one nano-batch, three forward and three back.
+
+              forward                                     backward
+    start     start the exchange of Q, K, V;              start the exchange of dO, Q, K, V, O, LSE;
+              compute own tasks                           gradients of own tasks (or, in the half that
+                                                          comes last, at the end of `compute`)
+    compute   wait; compute what was received;            wait; gradients of what was received;
+              start the exchange of O                     start the exchange of dQ, dK, dV
+    finish    wait for O                                  wait for dQ, dK, dV and add them up
+
+Plain functions of tensors; `hf_distca.dispatch.attention` makes autograd nodes of them.
+
+Shape suffixes: T local rows, Q query rows of a kernel call, R received rows, K key/value rows of a kernel call, H
+query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_distca.dispatch.bound import BoundGroup, BoundPlan, BoundRoutes
+from hf_distca.dispatch.exchange import PendingRows
+from hf_distca.dispatch.rows import RowSum, put, take
+from hf_distca.kernels.contract import AttentionParams
+from hf_distca.kernels.merge import merge
+
+
+class AttentionCall:
+    """One attention of one layer on one nano-batch, on its way through the steps.
+
+    Holds what one step hands to the next; nothing stays here between forward and backward.
+
+    Args:
+        bound: the plan, with the exchange and the kernel.
+        routes: those of this rank, for the layer's window.
+        number: of the nano-batch; sets the buffers of the exchange apart.
+        params: scale, window and softcap of the layer.
+        keep_received: keep for the backward what the forward received and computed of it.
+        results_change: O and LSE are not final when the worker has computed them (sinks are added by the owner).
+        own_gradients_last: in the backward, compute own tasks when everything else is on its way.
+    """
+
+    def __init__(
+        self,
+        bound: BoundPlan,
+        routes: BoundRoutes,
+        number: int,
+        params: AttentionParams,
+        *,
+        keep_received: bool = False,
+        results_change: bool = False,
+        own_gradients_last: bool = False,
+    ) -> None:
+        self.exchange = bound.exchange
+        self.kernel = bound.kernel
+        self.routes = routes
+        self.number = number
+        self.params = params
+        self.prefix_params = params if routes.prefix_is_causal else replace(params, causal=False)
+        self.keep_received = keep_received
+        self.keep_results = keep_received and not results_change
+        self.own_gradients_last = own_gradients_last
+        self.queries_on_the_way: PendingRows
+        self.keys_on_the_way: PendingRows
+        self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, k, v, o, lse
+        self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
+        self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
+
+    def start_queries(self, columns: list[Tensor], *, back: bool = False) -> None:
+        """Send rows of the queries' kind to the workers, or back to their owners."""
+        traffic = self.routes.queries.traffic
+        role = ("queries", back, self.number)
+        self.queries_on_the_way = self.exchange.start(columns, traffic.reversed() if back else traffic, role)
+
+    def start_keys(self, columns: list[Tensor], *, back: bool = False) -> None:
+        """Send rows of the keys' kind to the workers, or back to their owners."""
+        traffic = self.routes.keys.traffic
+        role = ("keys", back, self.number)
+        self.keys_on_the_way = self.exchange.start(columns, traffic.reversed() if back else traffic, role)
+
+    def params_of(self, group: BoundGroup) -> AttentionParams:
+        """The mask of a group of tasks."""
+        return self.prefix_params if group is self.routes.prefix else self.params
+
+
+def start_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> None:
+    """Start the exchange of Q, K and V; compute the tasks that need nothing of it."""
+    queries, keys = call.routes.queries, call.routes.keys
+    call.start_queries([take(q_THD, queries.rows)])
+    call.start_keys([take(k_TGD, keys.rows), take(v_TGE, keys.rows)])
+    call.local = (q_THD, k_TGD, v_TGE)
+    call.result = _own_forward(call, q_THD, k_TGD, v_TGE)
+
+
+def compute_forward(call: AttentionCall) -> tuple[Tensor, ...]:
+    """Wait for the received rows, compute their tasks, start the exchange of the results.
+
+    Returns:
+        What the backward needs again of the received rows, if the call keeps it.
+    """
+    routes, kernel = call.routes, call.kernel
+    (q_RHD,) = call.queries_on_the_way.wait()
+    k_RGD, v_RGE = call.keys_on_the_way.wait()
+
+    # Visitors first: their results have a way to go.
+    if routes.visiting.empty:
+        o_QHE = q_RHD.new_empty((0, q_RHD.shape[1], v_RGE.shape[2]))
+        lse_QH = q_RHD.new_empty((0, q_RHD.shape[1]), dtype=_lse_dtype(q_RHD))
+    else:
+        k_KGD, v_KGE = take(k_RGD, routes.visiting.k_rows), take(v_RGE, routes.visiting.k_rows)
+        o_QHE, lse_QH = kernel.forward(q_RHD, k_KGD, v_KGE, routes.visiting.shapes, call.params)
+    call.start_queries([o_QHE, lse_QH], back=True)
+
+    if not routes.prefix.empty:
+        q_THD = call.local[0]
+        o_THE, lse_TH = call.result
+        rows = routes.prefix.q_rows
+        k_KGD, v_KGE = take(k_RGD, routes.prefix.k_rows), take(v_RGE, routes.prefix.k_rows)
+        part = kernel.forward(take(q_THD, rows), k_KGD, v_KGE, routes.prefix.shapes, call.prefix_params)
+        if not routes.prefix_is_causal:  # a part of the task: its own segment's keys are in already
+            part = merge(*part, take(o_THE, rows), take(lse_TH, rows))
+        put(o_THE, rows, part[0])
+        put(lse_TH, rows, part[1])
+    # The exchange's buffers live shorter than the backward.
+    kept = tuple(x.clone() for x in (q_RHD, k_RGD, v_RGE)) if call.keep_received else ()
+    if call.keep_results:
+        kept += (o_QHE, lse_QH)
+    del call.keys_on_the_way
+    call.local = ()
+    return kept
+
+
+def finish_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Wait for the results of the rank's rows that were computed elsewhere: O and LSE of all local rows."""
+    o_THE, lse_TH = call.result
+    came_o_QHE, came_lse_QH = call.queries_on_the_way.wait()
+    put(o_THE, call.routes.queries.rows, came_o_QHE)
+    put(lse_TH, call.routes.queries.rows, came_lse_QH)
+    del call.queries_on_the_way, call.result
+    return o_THE, lse_TH
+
+
+def start_backward(
+    call: AttentionCall, do_THE: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, o_THE: Tensor, lse_TH: Tensor
+) -> None:
+    """Start the exchange of what workers need again; gradients of the tasks that need nothing of it."""
+    queries, keys = call.routes.queries, call.routes.keys
+    columns = [do_THE]
+    if not call.keep_results:
+        columns += [o_THE, lse_TH]
+    if not call.keep_received:
+        columns += [q_THD]
+    call.start_queries([take(x, queries.rows) for x in columns])
+    if not call.keep_received:
+        call.start_keys([take(x, keys.rows) for x in (k_TGD, v_TGE)])
+    call.local = (do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
+    call.sums = tuple(RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
+    if not call.own_gradients_last:
+        _own_backward(call)
+
+
+def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
+    """Wait for the received rows, compute the gradients of their tasks, start the exchange of the gradients.
+
+    Args:
+        call: the call.
+        kept: what compute_forward returned.
+    """
+    routes = call.routes
+    do_THE, q_THD, _, _, o_THE, lse_TH = call.local
+    received = call.queries_on_the_way.wait()
+    if call.keep_results:
+        (do_QHE,) = received
+        q_QHD, k_RGD, v_RGE, o_QHE, lse_QH = kept
+    elif call.keep_received:
+        do_QHE, o_QHE, lse_QH = received
+        q_QHD, k_RGD, v_RGE = kept
+    else:
+        do_QHE, o_QHE, lse_QH, q_QHD = received
+        k_RGD, v_RGE = call.keys_on_the_way.wait()
+    came_dk, came_dv = RowSum(tuple(k_RGD.shape), k_RGD), RowSum(tuple(v_RGE.shape), v_RGE)
+
+    dq_QHD = q_QHD
+    if not routes.visiting.empty:
+        dq_QHD = _backward(call, routes.visiting, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH, came_dk, came_dv)
+    call.start_queries([dq_QHD], back=True)
+    if not routes.prefix.empty:
+        rows = routes.prefix.q_rows
+        dq_QHD = _backward(
+            call,
+            routes.prefix,
+            *(take(x, rows) for x in (do_THE, q_THD)),
+            k_RGD,
+            v_RGE,
+            *(take(x, rows) for x in (o_THE, lse_TH)),
+            came_dk,
+            came_dv,
+        )
+        call.sums[0].add(rows, dq_QHD)
+    call.start_keys([came_dk.result(), came_dv.result()], back=True)
+    if call.own_gradients_last:
+        _own_backward(call)
+    call.local = ()
+
+
+def finish_backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Wait for the gradients that other workers computed: dQ, dK and dV of all local rows."""
+    dq, dk, dv = call.sums
+    queries, keys = call.routes.queries, call.routes.keys
+    (came_dq_QHD,) = call.queries_on_the_way.wait()
+    dq.add(queries.rows, came_dq_QHD, borrowed=True)
+    came_dk_KGD, came_dv_KGE = call.keys_on_the_way.wait()
+    for index, part in keys.rows_by_peer:  # several workers may have used a row: rank after rank
+        dk.add(index, came_dk_KGD[part], borrowed=True)
+        dv.add(index, came_dv_KGE[part], borrowed=True)
+    del call.queries_on_the_way, call.keys_on_the_way, call.sums
+    return dq.result(), dk.result(), dv.result()
+
+
+def _own_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:
+    """O and LSE of the local rows, filled in as far as own tasks go."""
+    own = call.routes.own
+    rows, heads, head_dim = q_THD.shape[0], q_THD.shape[1], v_TGE.shape[2]
+    if own.empty:
+        o_QHE = lse_QH = None
+    else:
+        k_KGD, v_KGE = take(k_TGD, own.k_rows), take(v_TGE, own.k_rows)
+        o_QHE, lse_QH = call.kernel.forward(take(q_THD, own.q_rows), k_KGD, v_KGE, own.shapes, call.params)
+        if own.q_rows == slice(0, rows):
+            return o_QHE, lse_QH
+    o_THE = q_THD.new_empty((rows, heads, head_dim))
+    lse_TH = q_THD.new_empty((rows, heads), dtype=_lse_dtype(q_THD))
+    if o_QHE is not None:
+        put(o_THE, own.q_rows, o_QHE)
+        put(lse_TH, own.q_rows, lse_QH)
+    return o_THE, lse_TH
+
+
+def _own_backward(call: AttentionCall) -> None:
+    """Add the gradients of own tasks to the sums of the local rows."""
+    own = call.routes.own
+    if own.empty:
+        return
+    do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH = call.local
+    dq, dk, dv = call.sums
+    do_QHE, q_QHD, o_QHE, lse_QH = (take(x, own.q_rows) for x in (do_THE, q_THD, o_THE, lse_TH))
+    dq.add(own.q_rows, _backward(call, own, do_QHE, q_QHD, k_TGD, v_TGE, o_QHE, lse_QH, dk, dv))
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    """The dtype in which kernels give the log-sum-exp."""
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _backward(
+    call: AttentionCall,
+    group: BoundGroup,
+    do_QHE: Tensor,
+    q_QHD: Tensor,
+    k_NGD: Tensor,
+    v_NGE: Tensor,
+    o_QHE: Tensor,
+    lse_QH: Tensor,
+    dk: RowSum,
+    dv: RowSum,
+) -> Tensor:
+    """Gradients of one kernel call: dK and dV are added to the rows they came from, dQ is returned."""
+    k_KGD, v_KGE = take(k_NGD, group.k_rows), take(v_NGE, group.k_rows)
+    dq_QHD, dk_KGD, dv_KGE = call.kernel.backward(
+        do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, call.params_of(group)
+    )
+    dk.add_all(group.k_sums, dk_KGD)
+    dv.add_all(group.k_sums, dv_KGE)
+    return dq_QHD

@@ -1,0 +1,167 @@
+import socket
+import threading
+import time
+
+import pytest
+
+from hf_distca.wire import (
+    AuthenticationError,
+    Channel,
+    Directory,
+    Kind,
+    LinkLost,
+    Membership,
+    ServerInfo,
+    State,
+    make_token,
+)
+from hf_distca.wire.directory import SERVICE
+from hf_distca.wire.handshake import connect
+
+INFO = {"host": "", "port": 4000, "device": "cpu", "pairs_per_second": 1e9}
+
+
+@pytest.fixture
+def token():
+    return make_token()
+
+
+@pytest.fixture
+def directory(token):
+    directory = Directory("127.0.0.1", 0, token, silence_s=0.8)
+    yield directory
+    directory.close()
+
+
+def join(directory, token, **info):
+    return Membership.join("127.0.0.1", directory.port, token, {**INFO, **info}, wait_s=2)
+
+
+def until(condition):
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_servers_join_and_leave_and_ids_are_not_used_again(directory, token):
+    first = join(directory, token)
+    second = join(directory, token, host="10.0.0.7", port=4001, device="cuda:0")
+    assert directory.members() == (
+        ServerInfo(first.id, "127.0.0.1", 4000, "cpu", 1e9),
+        ServerInfo(second.id, "10.0.0.7", 4001, "cuda:0", 1e9),
+    )
+    first.close()
+    until(lambda: [info.id for info in directory.members()] == [second.id])
+    third = join(directory, token)
+    assert len({first.id, second.id, third.id}) == 3
+    assert third.poll(0) is State.JOINED
+    second.close()
+    third.close()
+
+
+def test_the_end_is_told_to_members_and_to_those_that_come_later(directory, token):
+    member = join(directory, token)
+    assert member.poll(0.05) is State.JOINED
+    directory.end()
+    late = join(directory, token)
+    assert member.poll(5) is State.ENDED
+    assert late.poll(5) is State.ENDED
+    assert member.poll(5) is State.ENDED
+    member.close()
+    late.close()
+
+
+def test_a_dropped_server_notices_and_can_come_back(directory, token):
+    member = join(directory, token)
+    directory.drop(member.id)
+    assert directory.members() == ()
+    directory.drop(member.id)
+    assert member.poll(5) is State.LOST
+    again = join(directory, token)
+    assert again.id != member.id
+    member.close()
+    again.close()
+
+
+def test_a_directory_that_is_gone_is_noticed(directory, token):
+    member = join(directory, token)
+    directory.close()
+    assert member.poll(5) is State.LOST
+    member.close()
+
+
+def test_a_silent_member_is_dropped_and_one_that_is_polled_is_not(directory, token, monkeypatch):
+    monkeypatch.setattr("hf_distca.wire.directory.ALIVE_S", 0.2)
+    silent, alive = join(directory, token), join(directory, token)
+    begin = time.monotonic()
+    while time.monotonic() - begin < 1.5:
+        assert alive.poll(0.1) is State.JOINED
+    assert [info.id for info in directory.members()] == [alive.id]
+    silent.close()
+    alive.close()
+
+
+def test_a_server_may_come_before_the_directory(token):
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+    members = []
+    thread = threading.Thread(target=lambda: members.append(Membership.join("127.0.0.1", port, token, INFO, 10)))
+    thread.start()
+    time.sleep(0.7)
+    directory = Directory("127.0.0.1", port, token)
+    thread.join(10)
+    assert [info.id for info in directory.members()] == [members[0].id]
+    members[0].close()
+    directory.close()
+
+
+def test_waiting_for_a_directory_ends(token):
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+    begin = time.monotonic()
+    with pytest.raises(LinkLost, match="not joined within 1 s; the last try: cannot connect"):
+        Membership.join("127.0.0.1", port, token, INFO, 1)
+    with pytest.raises(LinkLost):
+        Membership.join("127.0.0.1", port, token, INFO, 60, give_up=lambda: True)
+    assert time.monotonic() - begin < 3
+
+
+def test_a_wrong_token_is_not_tried_again(directory):
+    begin = time.monotonic()
+    with pytest.raises(AuthenticationError):
+        Membership.join("127.0.0.1", directory.port, make_token(), INFO, 60)
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": 3},
+        {"host": "x" * 1000},
+        {"port": 0},
+        {"port": "4000"},
+        {"device": None},
+        {"pairs_per_second": -1.0},
+        {"pairs_per_second": "fast"},
+        {"pairs_per_second": 10**400},
+    ],
+)
+def test_nonsense_is_not_listed(directory, token, wrong):
+    channel = Channel(connect("127.0.0.1", directory.port, token, SERVICE, 5))
+    channel.send(Kind.HELLO, {**INFO, **wrong})
+    with pytest.raises(LinkLost):
+        channel.receive()
+    channel.close()
+    assert directory.members() == ()
+
+
+def test_a_member_that_sends_something_else_is_dropped(directory, token):
+    channel = Channel(connect("127.0.0.1", directory.port, token, SERVICE, 5))
+    channel.send(Kind.HELLO, INFO)
+    assert channel.receive().kind is Kind.WELCOME
+    channel.send(Kind.CALL, {}, [b"x"])
+    with pytest.raises(LinkLost):
+        channel.receive()
+    until(lambda: directory.members() == ())
+    channel.close()

@@ -1,0 +1,240 @@
+import contextlib
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hf_distca.wire import AuthenticationError, Kind, LinkLost, Listener, ServerLink, make_token
+from hf_distca.wire.link import SERVICE
+
+HEAD = struct.Struct("!4sB3xIQQ")
+
+
+class Server:
+    """Answers each call as the test says.
+
+    Attributes:
+        hellos: those of the trainers that came.
+        sent: messages that were no calls.
+    """
+
+    def __init__(self, token):
+        self.hellos = []
+        self.sent = []
+        self.answer = self.echo
+        self.release = threading.Event()
+        self.listener = Listener("127.0.0.1", 0, token, SERVICE, self.serve)
+
+    def serve(self, peer):
+        self.hellos.append(peer.hello.header)
+        peer.channel.send(Kind.WELCOME, {})
+        while True:
+            frame = peer.channel.receive()
+            payload = bytearray(frame.payload)
+            peer.channel.receive_into([payload])
+            if frame.kind is Kind.CALL:
+                self.answer(peer.channel, frame, payload)
+            else:
+                self.sent.append((frame.kind, frame.header, bytes(payload)))
+
+    def echo(self, channel, frame, payload):
+        channel.send(Kind.REPLY, {"seconds": 0.5}, [payload], frame.sequence)
+
+
+@pytest.fixture
+def token():
+    return make_token()
+
+
+@pytest.fixture
+def server(token):
+    server = Server(token)
+    yield server
+    server.release.set()
+    server.listener.close()
+
+
+@pytest.fixture
+def link(server, token):
+    link = ServerLink("127.0.0.1", server.listener.port, token, 1, 2, 5)
+    yield link
+    link.close()
+
+
+def buffer(size=8):
+    return np.full(size, 255, np.uint8)
+
+
+def test_a_call_gets_its_reply_into_its_buffers(server, link):
+    first, rest = buffer(3), buffer(5)
+    reply = link.call({}, [b"abcd", b"efgh"], [first, rest])
+    assert reply.wait(5) == {"seconds": 0.5}
+    assert first.tobytes() + rest.tobytes() == b"abcdefgh"
+    assert server.hellos == [{"rank": 1, "ranks": 2}]
+
+
+def test_a_call_may_have_an_empty_reply(link):
+    assert link.call({}, [], []).wait(5) == {"seconds": 0.5}
+
+
+def test_messages_arrive_before_later_calls(server, link):
+    link.send(Kind.PLAN, {"plan": 3}, [b"xyz"])
+    link.call({}, [b"1"], [buffer(1)]).wait(5)
+    assert server.sent == [(Kind.PLAN, {"plan": 3}, b"xyz")]
+
+
+def test_replies_may_come_in_another_order(server, link):
+    frames = []
+
+    def answer(channel, frame, payload):
+        frames.append((channel, frame, payload))
+        if len(frames) == 3:
+            for each in reversed(frames):
+                server.echo(*each)
+
+    server.answer = answer
+    buffers = [buffer(2) for _ in range(3)]
+    replies = [link.call({}, [bytes([n, n])], [buffers[n]]) for n in range(3)]
+    for reply in replies:
+        reply.wait(5)
+    assert [b.tolist() for b in buffers] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_a_caller_never_waits_for_a_slow_server(server, link):
+    server.answer = lambda *_: server.release.wait(20)
+    begin = time.monotonic()
+    replies = [link.call({}, [bytes(20_000_000)], [buffer()]) for _ in range(3)]
+    assert time.monotonic() - begin < 1
+    with pytest.raises(LinkLost, match="no reply within"):
+        replies[0].wait(0.3)
+    with pytest.raises(LinkLost, match="no reply within"):
+        replies[2].wait(5)
+    assert time.monotonic() - begin < 2
+
+
+def failing(kind):
+    """What a server does instead of answering, and what the trainer is told."""
+
+    def close(channel, frame, payload):
+        raise LinkLost("the test wants it so")
+
+    def message(data):
+        def answer(channel, frame, payload):
+            channel._sock.sendall(data(frame))
+
+        return answer
+
+    return {
+        "closes": (close, "closed"),
+        "closes in the middle": (
+            lambda channel, frame, payload: (
+                (message(lambda f: HEAD.pack(b"CAD1", 7, 2, f.sequence, 8) + b"{}1234"))(channel, frame, payload)
+                or close(channel, frame, payload)
+            ),
+            "closed",
+        ),
+        "refuses": (
+            lambda channel, frame, _: channel.send(Kind.REFUSED, {"reason": "no such plan"}),
+            "no such plan",
+        ),
+        "says nothing": (lambda *_: None, "no reply within 0.5 s"),
+        "too much": (
+            message(lambda f: HEAD.pack(b"CAD1", 7, 2, f.sequence, 9) + b"{}123456789"),
+            "9 bytes, expected 8",
+        ),
+        "too little": (
+            message(lambda f: HEAD.pack(b"CAD1", 7, 2, f.sequence, 7) + b"{}1234567"),
+            "7 bytes, expected 8",
+        ),
+        "huge": (message(lambda f: HEAD.pack(b"CAD1", 7, 2, f.sequence, 2**63) + b"{}"), "expected 8"),
+        "unasked": (message(lambda f: HEAD.pack(b"CAD1", 7, 2, 99, 8) + b"{}12345678"), "not made"),
+        "other kind": (message(lambda f: HEAD.pack(b"CAD1", 6, 2, f.sequence, 8) + b"{}12345678"), "CALL message"),
+        "garbage": (message(lambda f: b"\0" * 100), "not a message"),
+        "stops in the middle": (
+            message(lambda f: HEAD.pack(b"CAD1", 7, 2, 1, 8) + b"{}1234" if f.sequence == 1 else b""),
+            "no reply within 0.5 s",
+        ),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "closes",
+        "closes in the middle",
+        "refuses",
+        "says nothing",
+        "too much",
+        "too little",
+        "huge",
+        "unasked",
+        "other kind",
+        "garbage",
+        "stops in the middle",
+    ],
+)
+def test_a_failed_link_says_why_and_stays_failed(server, link, kind):
+    server.answer, said = failing(kind)
+    target, other = buffer(), buffer()
+    begin = time.monotonic()
+    first = link.call({}, [b"12345678"], [target])
+    second = link.call({}, [b"12345678"], [other])
+    with pytest.raises(LinkLost, match=said):
+        first.wait(0.5)
+    with pytest.raises(LinkLost, match=said):
+        second.wait(5)
+    with pytest.raises(LinkLost, match=said):
+        link.call({}, [], [])
+    with pytest.raises(LinkLost, match=said):
+        link.send(Kind.DROP, {})
+    assert said in link.lost
+    assert time.monotonic() - begin < 3
+    assert (other == 255).all()
+    assert not any(thread.name.endswith(link.name) for thread in threading.enumerate())
+
+
+def test_buffers_are_left_alone_after_a_loss(server, link):
+    parts = iter([b"12", b"34", b"56", b"78"])
+
+    def answer(channel, frame, payload):
+        channel._sock.sendall(HEAD.pack(b"CAD1", 7, 2, frame.sequence, 8) + b"{}")
+        with contextlib.suppress(OSError):
+            for part in parts:
+                channel._sock.sendall(part)
+                time.sleep(0.2)
+
+    server.answer = answer
+    target = buffer()
+    reply = link.call({}, [], [target])
+    with pytest.raises(LinkLost):
+        reply.wait(0.3)
+    held = target.copy()
+    time.sleep(0.6)
+    assert np.array_equal(held, target)
+    assert target[-1] == 255
+
+
+def test_closing_ends_what_is_pending(server, link):
+    server.answer = lambda *_: None
+    reply = link.call({}, [], [buffer()])
+    link.close()
+    link.close()
+    with pytest.raises(LinkLost, match="closed by this trainer"):
+        reply.wait(5)
+
+
+def test_a_wrong_token_is_said_at_once(server):
+    with pytest.raises(AuthenticationError, match="another token"):
+        ServerLink("127.0.0.1", server.listener.port, make_token(), 0, 1, 5)
+
+
+def test_a_refusal_of_the_trainer_is_said(token):
+    def serve(peer):
+        peer.channel.send(Kind.REFUSED, {"reason": "rank 5 of 2"})
+
+    listener = Listener("127.0.0.1", 0, token, SERVICE, serve)
+    with pytest.raises(LinkLost, match="rank 5 of 2"):
+        ServerLink("127.0.0.1", listener.port, token, 5, 2, 5)
+    listener.close()

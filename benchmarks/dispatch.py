@@ -1,7 +1,9 @@
 """What dispatching costs besides computing: CPU time of the calling thread, per layer, with a kernel that does none.
 
 Two CPU ranks with a few short documents, one head of 8 numbers: what remains is Python, gathering and scattering a few
-rows, and starting exchanges. `bind` makes the index tensors, once per micro-batch; `plan` is the planner's part.
+rows, and starting exchanges. `collectives` is the part of both that torch.distributed takes to start the exchanges and
+to wait for them; what is left is ours. `bind` makes the index tensors, once per micro-batch; `plan` is the planner's
+part.
 
 Run: python benchmarks/dispatch.py [--rounds 200]
 """
@@ -10,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,10 +45,10 @@ class NoKernel:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def timed(times: list[float], function: Callable[..., Any], *args: Any) -> Any:
+def timed(times: list[float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the function; note the CPU time of this thread in milliseconds."""
     begin = time.thread_time()
-    result = function(*args)
+    result = function(*args, **kwargs)
     times.append((time.thread_time() - begin) * 1000)
     return result
 
@@ -62,12 +65,17 @@ def measure(layout: str, rounds: int) -> dict[str, float]:
     bound = dispatcher.bind(plan).for_layer()
     rows = int(plan.tokens[dist.get_rank()])
     params = AttentionParams(scale=1.0)
-    times: dict[str, list[float]] = {"forward": [], "backward": [], "bind": [], "plan": []}
+    times: dict[str, list[float]] = {"forward": [], "backward": [], "collectives": [], "bind": [], "plan": []}
+    spent: list[float] = []
+    dist.all_to_all_single = partial(timed, spent, dist.all_to_all_single)
+    dispatcher.exchange.clock.wait = partial(timed, spent, dispatcher.exchange.clock.wait)
     for _ in range(rounds):
+        spent.clear()
         q, k, v = (torch.randn(rows, 1, 8, requires_grad=True) for _ in range(3))
         output = timed(times["forward"], disaggregated_attention, q, k, v, None, bound, params)
         # The engine runs a backward on the CPU on the calling thread.
         timed(times["backward"], output.sum().backward)
+        times["collectives"].append(sum(spent))
         timed(times["bind"], dispatcher.bind, plan)
         timed(times["plan"], make, documents, settings)
         dist.barrier()

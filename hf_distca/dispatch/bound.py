@@ -41,15 +41,13 @@ class BoundMessages:
         rows_by_peer: the same, rank by rank, with each rank's part of the sequence; ranks without a row
             are left out. No row stands twice in one rank's part.
         traffic: how many rows go where.
-        received: rows that come in all.
+        way_back: the same rows on their way back.
     """
 
     def __init__(self, messages: Messages, device: torch.device) -> None:
         self.rows = row_index(messages.send_rows, device)
-        self.traffic = Traffic(
-            tuple(messages.send_counts.tolist()), tuple(messages.recv_counts.tolist()), messages.crossing
-        )
-        self.received = sum(self.traffic.received)
+        self.traffic = Traffic(messages.send_counts.tolist(), messages.recv_counts.tolist(), messages.crossing)
+        self.way_back = self.traffic.reversed()
         ends = np.cumsum(messages.send_counts)
         self.rows_by_peer: list[tuple[RowIndex, slice]] = [
             (row_index(messages.send_rows[stop - count : stop], device), slice(int(stop - count), int(stop)))

@@ -13,6 +13,8 @@ from torch import Tensor
 RowIndex = slice | tuple[slice, ...] | Tensor
 """Row numbers: a slice where they are contiguous, slices where they are a few runs, else an int64 tensor [N]."""
 
+ALL_ROWS = slice(None)
+
 FEW_RUNS = 8
 """Up to so many runs are copied run by run: that is faster than gathering row by row, and adds in place."""
 
@@ -33,6 +35,15 @@ def take(x: Tensor, index: RowIndex) -> Tensor:
     if isinstance(index, slice):
         return x[index]
     return torch.cat([x[run] for run in index]) if isinstance(index, tuple) else x.index_select(0, index)
+
+
+def copy_rows(target: Tensor, x: Tensor, index: RowIndex) -> None:
+    """Copy the rows of x that the index names to a target of as many rows."""
+    if isinstance(index, tuple):
+        for run, part in _run_by_run(index, target):
+            part.copy_(x[run])
+    else:
+        target.copy_(take(x, index))
 
 
 def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:

@@ -67,17 +67,25 @@ class AttentionCall:
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
         self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
 
-    def start_queries(self, columns: list[Tensor], *, back: bool = False) -> None:
-        """Send rows of the queries' kind to the workers, or back to their owners."""
-        traffic = self.routes.queries.traffic
-        role = ("queries", back, self.number)
-        self.queries_on_the_way = self.exchange.start(columns, traffic.reversed() if back else traffic, role)
+    def send_queries(self, columns: list[Tensor]) -> None:
+        """Send rows of the queries' kind to the workers: of every column those that the routes name."""
+        queries = self.routes.queries
+        role = ("queries", False, self.number)
+        self.queries_on_the_way = self.exchange.start(columns, queries.traffic, role, queries.rows)
 
-    def start_keys(self, columns: list[Tensor], *, back: bool = False) -> None:
-        """Send rows of the keys' kind to the workers, or back to their owners."""
-        traffic = self.routes.keys.traffic
-        role = ("keys", back, self.number)
-        self.keys_on_the_way = self.exchange.start(columns, traffic.reversed() if back else traffic, role)
+    def send_keys(self, columns: list[Tensor]) -> None:
+        """Send rows of the keys' kind to the workers."""
+        keys = self.routes.keys
+        self.keys_on_the_way = self.exchange.start(columns, keys.traffic, ("keys", False, self.number), keys.rows)
+
+    def return_queries(self, columns: list[Tensor]) -> None:
+        """Send results for all received rows of the queries' kind back to their owners."""
+        role = ("queries", True, self.number)
+        self.queries_on_the_way = self.exchange.start(columns, self.routes.queries.way_back, role)
+
+    def return_keys(self, columns: list[Tensor]) -> None:
+        """Send results for all received rows of the keys' kind back to their owners."""
+        self.keys_on_the_way = self.exchange.start(columns, self.routes.keys.way_back, ("keys", True, self.number))
 
     def params_of(self, group: BoundGroup) -> AttentionParams:
         """The mask of a group of tasks."""
@@ -86,9 +94,8 @@ class AttentionCall:
 
 def start_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> None:
     """Start the exchange of Q, K and V; compute the tasks that need nothing of it."""
-    queries, keys = call.routes.queries, call.routes.keys
-    call.start_queries([take(q_THD, queries.rows)])
-    call.start_keys([take(k_TGD, keys.rows), take(v_TGE, keys.rows)])
+    call.send_queries([q_THD])
+    call.send_keys([k_TGD, v_TGE])
     call.local = (q_THD, k_TGD, v_TGE)
     call.result = _own_forward(call, q_THD, k_TGD, v_TGE)
 
@@ -110,7 +117,7 @@ def compute_forward(call: AttentionCall) -> tuple[Tensor, ...]:
     else:
         k_KGD, v_KGE = take(k_RGD, routes.visiting.k_rows), take(v_RGE, routes.visiting.k_rows)
         o_QHE, lse_QH = kernel.forward(q_RHD, k_KGD, v_KGE, routes.visiting.shapes, call.params)
-    call.start_queries([o_QHE, lse_QH], back=True)
+    call.return_queries([o_QHE, lse_QH])
 
     if not routes.prefix.empty:
         q_THD = call.local[0]
@@ -145,15 +152,14 @@ def start_backward(
     call: AttentionCall, do_THE: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, o_THE: Tensor, lse_TH: Tensor
 ) -> None:
     """Start the exchange of what workers need again; gradients of the tasks that need nothing of it."""
-    queries, keys = call.routes.queries, call.routes.keys
     columns = [do_THE]
     if not call.keep_results:
         columns += [o_THE, lse_TH]
     if not call.keep_received:
         columns += [q_THD]
-    call.start_queries([take(x, queries.rows) for x in columns])
+    call.send_queries(columns)
     if not call.keep_received:
-        call.start_keys([take(x, keys.rows) for x in (k_TGD, v_TGE)])
+        call.send_keys([k_TGD, v_TGE])
     call.local = (do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
     call.sums = tuple(RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
     if not call.own_gradients_last:
@@ -184,7 +190,7 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
     dq_QHD = q_QHD
     if not routes.visiting.empty:
         dq_QHD = _backward(call, routes.visiting, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH, came_dk, came_dv)
-    call.start_queries([dq_QHD], back=True)
+    call.return_queries([dq_QHD])
     if not routes.prefix.empty:
         rows = routes.prefix.q_rows
         dq_QHD = _backward(
@@ -198,7 +204,7 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
             came_dv,
         )
         call.sums[0].add(rows, dq_QHD)
-    call.start_keys([came_dk.result(), came_dv.result()], back=True)
+    call.return_keys([came_dk.result(), came_dv.result()])
     if call.own_gradients_last:
         _own_backward(call)
     call.local = ()

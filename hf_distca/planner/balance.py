@@ -192,10 +192,10 @@ class _Round:
         parts = sorted(parts, key=lambda part: (held.get(part[1], 0), part))
         known = np.array([float(held.get(taker, 0)) for _, taker in parts])
         amounts = np.cumsum([0.0] + [amount for amount, _ in parts])
-        low, high = int(pairs(0, start, self.window)), int(pairs(0, stop, self.window))
+        low, high = pairs(0, start, self.window), pairs(0, stop, self.window)
         amounts *= min(1.0, (high - low) / amounts[-1])
         price = self._price(owner)
-        begin, end = float(start), float(row_reaching(high - amounts[-1], self.window))
+        begin, end = float(start), row_reaching(float(high - amounts[-1]), self.window)
         for _ in range(2):  # where the first part starts: coarse, then fine
             first = np.linspace(begin, end, 33)
             cuts = row_reaching(pairs_at(first, self.window)[:, None] + amounts, self.window)

@@ -93,16 +93,28 @@ def _pairs_before(row: NDArray[np.int64] | int, window: int | None) -> NDArray[n
     return ramp * (ramp + 1) // 2 + (row - ramp) * window
 
 
-def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None) -> NDArray[np.float64]:
+@overload
+def row_reaching(amount: float, window: int | None = None) -> float: ...
+
+
+@overload
+def row_reaching(amount: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]: ...
+
+
+def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None) -> NDArray[np.float64] | float:
     """The (fractional) row x for which rows [0, x) hold `amount` pairs: the inverse of pairs(0, x).
 
     x (x + 1) / 2 = amount gives x = √(2 amount + 1/4) − 1/2; beyond the window a row adds `window`.
     """
+    ramp = math.inf if window is None else window * (window + 1) / 2
+    if isinstance(amount, float | int):
+        if amount > ramp:
+            return (window or 1) + (amount - ramp) / (window or 1)
+        return math.sqrt(2.0 * max(amount, 0.0) + 0.25) - 0.5
     amount = np.maximum(np.asarray(amount, np.float64), 0.0)
-    inside = np.sqrt(2.0 * amount + 0.25) - 0.5
+    inside: NDArray[np.float64] = np.sqrt(2.0 * amount + 0.25) - 0.5
     if window is None:
         return inside
-    ramp = window * (window + 1) / 2
     result: NDArray[np.float64] = np.where(amount <= ramp, inside, window + (amount - ramp) / window)
     return result
 

@@ -31,6 +31,8 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     rooms = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra < 0)
     givers = [worker for worker, extra in enumerate(surplus) if extra > 0]
     givers.sort(key=lambda worker: (-surplus[worker], worker))
+    takers = {worker for _, worker in rooms}
+    partners = {giver: partners[giver] & takers for giver in givers if giver in partners}
     flows = _in_turn(surplus, givers, rooms, partners)
     if len(givers) < 2 or not rooms:
         return flows

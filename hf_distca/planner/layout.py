@@ -50,7 +50,8 @@ def fixed_layout(
         )
     full = (begins[:, None] + np.arange(1, span) * limit[:, None]).ravel()
     full = full[full < np.repeat(ends, span - 1)]
-    cuts = np.unique(np.concatenate([stops - lengths, full]))
+    cuts = np.sort(np.concatenate([stops - lengths, full]))
+    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
     document = np.searchsorted(stops, cuts, "right")
     first = (stops - lengths)[document]
     row_of = np.searchsorted(ends, cuts, "right")

@@ -15,8 +15,10 @@ Only cut documents cost bytes: a piece that starts at row s needs K/V rows [0, s
 What pairs still differ is left to `balance`.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import takewhile
@@ -34,6 +36,8 @@ Pieces = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[
 
 STEPS = 4
 """Levels that are tried for the pairs of ranks with pieces of large documents."""
+GUESSES = 8
+"""Guesses at the size of a piece before bisection takes over."""
 ROUNDING = 0.1
 """Share of the slack in pairs that rounding one cut may cost before it leaves the block's boundaries."""
 NEGLIGIBLE = 0.3
@@ -55,7 +59,7 @@ def pack(lengths: NDArray[np.int64], ranks: int, window: int | None, slack: floa
     packing.place_whole()
     packing.cut_again()
     packing.even_out()
-    table = np.array(packing.pieces(), np.int64).reshape(-1, 4)
+    table = packing.pieces()
     return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
 
 
@@ -66,7 +70,7 @@ class _Packing:
         room: tokens that each rank still takes.
         need: pairs that each rank is still short of the mean; negative above it.
         starts, stops: the rows of each document that are not in `cuts`; all of them while it is whole.
-        held: (rows, document) of these, on each rank.
+        home: the rank of these rows; -1 where none are left, or they are not placed yet.
         cuts: pieces (document, start, stop, rank) cut off.
     """
 
@@ -80,7 +84,7 @@ class _Packing:
         self.documents = list(range(len(lengths)))
         self.starts, self.stops = [0] * len(lengths), list(self.lengths)
         self.order: list[int] = np.argsort(-lengths, kind="stable").tolist()
-        self.held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        self.home = [-1] * len(lengths)
         self.cuts: list[Piece] = []
         self._count_short(lengths[self.order[::-1]])
         large = sum(1 for _ in takewhile(self._large, self.order))
@@ -92,11 +96,14 @@ class _Packing:
         costs = pairs(0, ascending, self.window)
         self.short_pairs: list[int] = np.concatenate([[0], np.cumsum(costs)]).tolist()
 
-    def pieces(self) -> list[Piece]:
-        """All segments as (document, start, stop, rank)."""
-        held = ((rank, doc) for rank, held in enumerate(self.held) for _, doc in held)
-        rest = [(self.documents[doc], self.starts[doc], self.stops[doc], rank) for rank, doc in held]
-        return rest + self.cuts
+    def pieces(self) -> NDArray[np.int64]:
+        """[segments, 4] int64: all segments as (document, start, stop, rank)."""
+        rest = np.array([self.documents, self.starts, self.stops, self.home], np.int64).T
+        return np.concatenate([rest[rest[:, 3] >= 0], np.array(self.cuts, np.int64).reshape(-1, 4)])
+
+    def _uncut_rows(self) -> NDArray[np.int64]:
+        """[documents] int64: rows that are not in `cuts`."""
+        return np.array(self.stops, np.int64) - np.array(self.starts, np.int64)
 
     def _filler(self, tokens: int) -> float:
         """Pairs of the `tokens` shortest tokens, documents taken whole except the last, in proportion."""
@@ -124,10 +131,11 @@ class _Packing:
             else:
                 self.starts[doc] = stop
             self.room[rank] -= stop - start
-            self.need[rank] -= int(pairs(start, stop, self.window))
+            self.need[rank] -= pairs(start, stop, self.window)
         self._split_heads()
-        rows = [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
-        self.order = sorted((doc for doc in self.order if rows[doc]), key=lambda doc: (-rows[doc], doc))
+        rows = self._uncut_rows()
+        longest: list[int] = np.argsort(-rows, kind="stable").tolist()
+        self.order = longest[: np.count_nonzero(rows)]
 
     def _split_heads(self) -> None:
         """Divide what is left of cut documents until its rank sends no more K/V rows than others receive.
@@ -145,6 +153,7 @@ class _Packing:
                 cut = start + (stop - start) * (part - 1) // part // self.block * self.block
                 self.order.append(len(self.documents))
                 self.documents.append(doc)
+                self.home.append(-1)
                 self.lengths.append(self.lengths[doc])
                 self.starts.append(cut)
                 self.stops.append(stop)
@@ -166,11 +175,8 @@ class _Packing:
                 filled = partial(self._filled, head, stop, room, used)
                 if not head and stop <= room and filled(stop) <= aim + self.mean * self.slack / 2:
                     break
-                low, high = 0, min(stop - head, room)
-                while low < high:  # the most rows that keep the rank within its aim
-                    middle = (low + high + 1) // 2
-                    low, high = (middle, high) if filled(middle) <= aim else (low, middle - 1)
-                start = max(self._on_grain(stop - low, stop - room), head)
+                rows = self._most_rows(filled, stop, min(stop - head, room), aim)
+                start = max(self._on_grain(stop - rows, stop - room), head)
                 if start >= stop:
                     break
                 tail = stop - start
@@ -188,6 +194,26 @@ class _Packing:
                 break
         return cuts, fits
 
+    def _most_rows(self, filled: Callable[[int], float], stop: int, high: int, aim: float) -> int:
+        """The most rows, up to `high`, at the end of rows [0, stop) with filled(rows) <= aim.
+
+        The pairs beside the piece change little with its size, so each guess takes them from the guess before:
+        that leaves a closed form. Where they do change much, bisection goes on.
+        """
+        low, guess, guesses = 0, high, 0
+        below = pairs(0, stop, self.window) - aim
+        while low < high:
+            amount = filled(guess)
+            beside = amount - pairs(stop - guess, stop, self.window)
+            low, high = (guess, high) if amount <= aim else (low, guess - 1)
+            guesses += 1
+            if guesses <= GUESSES:
+                guess = stop - math.ceil(row_reaching(below + beside, self.window))
+                guess = min(max(guess, low + 1), high)
+            else:
+                guess = (low + high + 1) // 2
+        return low
+
     def _filled(self, head: int, stop: int, room: int, used: int, tail: int) -> float:
         """Pairs of a rank with rows [stop - tail, stop) of a document and the cheapest rows beside them.
 
@@ -201,14 +227,14 @@ class _Packing:
         others = min(room - tail, self.short_tokens[-1] - used)
         own = min(room - tail - others, stop - tail - head)
         filler = self._filler(used + others) - self._filler(used)
-        piece = int(pairs(stop - tail, stop, self.window))
-        return piece + filler + int(pairs(head, head + own, self.window))
+        piece = pairs(stop - tail, stop, self.window)
+        return piece + filler + pairs(head, head + own, self.window)
 
     def _large(self, doc: int) -> bool:
         """Whether a document is more than one rank takes, even beside the shortest documents."""
         rows, room = self.stops[doc], max(self.room)
         filler = self._filler(max(room - rows, 0))
-        return rows > room or int(pairs(0, rows, self.window)) + filler > self.mean * (1 + self.slack / 2)
+        return rows > room or bool(pairs(0, rows, self.window) + filler > self.mean * (1 + self.slack / 2))
 
     def _on_grain(self, start: int, least: int) -> int:
         """A cut near row `start`, at least `least`, that leaves no head below a block.
@@ -225,37 +251,37 @@ class _Packing:
 
     def place_whole(self) -> None:
         """Phase 2: the uncut documents and heads, longest first."""
-        starts = np.array([self.starts[doc] for doc in self.order], np.int64)
-        stops = np.array([self.stops[doc] for doc in self.order], np.int64)
-        rows, costs = (stops - starts).tolist(), pairs(starts, stops, self.window).tolist()
-        items = list(zip(self.order, rows, costs, strict=True))
-        left, count = sum(costs), 0
-        while count < len(items) and left > self.mean * self.ranks * self.slack * NEGLIGIBLE:
-            left -= costs[count]
-            count += 1
+        starts, stops = np.array(self.starts, np.int64)[self.order], np.array(self.stops, np.int64)[self.order]
+        costs = pairs(starts, stops, self.window)
+        items = list(zip(self.order, (stops - starts).tolist(), costs.tolist(), strict=True))
+        before = np.cumsum(costs) - costs
+        matter = costs.sum() - before > self.mean * self.ranks * self.slack * NEGLIGIBLE
+        count = int(matter.sum())
         self.spare = [*self._by_need(items[:count]), *self._by_room(items[count:])]
 
     def _by_need(self, items: list[Item]) -> list[Item]:
         """Each item to the rank that needs most pairs per token and has room; returns those without one."""
-        room, need = self.room, self.need
+        room, need, home = self.room, self.need, self.home
         ready = [(-need[rank] / max(room[rank], 1), rank) for rank in range(self.ranks)]
         heapify(ready)
         small: list[tuple[int, int]] = []  # (-room, rank) of ranks with too little room for now
         spare = []
         for item in items:
-            rows = item[1]
+            doc, rows, cost = item
             while small and -small[0][0] >= rows:
                 rank = heappop(small)[1]
                 heappush(ready, (-need[rank] / max(room[rank], 1), rank))
             while ready and room[ready[0][1]] < rows:
                 rank = heappop(ready)[1]
                 heappush(small, (-room[rank], rank))
-            if ready:
-                rank = ready[0][1]
-                self._hold(item, rank)
-                heapreplace(ready, (-need[rank] / max(room[rank], 1), rank))
-            else:
+            if not ready:
                 spare.append(item)
+                continue
+            rank = ready[0][1]
+            home[doc] = rank
+            room[rank] = left = room[rank] - rows
+            need[rank] = short = need[rank] - cost
+            heapreplace(ready, (-short / (left or 1), rank))
         return spare
 
     def _by_room(self, items: list[Item]) -> list[Item]:
@@ -274,12 +300,14 @@ class _Packing:
 
     def _hold(self, item: Item, rank: int) -> None:
         doc, rows, cost = item
-        self.held[rank].append((rows, doc))
+        self.home[doc] = rank
         self.room[rank] -= rows
         self.need[rank] -= cost
 
     def cut_again(self) -> None:
         """Phase 3: move the cuts of large documents until the ranks that share one have equal pairs."""
+        home, rows = np.array(self.home, np.int64), self._uncut_rows()
+        whole_rows = np.bincount(home[home >= 0], rows[home >= 0], self.ranks).tolist()
         chains: dict[int, list[int]] = {}
         for index, (doc, start, stop, rank) in enumerate(self.cuts):
             # Pieces from the end on, each beginning where the one before it stops; heads are none of them.
@@ -289,30 +317,35 @@ class _Packing:
                 chain.append(index)
         for chain in chains.values():
             if len(chain) > 1:
-                self._level(chain)
+                self._level(chain, whole_rows)
 
-    def _level(self, chain: list[int]) -> None:
-        """Give the ranks of some pieces, that follow each other in one document, equal pairs."""
+    def _level(self, chain: list[int], whole_rows: list[float]) -> None:
+        """Give the ranks of some pieces, that follow each other in one document, equal pairs.
+
+        Args:
+            chain: indices into `cuts`.
+            whole_rows: [ranks] rows that each rank has of whole documents.
+        """
         share = sum(self.need[self.cuts[index][3]] for index in chain) / len(chain)
         doc, first, stop, _ = self.cuts[chain[-1]]
         stop = self.cuts[chain[0]][2]
         moved: list[Piece] = []
         for index in chain:
             _, old_start, old_stop, rank = self.cuts[index]
-            amount = int(pairs(old_start, old_stop, self.window)) + self.need[rank] - share
-            below = int(pairs(0, stop, self.window)) - amount
+            amount = pairs(old_start, old_stop, self.window) + self.need[rank] - share
+            below = pairs(0, stop, self.window) - amount
             start = self._on_grain(int(row_reaching(below, self.window)), first + self.block)
             start = first if index == chain[-1] else start
             # What a rank gains must be in the room that its whole documents leave.
             gained = (stop - start) - (old_stop - old_start)
-            if start >= stop or gained > self.room[rank] + sum(rows for rows, _ in self.held[rank]):
+            if start >= stop or gained > self.room[rank] + whole_rows[rank]:
                 return
             moved.append((doc, start, stop, rank))
             stop = start
         for index, piece in zip(chain, moved, strict=True):
             for (_, start, stop, rank), sign in ((self.cuts[index], 1), (piece, -1)):
                 self.room[rank] += sign * (stop - start)
-                self.need[rank] += sign * int(pairs(start, stop, self.window))
+                self.need[rank] += sign * pairs(start, stop, self.window)
             self.cuts[index] = piece
 
     def even_out(self) -> None:
@@ -321,16 +354,25 @@ class _Packing:
             self._hold(item, max(range(self.ranks), key=lambda rank: (self.room[rank], -rank)))
         under = [rank for rank in range(self.ranks) if self.room[rank] > 0]
         under.sort(key=lambda rank: (-self.room[rank], rank))
+        home, rows = np.array(self.home, np.int64), self._uncut_rows()
+        by_rank = np.argsort(home, kind="stable")
+        first = np.searchsorted(home[by_rank], np.arange(self.ranks + 1)).tolist()
         for rank in range(self.ranks):
             if self.room[rank] < 0:
-                self._shed(rank, under)
+                mine = by_rank[first[rank] : first[rank + 1]]
+                self._shed(rank, list(zip(rows[mine].tolist(), mine.tolist(), strict=True)), under)
 
-    def _shed(self, rank: int, under: list[int]) -> None:
-        """Move what a rank has too much to the last of `under`, then to the one before it."""
+    def _shed(self, rank: int, items: list[tuple[int, int]], under: list[int]) -> None:
+        """Move what a rank has too much to the last of `under`, then to the one before it.
+
+        Args:
+            rank: the rank.
+            items: (rows, document) of the rows it holds that are not in `cuts`.
+            under: ranks with room, that with the most room first.
+        """
         # A document is cut once, and where it ends: so no piece is below a block unless it ends a document.
-        rest = self.held[rank]
-        whole = sorted(item for item in rest if item[0] == self.lengths[item[1]])
-        rest = sorted(item for item in rest if item[0] != self.lengths[item[1]])
+        whole = sorted(item for item in items if item[0] == self.lengths[item[1]])
+        rest = sorted(item for item in items if item[0] != self.lengths[item[1]])
         while self.room[rank] < 0:
             if not whole:  # what is left are pieces of documents that are cut already
                 whole, rest = rest, []
@@ -349,12 +391,11 @@ class _Packing:
                 self.stops[doc] = start
                 self.cuts.append((self.documents[doc], start, stop, target))
             else:
-                self.held[target].append((rows, doc))
-            cost = int(pairs(start, stop, self.window))
+                self.home[doc] = target
+            cost = pairs(start, stop, self.window)
             self.need[rank] += cost
             self.need[target] -= cost
             self.room[rank] += moved
             self.room[target] -= moved
             if not self.room[target]:
                 under.pop()
-        self.held[rank] = whole + rest

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hf_distca.cli import plan
+from hf_distca.cli import plan, serve
 from hf_distca.cli.lengths_file import InputError
 
 
@@ -17,17 +17,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: 0, or 2 for bad input.
+    """Run the command; the exit status: 0, or 2 where something that the user gave cannot be used.
 
     Args:
         arguments: the command line without the program's name; None for the process's own.
     """
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    plan.add_parser(commands)
+    tools = {"plan": plan, "serve": serve}
+    for tool in tools.values():
+        tool.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
-        plan.run(options)
+        tools[options.command].run(options)
     except InputError as error:
         print(f"hf-distca {options.command}: error: {error}", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ caller made for it, after a look at what the message says it is.
 
 import contextlib
 import json
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -87,6 +88,15 @@ class Channel:
     def fileno(self) -> int:
         """For select: readable when a message or the end of the connection has come."""
         return self._sock.fileno()
+
+    def hung_up(self) -> bool:
+        """Whether the peer has closed the connection, asked without receiving; unread messages may still be there.
+
+        Always False where the system cannot tell.
+        """
+        poll = select.poll()
+        poll.register(self._sock, getattr(select, "POLLRDHUP", 0))
+        return bool(poll.poll(0))
 
     def set_timeout(self, seconds: float | None) -> None:
         """How long a single send or receive may stand still; None for ever. For both directions."""

@@ -1,0 +1,137 @@
+"""hf-distca serve: a dedicated attention server."""
+
+import argparse
+import logging
+import signal
+import sys
+from typing import Any
+
+from hf_distca.cli.lengths_file import InputError
+
+DESCRIPTION = """\
+Compute core attention for the trainers of a run, without holding a model, until training ends or Ctrl-C.
+
+The server may be started before training or while it runs, on any host that reaches the trainers and is reached by
+them. It accepts only peers that know the run's token: 64 hexadecimal digits in a file that only its owner can read.
+Nothing is encrypted: use it on a network that you trust.
+"""
+
+
+def _number(text: str, least: int, most: int, what: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+    return number
+
+
+def _port(text: str) -> int:
+    return _number(text, 0, 65535, "a port from 0 (any that is free) to 65535")
+
+
+def _threads(text: str) -> int:
+    return _number(text, 1, 4096, "a positive number of threads")
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host.strip("[]"):
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text!r}")
+    return host.strip("[]"), _number(port, 1, 65535, "HOST:PORT with a port from 1 to 65535")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
+    return seconds
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand and its options."""
+    parser = commands.add_parser(
+        "serve",
+        help="be an attention server of a training run",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--join", required=True, type=_address, metavar="HOST:PORT", help="where the training run takes servers in")
+    add("--token-file", required=True, metavar="FILE", help="file with the run's token; - for standard input")
+    add("--device", default="cpu", help="cpu, or a GPU such as cuda:0 (default: cpu)")
+    add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for trainers (default: 127.0.0.1)")
+    add("--port", type=_port, default=0, help="port to listen on (default: 0, any that is free)")
+    add("--kernel", default="auto", help="what computes core attention (default: auto, the device's own)")
+    add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
+    add(
+        "--wait",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to try to join, and to join again when the run is not to be reached any more (default: 60)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serve until training ends, or the process gets SIGINT or SIGTERM.
+
+    Raises:
+        InputError: the options cannot be used, or the run was not to be reached in time.
+    """
+    # Only this subcommand needs torch.
+    import torch
+
+    from hf_distca.kernels import get_kernel
+    from hf_distca.server import AttentionServer
+    from hf_distca.wire import LinkLost, TokenError, parse_token, read_token
+
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
+        device = _device(options.device)
+        kernel = get_kernel(options.kernel, device)
+    except (TokenError, ValueError, ImportError) as error:
+        raise InputError(str(error)) from error
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        server = AttentionServer(token, device, kernel, host=options.bind, port=options.port)
+    except OSError as error:
+        raise InputError(f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port") from error
+    before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        host, port = options.join
+        server.run(host, port, options.wait, lambda line: print(line, flush=True))
+    except LinkLost as error:
+        raise InputError(f"{error}; see --join, --token-file and --wait") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        server.close()
+
+
+def _device(name: str) -> Any:
+    """The torch device of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"no device is called {name!r}; use cpu, or a GPU such as cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} cannot serve; use cpu, or a GPU such as cuda:0")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(f"there is no device {name!r}: {count} GPUs were found; use cpu or another GPU")
+        device = torch.device("cuda", device.index or 0)
+    return device

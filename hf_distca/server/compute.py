@@ -1,0 +1,90 @@
+"""Rows in, core attention, rows out: what a server does in one call.
+
+Shape suffixes: Q received query rows, R received key/value rows, K key/value rows of the kernel call, H query heads,
+G key/value heads, D head dim of queries and keys, E head dim of values; N rows of either kind.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_distca.call_codec import Call, Column
+from hf_distca.dispatch.rows import RowSum, take
+from hf_distca.kernels.contract import AttentionParams, Kernel
+from hf_distca.server.plans import ServedTasks
+
+
+def empty_rows(column: Column, rows: int, pinned: bool) -> Tensor:
+    """[rows, *column.shape] on the host, with undefined contents; pinned where it will be copied to a GPU."""
+    return torch.empty((rows, *column.shape), dtype=getattr(torch, column.dtype), pin_memory=pinned)
+
+
+def as_bytes(rows_N: Tensor) -> NDArray[np.uint8]:
+    """The memory of a contiguous tensor on the host; NumPy itself has no bfloat16."""
+    flat: NDArray[np.uint8] = rows_N.view(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def params_of(call: Call) -> AttentionParams:
+    """What the kernel is told of a call."""
+    return AttentionParams(scale=call.scale, window=call.window, softcap=call.softcap)
+
+
+@torch.no_grad()
+def compute(
+    call: Call, tasks: ServedTasks, received: dict[str, Tensor], kernel: Kernel, device: torch.device
+) -> dict[str, Tensor]:
+    """The results of a call.
+
+    Args:
+        call: what to compute.
+        tasks: which tasks.
+        received: the columns of call.request() by name, rows of all trainers, on the host.
+        kernel: what computes.
+        device: where.
+
+    Returns:
+        The columns of call.reply() by name, contiguous and on the host.
+    """
+    on_device = {name: rows_N.to(device, non_blocking=True) for name, rows_N in received.items()}
+    run = _forward if call.direction == "forward" else _backward
+    results = run(on_device, tasks, kernel, params_of(call))
+    names = [column.name for column in call.reply()]
+    return dict(zip(names, _on_host(results, device), strict=True))
+
+
+def _on_host(results: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
+    """The results as contiguous tensors on the host, complete."""
+    if device.type == "cpu":
+        return [rows_N.contiguous() for rows_N in results]
+    hosts = [torch.empty(rows_N.shape, dtype=rows_N.dtype, pin_memory=True) for rows_N in results]
+    for host_N, rows_N in zip(hosts, results, strict=True):
+        host_N.copy_(rows_N, non_blocking=True)
+    torch.cuda.current_stream(device).synchronize()
+    return hosts
+
+
+def _forward(
+    rows: dict[str, Tensor], tasks: ServedTasks, kernel: Kernel, params: AttentionParams
+) -> tuple[Tensor, ...]:
+    """o_QHE and lse_QH."""
+    group = tasks.group
+    k_KGD, v_KGE = (take(rows[name], group.k_rows) for name in ("k", "v"))
+    return kernel.forward(rows["q"], k_KGD, v_KGE, group.shapes, params)
+
+
+def _backward(
+    rows: dict[str, Tensor], tasks: ServedTasks, kernel: Kernel, params: AttentionParams
+) -> tuple[Tensor, ...]:
+    """dq_QHD, and dk_RGD and dv_RGE, in which the tasks that read a row are summed in a fixed order."""
+    group = tasks.group
+    k_KGD, v_KGE = (take(rows[name], group.k_rows) for name in ("k", "v"))
+    do_QHE, q_QHD, o_QHE, lse_QH = (rows[name] for name in ("do", "q", "o", "lse"))
+    dq_QHD, dk_KGD, dv_KGE = kernel.backward(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, params)
+    sums = []
+    for like_N, addends_K in ((rows["k"], dk_KGD), (rows["v"], dv_KGE)):
+        total = RowSum(tuple(like_N.shape), like_N)
+        total.add_all(group.k_sums, addends_K)
+        sums.append(total.result())
+    return dq_QHD, *sums

@@ -1,0 +1,353 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hf_distca.call_codec import Call
+from hf_distca.kernels import get_kernel
+from hf_distca.plan import TASK
+from hf_distca.plan_codec import encode_plan
+from hf_distca.planner.routes import make_routes
+from hf_distca.server import AttentionServer
+from hf_distca.server.calls import IN_FLIGHT
+from hf_distca.server.plans import KEPT
+from hf_distca.wire import Directory, Kind, LinkLost, make_token
+from tests.server.fake_trainers import Data, FakeTrainer, make_call, make_nano_batch, run_calls
+
+CPU = torch.device("cpu")
+LENGTHS = [300, 37, 1, 255]
+
+
+@pytest.fixture
+def token():
+    return make_token()
+
+
+@pytest.fixture
+def server(token):
+    server = AttentionServer(token, CPU, get_kernel("cpu", CPU), plan_wait_s=1.0)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def trainers(server, token):
+    """Two trainers; the server is worker 2 of 3."""
+    trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
+    yield trainers
+    for trainer in trainers:
+        trainer.link.close()
+
+
+@pytest.fixture
+def nano_batches():
+    return [make_nano_batch(LENGTHS, 2, 1, seed) for seed in (1, 2)]
+
+
+def both(plan):
+    """Whether both trainers have rows for the server."""
+    routes = make_routes(plan, 2)
+    return ((routes.queries.recv_counts + routes.keys.recv_counts)[:2] > 0).all()
+
+
+def test_results_are_those_of_the_reference(trainers, nano_batches):
+    assert all(both(plan) for nano in nano_batches for plan in nano.plans.values())
+    trainers[0].send_plan(5, nano_batches)
+    number = run_calls(trainers, 5, nano_batches)
+    header = trainers[0].replies[-1]
+    assert header["seconds"] > 0
+    assert header["pairs"] > 0
+    trainers[0].send_plan(6, nano_batches[:1])
+    run_calls(trainers, 6, nano_batches[:1], number, softcap=2.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-9), ("bfloat16", 5e-2), ("float16", 1e-2), ("float32", 2e-4)]
+)
+def test_every_dtype_travels(token, dtype, tolerance, nano_batches):
+    server = AttentionServer(token, CPU, get_kernel("reference", CPU))
+    trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
+    trainers[0].send_plan(0, nano_batches[:1])
+    run_calls(trainers, 0, nano_batches[:1], dtype=dtype, tolerance=tolerance, dims=(8, 8))
+    for trainer in trainers:
+        trainer.link.close()
+    server.close()
+
+
+def test_pairs_are_those_of_the_tasks(trainers, nano_batches):
+    trainers[0].send_plan(0, nano_batches[:1])
+    run_calls(trainers, 0, nano_batches[:1])
+    by_hand = []
+    for window, plan in nano_batches[0].plans.items():
+        mine = [task for task in plan.tasks.tolist() if task[3] == 2]
+        by_hand.append(
+            sum(min(row + 1, window or row + 1) for _, start, stop, _ in mine for row in range(start, stop))
+        )
+    assert [reply["pairs"] for reply in trainers[0].replies] == [by_hand[0]] * 2 + [by_hand[1]] * 2
+
+
+def test_many_random_plans(trainers):
+    number = 0
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        nano_batches = [make_nano_batch(rng.integers(1, 90, rng.integers(1, 6)), 2, 2, seed)]
+        trainers[0].send_plan(seed, nano_batches)
+        number = run_calls(trainers, seed, nano_batches, number, heads=(2, 1), dims=(8, 8))
+
+
+def test_a_call_may_overtake_its_plan(trainers, nano_batches):
+    plan = nano_batches[0].plans[None]
+    call = make_call(0, 0, 0, None, "forward")
+    data = Data(plan, call, 2)
+    second = trainers[1].start(call, plan, data)
+    time.sleep(0.3)
+    trainers[0].send_plan(0, nano_batches)
+    first = trainers[0].start(call, plan, data)
+    trainers[1].finish(second, 2e-4)
+    trainers[0].finish(first, 2e-4)
+
+
+def test_more_calls_than_are_taken_at_once_in_any_order_of_trainers(trainers, nano_batches):
+    plan = nano_batches[0].plans[None]
+    trainers[0].send_plan(0, nano_batches)
+    calls = [make_call(0, number, 0, None, "forward") for number in range(3 * IN_FLIGHT)]
+    data = Data(plan, calls[0], 2)
+    for trainer in trainers:  # one sends everything before the other begins
+        started = [trainer.start(call, plan, data) for call in calls]
+        time.sleep(0.2)
+        if trainer.rank == 0:
+            waiting = started
+    for trainer, all_started in zip(trainers, (waiting, started), strict=True):
+        for each in all_started:
+            trainer.finish(each, 2e-4)
+
+
+def test_old_plans_are_forgotten(trainers, nano_batches):
+    for number in range(KEPT + 1):
+        trainers[0].send_plan(number, nano_batches)
+    run_calls(trainers, KEPT, nano_batches)
+    run_calls(trainers, 1, nano_batches, 100)
+    trainers[0].link.send(Kind.DROP, {"plan": 2})
+    run_calls(trainers, 3, nano_batches, 200)
+    with pytest.raises(LinkLost, match="plan 2 is not kept any more"):
+        run_calls(trainers[:1], 2, nano_batches, 300)
+
+
+def test_a_plan_that_never_comes_is_said(trainers, nano_batches):
+    with pytest.raises(LinkLost, match="plan 7 did not come within 1 s"):
+        run_calls(trainers[1:], 7, nano_batches)
+
+
+def test_a_call_without_all_its_trainers_is_refused(trainers, nano_batches):
+    trainers[0].send_plan(0, nano_batches)
+    trainers[1].link.close()
+    time.sleep(0.2)
+    with pytest.raises(LinkLost, match="trainer 1, which is not connected"):
+        run_calls(trainers[:1], 0, nano_batches)
+
+
+def test_a_trainer_that_leaves_in_a_call_is_told_to_the_others_who_may_connect_again(
+    server, token, trainers, nano_batches
+):
+    plan = nano_batches[0].plans[None]
+    call = make_call(0, 0, 0, None, "forward")
+    trainers[0].send_plan(0, nano_batches)
+    started = trainers[0].start(call, plan, Data(plan, call, 2))
+    time.sleep(0.3)
+    trainers[1].link.close()
+    begin = time.monotonic()
+    with pytest.raises(LinkLost, match="trainer 1 left in the middle of call 0"):
+        trainers[0].finish(started, 0)
+    assert time.monotonic() - begin < 5
+    again = [FakeTrainer(server.port, token, rank, 2, 2) for rank in (1, 0)][::-1]
+    again[0].send_plan(0, nano_batches)
+    run_calls(again, 0, nano_batches, 1)
+    for trainer in again:
+        trainer.link.close()
+
+
+def test_a_trainer_that_connects_again_replaces_its_older_connection(server, token, trainers, nano_batches):
+    again = FakeTrainer(server.port, token, 1, 2, 2)
+    trainers[0].send_plan(0, nano_batches)
+    run_calls([trainers[0], again], 0, nano_batches)
+    with pytest.raises(LinkLost, match="connected again"):
+        run_calls(trainers[1:], 0, nano_batches, 50)
+    again.link.close()
+
+
+def changed(call, **fields):
+    return {**call.header(), **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"plan": "0"}, "plan of a call"),
+        ({"number": -1}, "number of a call"),
+        ({"nano": 2}, "no tasks of nano-batch 2"),
+        ({"window": 41}, "window 41"),
+        ({"window": 0}, "window of a call"),
+        ({"direction": "sideways"}, "direction of a call"),
+        ({"direction": "backward"}, "bytes"),
+        ({"scale": None}, "scale of a call"),
+        ({"scale": 1e40}, "scale of a call"),
+        ({"softcap": -1.0}, "softcap of a call"),
+        ({"q_heads": "4"}, "q_heads of a call"),
+        ({"q_heads": 5}, "kv_heads of a call"),
+        ({"kv_heads": 0}, "kv_heads of a call"),
+        ({"kv_heads": None}, "kv_heads of a call"),
+        ({"dim_qk": 2**40}, "dim_qk of a call"),
+        ({"dim_v": 25}, "bytes"),
+        ({"dtype": "int8"}, "dtype of a call"),
+        ({"dtype": ["float32"]}, "dtype of a call"),
+        ({"dtype": "float64"}, "bytes"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token, nano_batches, fields, said):
+    server.close()
+    server = AttentionServer(token, CPU, get_kernel("cpu", CPU), plan_wait_s=1.0)
+    # Everything is on one trainer, so that the other may leave.
+    nano_batches = [make_nano_batch([64], 1, 1, 0)]
+    good = FakeTrainer(server.port, token, 0, 1, 1)
+    good.send_plan(0, nano_batches)
+    run_calls([good], 0, nano_batches)
+    plan = nano_batches[0].plans[None]
+    call = make_call(0, 10, 0, None, "forward")
+    bad = FakeTrainer(server.port, token, 1, 2, 1)
+    started = good.start(call, plan, Data(plan, call, 1))
+    with pytest.raises(LinkLost):
+        bad.link.call(changed(call, **fields), [bytes(10)], []).wait(5)
+    good.finish(started, 2e-4)
+    with pytest.raises(LinkLost, match=said):
+        good.link.call(changed(call, number=11) | fields, [bytes(100)], []).wait(5)
+    bad.link.close()
+    good.link.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda header, tables: header.update(plan=-1), "plan of a plan"),
+        (lambda header, tables: header.update(workers=2), "workers of a plan"),
+        (lambda header, tables: header.update(worker=1), "worker of a plan"),
+        (lambda header, tables: header.update(windows=[]), "windows"),
+        (lambda header, tables: header.update(windows=[None, None]), "windows"),
+        (lambda header, tables: header.update(windows=[None, 0]), "windows"),
+        (lambda header, tables: header.update(tables=[[1, 2]]), "sizes of its tables"),
+        (lambda header, tables: header.update(tables=[[2**40] * 4]), "sizes of its tables"),
+        (lambda header, tables: header["tables"][0].__setitem__(0, 3), "bytes of tables"),
+        (lambda header, tables: tables[0].view(np.int64).__setitem__(0, 2**62), "1 token or more"),
+        (lambda header, tables: tables[0].view(np.int64).__setitem__(0, 0), "1 token or more"),
+        (lambda header, tables: tables[0].view(np.int64).__setitem__(0, 299), "cover each document once"),
+        (lambda header, tables: tables[1].view(np.int64).__setitem__(0, 4), "a document is not among"),
+        (lambda header, tables: tables[1].view(np.int64).__setitem__(1, -5), "cover each document once"),
+        (lambda header, tables: tables[1].view(np.int64).__setitem__(3, 2), "a rank is not among"),
+        (lambda header, tables: tables[1].view(np.int64).__setitem__(4, 7), "do not lie one after another"),
+        (lambda header, tables: tables[2].view(np.int64).__setitem__(3, 3), "a worker is not among"),
+        (lambda header, tables: tables[2].view(np.int64).__setitem__(2, 2**62), "cover each document once"),
+        (lambda header, tables: tables[3].view(np.int64).__setitem__(0, -1), "a document is not among"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(trainers, nano_batches, change, said):
+    header, tables = encode_plan(0, 2, nano_batches)
+    tables = [table.copy() for table in tables]
+    change(header, tables)
+    trainers[0].link.send(Kind.PLAN, header, tables)
+    with pytest.raises(LinkLost, match=said):
+        trainers[0].link.call({}, [], []).wait(5)
+
+
+def test_tasks_that_read_far_too_many_keys_are_refused(trainers):
+    # 4096 rows of the longest document, each a task of the same server: more rows of keys than it can hold.
+    nano = make_nano_batch([2**23], 1, 1, 0, windows=(None,))
+    tasks = [(0, 0, 2**23 - 4096, 0)] + [(0, 2**23 - n, 2**23 - n + 1, 1) for n in range(4096, 0, -1)]
+    plan = nano.plans[None]
+    nano.plans[None] = type(plan)(plan.layout, np.array(tasks, TASK), 2, None)
+    trainers[0].link.send(Kind.PLAN, *encode_plan(0, 1, [nano]))
+    with pytest.raises(LinkLost, match="read more than"):
+        trainers[0].link.call({}, [], []).wait(20)
+
+
+def test_only_trainer_0_sends_plans_and_numbers_rise(trainers, nano_batches):
+    trainers[1].link.send(Kind.PLAN, *encode_plan(0, 2, nano_batches))
+    with pytest.raises(LinkLost, match="must not send this PLAN"):
+        trainers[1].link.call({}, [], []).wait(5)
+    trainers[0].send_plan(3, nano_batches)
+    trainers[0].send_plan(3, nano_batches)
+    with pytest.raises(LinkLost, match="numbers must rise"):
+        trainers[0].link.call({}, [], []).wait(5)
+
+
+@pytest.mark.parametrize("hello", [(2, 2), (-1, 2), (0, 2**20), ("0", 2), (None, None)])
+def test_a_trainer_must_say_which_one_it_is(server, token, hello):
+    with pytest.raises(LinkLost):
+        FakeTrainer(server.port, token, *hello, 2)
+
+
+def test_a_kernel_that_fails_is_told_and_the_server_goes_on(token, nano_batches):
+    class Failing:
+        name = "failing"
+        fails = True
+
+        def __init__(self):
+            self.kernel = get_kernel("cpu", CPU)
+            self.check, self.backward = self.kernel.check, self.kernel.backward
+
+        def forward(self, *args):
+            if self.fails:
+                raise RuntimeError("out of memory")
+            return self.kernel.forward(*args)
+
+    kernel = Failing()
+    server = AttentionServer(token, CPU, kernel)
+    for again in range(2):
+        trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
+        trainers[0].send_plan(0, nano_batches)
+        if not again:
+            with pytest.raises(LinkLost, match="call 0 failed: out of memory"):
+                run_calls(trainers, 0, nano_batches)
+            kernel.fails = False
+        else:
+            run_calls(trainers, 0, nano_batches, 1)
+        for trainer in trainers:
+            trainer.link.close()
+    server.close()
+
+
+def test_the_server_says_what_it_is_doing_and_ends_with_training(server, token, trainers, nano_batches, monkeypatch):
+    monkeypatch.setattr("hf_distca.server.server.STATUS_S", 0.5)
+    directory = Directory("127.0.0.1", 0, token)
+    lines = []
+    running = threading.Thread(target=server.run, args=("127.0.0.1", directory.port, 5, lines.append))
+    running.start()
+    deadline = time.monotonic() + 30
+    while not directory.members():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (member,) = directory.members()
+    assert (member.host, member.port, member.device) == ("127.0.0.1", server.port, "cpu")
+    assert member.pairs_per_second > 1e5
+    trainers[0].send_plan(0, nano_batches)
+    run_calls(trainers, 0, nano_batches)
+    time.sleep(1.2)
+    directory.drop(member.id)  # it comes back under another number
+    while not directory.members():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert directory.members()[0].id != member.id
+    directory.end()
+    running.join(10)
+    assert not running.is_alive()
+    assert any("2 trainers" in line and "tasks/s; busy" in line for line in lines)
+    assert lines[-1] == "training has ended"
+    directory.close()
+
+
+def test_call_headers_survive_the_wire():
+    call = make_call(1, 2, 0, 64, "backward", dtype="bfloat16", softcap=30.0)
+    assert Call.read(call.header()) == call
+    assert [column.name for column in call.request()] == ["q", "do", "o", "lse", "k", "v"]
+    assert [column.row_bytes for column in call.reply()] == [4 * 16 * 2, 2 * 16 * 2, 2 * 24 * 2]

@@ -68,7 +68,6 @@ def measure(layout: str, rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {"forward": [], "backward": [], "collectives": [], "bind": [], "plan": []}
     spent: list[float] = []
     dist.all_to_all_single = partial(timed, spent, dist.all_to_all_single)
-    dispatcher.exchange.clock.wait = partial(timed, spent, dispatcher.exchange.clock.wait)
     for _ in range(rounds):
         spent.clear()
         q, k, v = (torch.randn(rows, 1, 8, requires_grad=True) for _ in range(3))

@@ -81,8 +81,7 @@ def disaggregated_attention(
         kept = kept_results.pop((module, nano.number), None) if recomputes else None
         call = AttentionCall(
             plan.bound,
-            nano.routes[params.window],
-            nano.number,
+            nano,
             params,
             # Where results are kept through a checkpoint, what was received is gone with the first forward.
             keep_received=plan.bound.keep_received and not plan.keep_results,
@@ -115,26 +114,31 @@ class _Send(torch.autograd.Function):
     ) -> Tensor:
         ctx.call = call
         if kept is None:
-            start_forward(call, q_THD, k_TGD, v_TGE)
+            with call.step():
+                start_forward(call, q_THD, k_TGD, v_TGE)
         return q_THD.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *finish_backward(ctx.call)
+        with ctx.call.step():
+            return None, None, *finish_backward(ctx.call)
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, call: AttentionCall, kept: Kept, token: Tensor) -> Tensor:
         ctx.call = call
-        ctx.save_for_backward(*(compute_forward(call) if kept is None else ()))
+        if kept is None:
+            with call.step():
+                ctx.save_for_backward(*compute_forward(call))
         return token.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, token: Tensor) -> tuple[Tensor | None, ...]:
-        compute_backward(ctx.call, ctx.saved_tensors)
+        with ctx.call.step():
+            compute_backward(ctx.call, ctx.saved_tensors)
         return None, None, token.new_empty(0)
 
 
@@ -151,7 +155,10 @@ class _Receive(torch.autograd.Function):
         sinks_H: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.call = call
-        o_THE, lse_TH = kept or _with_sinks(*finish_forward(call), sinks_H)
+        if kept is None:
+            with call.step():
+                kept = _with_sinks(*finish_forward(call), sinks_H)
+        o_THE, lse_TH = kept
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
         ctx.mark_non_differentiable(lse_TH)
         return o_THE, lse_TH
@@ -160,7 +167,8 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, o_THE, lse_TH, sinks_H = ctx.saved_tensors
-        start_backward(ctx.call, do_THE, *tensors, o_THE, lse_TH)
+        with ctx.call.step():
+            start_backward(ctx.call, do_THE, *tensors, o_THE, lse_TH)
         d_sinks_H = None
         if sinks_H is not None and ctx.needs_input_grad[6]:
             share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # of the softmax that lies on the sink

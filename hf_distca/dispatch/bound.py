@@ -5,13 +5,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hf_distca.dispatch.exchange import Exchange, Traffic
+from hf_distca.dispatch.pool import PooledPlan
 from hf_distca.dispatch.rows import RowIndex, add_rounds, row_index
 from hf_distca.kernels.contract import Kernel, TaskShapes
-from hf_distca.plan import MicroBatchPlan, NanoBatch
-from hf_distca.planner.routes import Messages, TaskGroup, make_routes
+from hf_distca.plan import MicroBatchPlan, NanoBatch, Plan
+from hf_distca.planner.metrics import loads_of
+from hf_distca.planner.routes import Messages, Routes, TaskGroup, make_routes, tasks_at_home
 
 
 class BoundGroup:
@@ -34,37 +37,68 @@ class BoundGroup:
 
 
 class BoundMessages:
-    """Rows of one kind that this rank exchanges, as index tensors.
+    """Rows of one kind that this rank exchanges with other ranks, as index tensors.
 
     Attributes:
-        rows: local rows to send, ordered by receiving rank.
+        rows: local rows to send to ranks, ordered by receiving rank.
         rows_by_peer: the same, rank by rank, with each rank's part of the sequence; ranks without a row
             are left out. No row stands twice in one rank's part.
         traffic: how many rows go where.
         way_back: the same rows on their way back.
     """
 
-    def __init__(self, messages: Messages, device: torch.device) -> None:
-        self.rows = row_index(messages.send_rows, device)
-        self.traffic = Traffic(messages.send_counts.tolist(), messages.recv_counts.tolist(), messages.crossing)
+    def __init__(self, messages: Messages, ranks: int, device: torch.device) -> None:
+        counts = messages.send_counts[:ranks]
+        ends = np.cumsum(counts)
+        self.rows = row_index(messages.send_rows[: counts.sum()], device)
+        self.traffic = Traffic(counts.tolist(), messages.recv_counts[:ranks].tolist(), messages.crossing)
         self.way_back = self.traffic.reversed()
-        ends = np.cumsum(messages.send_counts)
         self.rows_by_peer: list[tuple[RowIndex, slice]] = [
             (row_index(messages.send_rows[stop - count : stop], device), slice(int(stop - count), int(stop)))
-            for count, stop in zip(messages.send_counts, ends, strict=True)
+            for count, stop in zip(counts, ends, strict=True)
             if count
         ]
 
 
-class BoundRoutes:
-    """The routes of one rank for one kind of attention layer; see `hf_distca.planner.routes.Routes`."""
+class ServerRows:
+    """Rows of this rank that one dedicated server needs, as index tensors.
 
-    def __init__(self, nano_batch: NanoBatch, window: int | None, rank: int, device: torch.device) -> None:
-        routes = make_routes(nano_batch.plans[window], rank)
+    Attributes:
+        server: its number among the plan's servers.
+        q_rows: local query rows that it computes.
+        k_rows: local K/V rows that it needs.
+        q_count: number of query rows; 0 where this rank has none for it.
+        k_count: number of K/V rows.
+    """
+
+    def __init__(self, server: int, routes: Routes, ranks: int, device: torch.device) -> None:
+        self.server = server
+        q_rows, k_rows = (_rows_for(messages, ranks + server) for messages in (routes.queries, routes.keys))
+        self.q_rows, self.k_rows = row_index(q_rows, device), row_index(k_rows, device)
+        self.q_count, self.k_count = len(q_rows), len(k_rows)
+
+
+def _rows_for(messages: Messages, worker: int) -> NDArray[np.int64]:
+    stop = int(messages.send_counts[: worker + 1].sum())
+    return messages.send_rows[stop - int(messages.send_counts[worker]) : stop]
+
+
+class BoundRoutes:
+    """The routes of one rank for one kind of attention layer; see `hf_distca.planner.routes.Routes`.
+
+    Attributes:
+        pairs: query-key pairs of this rank's tasks.
+        servers: the dedicated servers that have tasks of the plan; the same on every rank.
+    """
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        routes, ranks, window = make_routes(plan, rank), plan.layout.ranks, plan.window
         self.window = window
-        self.local_rows = routes.local_rows
-        self.queries = BoundMessages(routes.queries, device)
-        self.keys = BoundMessages(routes.keys, device)
+        self.queries = BoundMessages(routes.queries, ranks, device)
+        self.keys = BoundMessages(routes.keys, ranks, device)
+        self.pairs = int(loads_of(plan)[rank])
+        busy = np.unique(plan.tasks["worker"])
+        self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, device) for worker in busy[busy >= ranks])
         self.own = BoundGroup(routes.own, device)
         self.prefix = BoundGroup(routes.prefix, device)
         self.visiting = BoundGroup(routes.visiting, device)
@@ -84,7 +118,22 @@ class BoundNanoBatch:
     def __init__(self, number: int, nano_batch: NanoBatch, rank: int, device: torch.device) -> None:
         self.number = number
         self.rows = int(nano_batch.layout.tokens[rank])
-        self.routes = {window: BoundRoutes(nano_batch, window, rank, device) for window in nano_batch.plans}
+        self.routes = {window: BoundRoutes(plan, rank, device) for window, plan in nano_batch.plans.items()}
+        self._plans, self._rank, self._device = nano_batch.plans, rank, device
+        self._repairs: dict[tuple[int | None, frozenset[int]], BoundRoutes] = {}
+
+    def repair(self, window: int | None, lost: frozenset[int]) -> BoundRoutes:
+        """Routes by which the ranks compute what some lost servers were to compute.
+
+        Args:
+            window: of the layer.
+            lost: the plan's servers that are lost.
+        """
+        if (window, lost) not in self._repairs:
+            plan = self._plans[window]
+            rest = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
+            self._repairs[window, lost] = BoundRoutes(rest, self._rank, self._device)
+        return self._repairs[window, lost]
 
 
 class BoundPlan:
@@ -98,6 +147,7 @@ class BoundPlan:
         nano_batches: its nano-batches, bound to this rank.
         exchange: what carries rows between ranks.
         kernel: what computes tasks.
+        pool: the plan as dedicated servers know it; None without servers.
         keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
         kept_results: O and LSE of checkpointed layers, by attention module and nano-batch, from the first
             forward to the backward.
@@ -112,6 +162,7 @@ class BoundPlan:
         exchange: Exchange,
         kernel: Kernel,
         keep_received: bool,
+        pool: PooledPlan | None = None,
     ) -> None:
         self.plan = plan
         self.nano_batches = tuple(
@@ -119,6 +170,7 @@ class BoundPlan:
         )
         self.exchange = exchange
         self.kernel = kernel
+        self.pool = pool
         self.keep_received = keep_received
         self.kept_results: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
         self.calls = 0

@@ -9,9 +9,12 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
+from hf_distca.dispatch.pool import Pool, TimedKernel
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_rows
+from hf_distca.planner.pool import plan_for_pool
+from hf_distca.wire.directory import Directory
 
 PLAN_KEY = "distca_plan"
 """Under this key a batch carries its plan, and under this keyword attention layers receive it."""
@@ -33,6 +36,9 @@ class Dispatcher:
         keep_received: keep received Q, K and V rows between forward and backward.
         timeout_s: seconds after which an exchange with a silent peer fails.
 
+    Attributes:
+        pool: dedicated attention servers that take part; see `use_pool`.
+
     Raises:
         ValueError: the settings differ between ranks, or do not fit the number of ranks.
     """
@@ -52,6 +58,7 @@ class Dispatcher:
         self.exchange = Exchange(self.groups)
         self.kernel = get_kernel(kernel, self.device)
         self.keep_received = keep_received
+        self.pool: Pool | None = None
         self.groups.raise_together(self._wrong_settings(kernel))
 
     def _wrong_settings(self, kernel: str) -> ValueError | None:
@@ -63,10 +70,37 @@ class Dispatcher:
             return ValueError(f"settings differ between ranks, here they are {mine}; start all ranks alike")
         return None
 
+    def use_pool(self, token: bytes, directory: Directory | None, *, ranks_serve: bool, timeout_s: float) -> Pool:
+        """Let dedicated attention servers take part, whenever there are any. A collective.
+
+        Args:
+            token: the run's token.
+            directory: where servers join; on rank 0 only.
+            ranks_serve: whether ranks compute core attention too while there are servers.
+            timeout_s: a server that does not answer for so long is lost.
+        """
+        self.kernel = TimedKernel(self.kernel, self.device)
+        self.pool = Pool(self.groups, self.kernel, token, directory, ranks_serve=ranks_serve, timeout_s=timeout_s)
+        return self.pool
+
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
-        """Bind a plan to this rank: index tensors on its device, made once per micro-batch."""
+        """Bind a plan to this rank: index tensors on its device, made once per micro-batch.
+
+        Where dedicated servers take part, its tasks are planned again for the workers that are there now.
+        """
+        pooled = None
+        if self.pool is not None and self.pool.servers:
+            workers = self.pool.workers(len(plan.nano_batches))
+            plan = plan_for_pool(plan, workers, self.settings, ranks_serve=self.pool.ranks_serve)
+            pooled = self.pool.bind(plan.nano_batches)
         return BoundPlan(
-            plan, self.groups.rank, self.device, self.exchange, self.kernel, keep_received=self.keep_received
+            plan,
+            self.groups.rank,
+            self.device,
+            self.exchange,
+            self.kernel,
+            keep_received=self.keep_received,
+            pool=pooled,
         )
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:

@@ -4,7 +4,6 @@ Shape suffixes: N rows, S rows sent, R rows received, B bytes of a row.
 """
 
 import math
-import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_distca.dispatch.arena import Arena
+from hf_distca.dispatch.clock import Clock
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
 
@@ -40,39 +40,6 @@ class Traffic:
     def reversed(self) -> "Traffic":
         """The same rows on their way back."""
         return Traffic(self.received, self.sent, self.crossing)
-
-
-class WaitClock:
-    """Time that a rank stood still in waits for exchanges.
-
-    On the CPU that is the caller's time. On CUDA a wait stops the stream and not the caller: events around it
-    tell how long.
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def wait(self, work: dist.Work, device: torch.device) -> None:
-        """Wait for the work and count the time."""
-        if device.type == "cuda":
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            work.wait()
-            after.record()
-            self._events.append((before, after))
-        else:
-            begin = time.perf_counter()
-            work.wait()
-            self._seconds += time.perf_counter() - begin
-
-    def seconds(self) -> float:
-        """Seconds so far. On CUDA it waits for the last counted wait to be over."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            self._seconds += sum(before.elapsed_time(after) for before, after in self._events) / 1000
-            self._events.clear()
-        return self._seconds
 
 
 class _Buffers:
@@ -116,7 +83,7 @@ class PendingRows:
         clock: counts the time of the wait.
     """
 
-    def __init__(self, received: list[Tensor], work: dist.Work | None, clock: WaitClock) -> None:
+    def __init__(self, received: list[Tensor], work: dist.Work | None, clock: Clock) -> None:
         self._received = received
         self._work = work
         self._clock = clock
@@ -124,7 +91,8 @@ class PendingRows:
     def complete(self) -> None:
         """Wait until the rows are here."""
         if self._work is not None:
-            self._clock.wait(self._work, self._received[0].device)
+            with self._clock.running(self._received[0].device):
+                self._work.wait()
             self._work = None
 
     def wait(self) -> list[Tensor]:
@@ -147,7 +115,7 @@ class Exchange:
         self._group = groups.exchange
         self._arena = Arena()
         self._buffers: dict[Hashable, tuple[Hashable, _Buffers]] = {}  # by role, with the sizes they are for
-        self.clock = WaitClock()
+        self.clock = Clock()
 
     def start(
         self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex = ALL_ROWS

@@ -3,6 +3,7 @@
 No group of the training framework is touched: its collectives and ours never wait in one queue.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,13 @@ class Groups:
         gathered: list[Any] = [None] * self.ranks
         dist.all_gather_object(gathered, value, group=self._words)
         return gathered
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether any rank has it set. A collective on the CPU; every rank has as many flags."""
+        agreed = torch.tensor(flags, dtype=torch.uint8)
+        if self.distributed:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._words)
+        return [bool(flag) for flag in agreed.tolist()]
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank if any rank has an error, so that none is left waiting for the others.

@@ -8,19 +8,24 @@
               start the exchange of O                     start the exchange of dQ, dK, dV
     finish    wait for O                                  wait for dQ, dK, dV and add them up
 
+Dedicated servers get their rows in `start` and are asked for the results in `finish`; what a lost server did not give
+is computed then, by the ranks that hold its rows.
+
 Plain functions of tensors; `hf_distca.dispatch.attention` makes autograd nodes of them.
 
 Shape suffixes: T local rows, Q query rows of a kernel call, R received rows, K key/value rows of a kernel call, H
 query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch.bound import BoundGroup, BoundPlan, BoundRoutes
+from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.exchange import PendingRows
+from hf_distca.dispatch.pool import ServerCall
 from hf_distca.dispatch.rows import RowSum, put, take
 from hf_distca.kernels.contract import AttentionParams
 from hf_distca.kernels.merge import merge
@@ -33,8 +38,7 @@ class AttentionCall:
 
     Args:
         bound: the plan, with the exchange and the kernel.
-        routes: those of this rank, for the layer's window.
-        number: of the nano-batch; sets the buffers of the exchange apart.
+        nano: the nano-batch, with the routes of this rank.
         params: scale, window and softcap of the layer.
         keep_received: keep for the backward what the forward received and computed of it.
         results_change: O and LSE are not final when the worker has computed them (sinks are added by the owner).
@@ -44,28 +48,41 @@ class AttentionCall:
     def __init__(
         self,
         bound: BoundPlan,
-        routes: BoundRoutes,
-        number: int,
+        nano: BoundNanoBatch,
         params: AttentionParams,
         *,
         keep_received: bool = False,
         results_change: bool = False,
         own_gradients_last: bool = False,
     ) -> None:
+        self.bound = bound
+        self.nano = nano
+        self.routes = nano.routes[params.window]
+        self.number = nano.number  # sets the buffers of the exchange apart
         self.exchange = bound.exchange
         self.kernel = bound.kernel
-        self.routes = routes
-        self.number = number
         self.params = params
-        self.prefix_params = params if routes.prefix_is_causal else replace(params, causal=False)
+        self.prefix_params = params if self.routes.prefix_is_causal else replace(params, causal=False)
         self.keep_received = keep_received
         self.keep_results = keep_received and not results_change
         self.own_gradients_last = own_gradients_last
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
+        self.at_servers: ServerCall | None = None
         self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, k, v, o, lse
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
         self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
+
+    def to_repair(self, lost: frozenset[int]) -> "AttentionCall":
+        """The call of what lost servers were to compute, by the ranks that hold the rows."""
+        repair = AttentionCall(self.bound, self.nano, self.params)
+        repair.routes = self.nano.repair(self.params.window, lost)
+        repair.number = 2 + self.number
+        return repair
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around each step: tells the pool, if there is one, what time lies between them."""
+        return nullcontext() if self.bound.pool is None else self.bound.pool.pool.step()
 
     def send_queries(self, columns: list[Tensor]) -> None:
         """Send rows of the queries' kind to the workers: of every column those that the routes name."""
@@ -96,6 +113,7 @@ def start_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tens
     """Start the exchange of Q, K and V; compute the tasks that need nothing of it."""
     call.send_queries([q_THD])
     call.send_keys([k_TGD, v_TGE])
+    _start_servers(call, "forward", {"q": q_THD, "k": k_TGD, "v": v_TGE})
     call.local = (q_THD, k_TGD, v_TGE)
     call.result = _own_forward(call, q_THD, k_TGD, v_TGE)
 
@@ -134,7 +152,8 @@ def compute_forward(call: AttentionCall) -> tuple[Tensor, ...]:
     if call.keep_results:
         kept += (o_QHE, lse_QH)
     del call.keys_on_the_way
-    call.local = ()
+    if call.at_servers is None:
+        call.local = ()
     return kept
 
 
@@ -144,6 +163,21 @@ def finish_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     came_o_QHE, came_lse_QH = call.queries_on_the_way.wait()
     put(o_THE, call.routes.queries.rows, came_o_QHE)
     put(lse_TH, call.routes.queries.rows, came_lse_QH)
+    if call.at_servers is not None:
+        results, lost = call.at_servers.collect()
+        for rows, columns in results:
+            put(o_THE, rows.q_rows, columns[0])
+            put(lse_TH, rows.q_rows, columns[1])
+        if lost:
+            repair = call.to_repair(lost)
+            start_forward(repair, *call.local)
+            compute_forward(repair)
+            home_o_THE, home_lse_TH = finish_forward(repair)
+            for rows in call.routes.servers:
+                if rows.server in lost:
+                    put(o_THE, rows.q_rows, take(home_o_THE, rows.q_rows))
+                    put(lse_TH, rows.q_rows, take(home_lse_TH, rows.q_rows))
+        call.at_servers, call.local = None, ()
     del call.queries_on_the_way, call.result
     return o_THE, lse_TH
 
@@ -152,14 +186,16 @@ def start_backward(
     call: AttentionCall, do_THE: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, o_THE: Tensor, lse_TH: Tensor
 ) -> None:
     """Start the exchange of what workers need again; gradients of the tasks that need nothing of it."""
-    columns = [do_THE]
+    again = [do_THE]
     if not call.keep_results:
-        columns += [o_THE, lse_TH]
+        again += [o_THE, lse_TH]
     if not call.keep_received:
-        columns += [q_THD]
-    call.send_queries(columns)
+        again += [q_THD]
+    call.send_queries(again)
     if not call.keep_received:
         call.send_keys([k_TGD, v_TGE])
+    columns = {"q": q_THD, "do": do_THE, "o": o_THE, "lse": lse_TH, "k": k_TGD, "v": v_TGE}
+    _start_servers(call, "backward", columns)
     call.local = (do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
     call.sums = tuple(RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
     if not call.own_gradients_last:
@@ -207,7 +243,8 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
     call.return_keys([came_dk.result(), came_dv.result()])
     if call.own_gradients_last:
         _own_backward(call)
-    call.local = ()
+    if call.at_servers is None:
+        call.local = ()
 
 
 def finish_backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,8 +257,28 @@ def finish_backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     for index, part in keys.rows_by_peer:  # several workers may have used a row: rank after rank
         dk.add(index, came_dk_KGD[part], borrowed=True)
         dv.add(index, came_dv_KGE[part], borrowed=True)
+    if call.at_servers is not None:
+        results, lost = call.at_servers.collect()
+        for rows, (server_dq, server_dk, server_dv) in results:
+            dq.add(rows.q_rows, server_dq)
+            dk.add(rows.k_rows, server_dk)
+            dv.add(rows.k_rows, server_dv)
+        if lost:
+            repair = call.to_repair(lost)
+            start_backward(repair, *call.local)
+            compute_backward(repair, ())
+            for total, home in zip(call.sums, finish_backward(repair), strict=True):
+                total.add(slice(0, len(home)), home)
+        call.at_servers, call.local = None, ()
     del call.queries_on_the_way, call.keys_on_the_way, call.sums
     return dq.result(), dk.result(), dv.result()
+
+
+def _start_servers(call: AttentionCall, direction: str, tensors: dict[str, Tensor]) -> None:
+    """Send dedicated servers their rows, where the plan has tasks for any."""
+    if call.routes.servers:
+        assert call.bound.pool is not None  # who plans for servers has a pool
+        call.at_servers = call.bound.pool.start(direction, call.nano.number, call.routes, call.params, tensors)
 
 
 def _own_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:

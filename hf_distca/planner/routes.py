@@ -8,12 +8,13 @@ Made once per micro-batch and used by every layer. Row numbers are of three kind
   the order (owner, document, position). Rows the worker holds itself are among them and cross no link.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import Layout, Plan
+from hf_distca.plan import TASK, Layout, Plan
 
 IntArray = NDArray[np.int64]
 
@@ -46,7 +47,7 @@ class Messages:
         send_rows: local rows, ordered by receiving worker.
         send_counts: [workers] how many of them go to each worker.
         recv_counts: [workers] how many rows come from each.
-        crossing: whether any rank sends such a row to another. The same on every rank, so that all of
+        crossing: whether any rank sends such a row to another rank. The same on every rank, so that all of
             them skip an empty exchange or none does.
     """
 
@@ -264,23 +265,47 @@ class _ReceivedKeys:
 
 
 def _any_query_moves(plan: Plan) -> bool:
-    """Whether some task has a query row that its worker does not hold."""
-    return bool(np.any(_rows_held(plan, plan.tasks["start"]) < plan.tasks["stop"] - plan.tasks["start"]))
+    """Whether some rank's task has a query row that the rank does not hold."""
+    tasks = _tasks_of_ranks(plan)
+    return bool(np.any(_rows_held(plan, tasks, tasks["start"]) < tasks["stop"] - tasks["start"]))
 
 
 def _any_key_moves(plan: Plan) -> bool:
-    """Whether some task has a K/V row that its worker does not hold."""
-    first = plan.first_key()
-    return bool(np.any(_rows_held(plan, first) < plan.tasks["stop"] - first))
+    """Whether some rank's task has a K/V row that the rank does not hold."""
+    tasks = _tasks_of_ranks(plan)
+    first = plan.first_key()[plan.tasks["worker"] < plan.layout.ranks]
+    return bool(np.any(_rows_held(plan, tasks, first) < tasks["stop"] - first))
 
 
-def _rows_held(plan: Plan, first: IntArray) -> IntArray:
+def _tasks_of_ranks(plan: Plan) -> NDArray[np.void]:
+    """The tasks that in-place servers compute."""
+    return plan.tasks[plan.tasks["worker"] < plan.layout.ranks]
+
+
+def _rows_held(plan: Plan, tasks: NDArray[np.void], first: IntArray) -> IntArray:
     """[tasks] how many of each task's rows [first, stop) its own worker holds."""
     layout: Layout = plan.layout
     segments = layout.segments[np.lexsort((layout.segments["start"], layout.segments["document"]))]
-    which, segment, start, stop = _overlaps(plan.tasks["document"], first, plan.tasks["stop"], segments)
-    held = np.where(segments["rank"][segment] == plan.tasks["worker"][which], stop - start, 0)
-    return np.bincount(which, weights=held, minlength=len(plan.tasks)).astype(np.int64)
+    which, segment, start, stop = _overlaps(tasks["document"], first, tasks["stop"], segments)
+    held = np.where(segments["rank"][segment] == tasks["worker"][which], stop - start, 0)
+    return np.bincount(which, weights=held, minlength=len(tasks)).astype(np.int64)
+
+
+def tasks_at_home(plan: Plan, workers: Collection[int]) -> Plan:
+    """The tasks of some workers alone, each row's at the rank that holds it: what is left to do when they are lost.
+
+    Args:
+        plan: the plan in which they were lost.
+        workers: the lost workers.
+    """
+    segments = plan.layout.segments[np.lexsort((plan.layout.segments["start"], plan.layout.segments["document"]))]
+    lost = plan.tasks[np.isin(plan.tasks["worker"], list(workers))]
+    _, segment, start, stop = _overlaps(lost["document"], lost["start"], lost["stop"], segments)
+    tasks = np.zeros(len(start), TASK)
+    tasks["document"], tasks["start"], tasks["stop"] = segments["document"][segment], start, stop
+    tasks["worker"] = segments["rank"][segment]
+    order = np.lexsort((tasks["start"], tasks["document"], tasks["worker"]))
+    return Plan(plan.layout, tasks[order], plan.layout.ranks, plan.window)
 
 
 def _expand(starts: IntArray, counts: IntArray) -> IntArray:

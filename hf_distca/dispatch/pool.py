@@ -1,0 +1,421 @@
+"""The pool of dedicated attention servers, as trainers see it.
+
+A server is a worker of the plan that holds no rows. Trainers send it query and K/V rows over one link per pair of
+trainer and server, and collect the results after their own tasks. After every collection they tell one another which
+servers they lost: all of them go on without these, and compute at home what was lost.
+
+Shape suffixes: N rows; what follows a row's N is free.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_distca.call_codec import Call, Column
+from hf_distca.dispatch.clock import Clock
+from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.rows import RowIndex, take
+from hf_distca.kernels.contract import AttentionParams, Kernel
+from hf_distca.kernels.speed import measure_speed
+from hf_distca.plan import NanoBatch
+from hf_distca.plan_codec import encode_plan
+from hf_distca.planner.cost import Workers
+from hf_distca.wire.directory import Directory, ServerInfo
+from hf_distca.wire.errors import LinkLost
+from hf_distca.wire.framing import Kind
+from hf_distca.wire.link import PendingReply, ServerLink
+
+if TYPE_CHECKING:
+    from hf_distca.dispatch.bound import BoundRoutes, ServerRows
+
+logger = logging.getLogger(__name__)
+
+SMOOTHING = 0.5
+"""Share of a new observation in a speed or base load."""
+
+
+class TimedKernel:
+    """A kernel whose time is counted, to compare the speeds of workers.
+
+    Args:
+        kernel: what computes.
+        device: where.
+
+    Attributes:
+        device: where.
+        clock: time of all calls.
+    """
+
+    def __init__(self, kernel: Kernel, device: torch.device) -> None:
+        self._kernel, self.device = kernel, device
+        self.name = kernel.name
+        self.check = kernel.check
+        self.clock = Clock()
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        with self.clock.running(self.device):
+            return self._kernel.forward(*args)
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        with self.clock.running(self.device):
+            return self._kernel.backward(*args)
+
+
+@dataclass
+class _Observed:
+    """What a rank saw since the last refresh.
+
+    Attributes:
+        calls: attentions of a nano-batch that servers took part in.
+        pairs: query-key pairs of this rank's own tasks in them.
+        seconds: time of its kernel.
+        between_s: time that it worked outside of attention while servers computed.
+        servers: by server id, pairs and seconds of its calls, as far as this rank took part.
+    """
+
+    calls: int = 0
+    pairs: int = 0
+    seconds: float = 0.0
+    between_s: float = 0.0
+    servers: dict[int, tuple[int, float]] | None = None
+
+
+class Pool:
+    """The servers that are there, and how fast they are.
+
+    Every rank makes one at the same point and calls `refresh` and `close` when every other does.
+
+    Args:
+        groups: the trainers.
+        kernel: the trainer's own kernel.
+        token: the run's token.
+        directory: where servers join; on rank 0 only.
+        ranks_serve: whether trainers compute core attention too while there are servers.
+        timeout_s: a server that does not answer for so long is lost.
+        connect_timeout_s: for connecting to a server that has joined.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        kernel: TimedKernel,
+        token: bytes,
+        directory: Directory | None,
+        *,
+        ranks_serve: bool = True,
+        timeout_s: float = 60.0,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        self.groups = groups
+        self.ranks_serve = ranks_serve
+        self.timeout_s = timeout_s
+        self.wait_clock = Clock()
+        self._kernel = kernel
+        self._token = token
+        self._directory = directory
+        self._connect_timeout_s = connect_timeout_s
+        self._links: dict[int, ServerLink] = {}
+        self._infos: dict[int, ServerInfo] = {}
+        self._speeds: dict[int, float] = {}  # relative to the trainers' mean
+        self._base_load = 0.0  # of a trainer, in pairs of its own, for one attention of a nano-batch
+        self._plan_numbers, self._call_numbers = itertools.count(), itertools.count()
+        self._observed = _Observed(servers={})
+        self._kernel_seconds = kernel.clock.seconds()
+        self._under_way = 0
+        self._left_step: float | None = None
+        own = measure_speed(kernel, kernel.device)
+        self._own_speed = float(np.mean(groups.all_gather(own)))  # pairs per second
+
+    # Members
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """Ids of the servers that take part."""
+        return tuple(sorted(self._links))
+
+    def refresh(self) -> None:
+        """Let servers that have joined take part from now on, without those that left. A collective."""
+        members = self._directory.members() if self._directory is not None else ()
+        self._observed.seconds = self._kernel.clock.seconds() - self._kernel_seconds
+        lost = [server for server, link in self._links.items() if link.lost]
+        told = self.groups.all_gather((members, lost, self._observed))
+        self._learn([observed for _, _, observed in told])
+        present = {info.id: info for info in told[0][0]}
+        self.lose({server for _, gone, _ in told for server in gone}, "between steps; nothing was under way")
+        self.lose(set(self._links) - set(present), "it left the directory")
+        joined = [info for server, info in sorted(present.items()) if server not in self._links]
+        if joined:
+            self._connect(joined)
+
+    def wait_for(self, servers: int, timeout_s: float) -> None:
+        """Refresh until so many servers take part. A collective.
+
+        Raises:
+            TimeoutError: on every rank, where they do not join in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.refresh()
+            if len(self._links) >= servers:
+                return
+            if any(self.groups.all_gather(time.monotonic() > deadline)):
+                raise TimeoutError(
+                    f"{len(self._links)} of {servers} attention servers joined within {timeout_s:g} s; look at what "
+                    "the servers print"
+                )
+            time.sleep(0.2)
+
+    def _connect(self, joined: Sequence[ServerInfo]) -> None:
+        links: dict[int, ServerLink | str] = {}
+        for info in joined:
+            try:
+                links[info.id] = ServerLink(
+                    info.host, info.port, self._token, self.groups.rank, self.groups.ranks, self._connect_timeout_s
+                )
+            except LinkLost as error:
+                links[info.id] = str(error)
+        failures = self.groups.all_gather({id: link for id, link in links.items() if isinstance(link, str)})
+        for info in joined:
+            link = links[info.id]
+            reasons = [failure[info.id] for failure in failures if info.id in failure]
+            if not reasons and isinstance(link, ServerLink):
+                self._links[info.id] = link
+                self._infos[info.id] = info
+                self._speeds[info.id] = info.pairs_per_second / self._own_speed
+                self._tell(f"attention server {self._name(info.id)} takes part: speed {self._speeds[info.id]:.2f}")
+                continue
+            if isinstance(link, ServerLink):
+                link.close()
+            self._tell(f"attention server {info.host}:{info.port} cannot take part: {reasons[0]}", logging.WARNING)
+            if self._directory is not None:
+                self._directory.drop(info.id)
+
+    def lose(self, servers: set[int], what: str) -> None:
+        """Go on without some servers. Every rank does it with the same ones.
+
+        Args:
+            servers: their ids; those that are gone already do not count.
+            what: what becomes of their tasks, for the warning.
+        """
+        for server in sorted(servers & set(self._links)):
+            link = self._links.pop(server)
+            reason = link.lost or "another trainer lost it"
+            link.close()
+            if self._directory is not None:
+                self._directory.drop(server)
+            left = f"{len(self._links)} servers left" if self._links else "no server left, trainers go on in place"
+            self._tell(f"lost attention server {self._name(server)} ({reason}): {what}; {left}", logging.WARNING)
+
+    def _name(self, server: int) -> str:
+        info = self._infos[server]
+        return f"{server} ({info.host}:{info.port}, {info.device})"
+
+    def _tell(self, message: str, level: int = logging.INFO) -> None:
+        if self.groups.rank == 0:
+            logger.log(level, message)
+
+    def close(self, *, ended: bool = True) -> None:
+        """Let go of all servers.
+
+        Args:
+            ended: tell them that training is over; else they wait for another run to join.
+        """
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        if self._directory is not None:
+            if ended:
+                self._directory.end()
+            self._directory.close()
+
+    # Plans
+
+    def workers(self, nano_batches: int) -> Workers:
+        """Speeds and base loads of the ranks and, after them, of `servers`."""
+        base = self._base_load if nano_batches > 1 else 0.0
+        speeds = [self._speeds[server] for server in self.servers]
+        ranks = self.groups.ranks
+        return Workers((1.0,) * ranks + tuple(speeds), (base,) * ranks + (0.0,) * len(speeds))
+
+    def bind(self, nano_batches: Sequence[NanoBatch]) -> "PooledPlan":
+        """Send a plan to the servers that it has as workers behind the ranks, in the order of `servers`."""
+        number = next(self._plan_numbers)
+        for index, server in enumerate(self.servers):
+            if self.groups.rank == 0:
+                header, tables = encode_plan(number, self.groups.ranks + index, nano_batches)
+                with suppress(LinkLost):  # noticed by all ranks when its results are collected
+                    self._links[server].send(Kind.PLAN, header, tables)
+        return PooledPlan(self, number, self.servers)
+
+    # What is seen of speeds
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each step of an attention: what lies between steps is the trainer's other work."""
+        now = time.perf_counter()
+        if self._under_way and self._left_step is not None:
+            self._observed.between_s += now - self._left_step
+        yield
+        self._left_step = time.perf_counter()
+
+    def _learn(self, observed: Sequence[_Observed]) -> None:
+        """Correct speeds and base load by what the ranks saw; the same on every rank."""
+        seconds, pairs = sum(seen.seconds for seen in observed), sum(seen.pairs for seen in observed)
+        if seconds > 0 and pairs:
+            self._own_speed = _smoothed(self._own_speed, pairs / seconds)
+        calls = sum(seen.calls for seen in observed)
+        if calls:
+            between = sum(seen.between_s for seen in observed) / calls
+            self._base_load = _smoothed(self._base_load, between * self._own_speed)
+        for server in self._links:
+            # Every rank saw some of a server's calls, and each of these whole.
+            pairs, seconds = max(seen.servers.get(server, (0, 0.0)) for seen in observed)
+            if seconds > 0:
+                speed = pairs / seconds / self._own_speed
+                self._speeds[server] = _smoothed(self._speeds[server], speed)
+        self._observed = _Observed(servers={})
+        self._kernel_seconds = self._kernel.clock.seconds()
+
+
+class PooledPlan:
+    """A plan of one micro-batch as the servers know it.
+
+    Args:
+        pool: the servers.
+        number: of the plan.
+        servers: ids of the plan's servers.
+    """
+
+    def __init__(self, pool: Pool, number: int, servers: tuple[int, ...]) -> None:
+        self.pool = pool
+        self._number = number
+        self._servers = servers
+
+    def start(
+        self, direction: str, nano: int, routes: "BoundRoutes", params: AttentionParams, tensors: dict[str, Tensor]
+    ) -> "ServerCall":
+        """Send the servers their rows of one attention.
+
+        Args:
+            direction: "forward" or "backward".
+            nano: number of the nano-batch.
+            routes: of this rank.
+            params: scale, window and softcap of the layer.
+            tensors: the rank's rows by column name, see `hf_distca.call_codec`.
+        """
+        pool = self.pool
+        q_THD, k_TGD, v_TGE = tensors["q"], tensors["k"], tensors["v"]
+        call = Call(
+            plan=self._number,
+            number=next(pool._call_numbers),
+            nano=nano,
+            window=params.window,
+            direction="forward" if direction == "forward" else "backward",
+            scale=params.scale,
+            softcap=params.softcap,
+            q_heads=q_THD.shape[1],
+            kv_heads=k_TGD.shape[1],
+            dim_qk=q_THD.shape[2],
+            dim_v=v_TGE.shape[2],
+            dtype=str(q_THD.dtype).removeprefix("torch."),
+        )
+        pool._under_way += 1
+        parts = []
+        for rows in routes.servers:
+            link = pool._links.get(self._servers[rows.server])
+            if link is None or not rows.q_count + rows.k_count:
+                continue
+            sent = [_to_host(take(tensors[column.name], _index(rows, column))) for column in call.request()]
+            results = [_empty(rows, column, pinned=q_THD.is_cuda) for column in call.reply()]
+            try:
+                pending = link.call(call.header(), _bytes(sent), _bytes(results))
+            except LinkLost:
+                continue  # the collection will find the link lost
+            parts.append((rows, pending, results))
+        return ServerCall(self, routes, parts, q_THD.device)
+
+
+class ServerCall:
+    """One attention's tasks at the servers."""
+
+    def __init__(
+        self,
+        plan: PooledPlan,
+        routes: "BoundRoutes",
+        parts: list[tuple["ServerRows", PendingReply, list[Tensor]]],
+        device: torch.device,
+    ) -> None:
+        self._plan, self._routes, self._parts, self._device = plan, routes, parts, device
+
+    def collect(self) -> tuple[list[tuple["ServerRows", list[Tensor]]], frozenset[int]]:
+        """Wait for the results, and agree with the other trainers on the servers that were lost. A collective.
+
+        Returns:
+            results: the rows that a server computed and its reply's columns, on the trainer's device.
+            lost: numbers of the plan's servers from which some trainer did not get its results.
+        """
+        pool, ids = self._plan.pool, self._plan._servers
+        seen = pool._observed
+        seen.calls += 1
+        seen.pairs += self._routes.pairs
+        with pool.wait_clock.running(torch.device("cpu")):
+            for rows, pending, _ in self._parts:
+                try:
+                    header = pending.wait(pool.timeout_s)
+                except LinkLost:
+                    continue
+                pairs, seconds = seen.servers.get(ids[rows.server], (0, 0.0))
+                seen.servers[ids[rows.server]] = pairs + int(header["pairs"]), seconds + float(header["seconds"])
+            pool._under_way -= 1
+            lost = self._agree([rows.server for rows in self._routes.servers])
+        results = [
+            (rows, [column.to(self._device, non_blocking=True) for column in results])
+            for rows, _, results in self._parts
+            if rows.server not in lost
+        ]
+        return results, lost
+
+    def _agree(self, servers: list[int]) -> frozenset[int]:
+        """Those of the plan's servers that some trainer has lost."""
+        pool, ids = self._plan.pool, self._plan._servers
+        here = [server for server in servers if ids[server] in pool._links]
+        if here:  # the same on every rank
+            failed = pool.groups.any_of([bool(pool._links[ids[server]].lost) for server in here])
+            pool.lose(
+                {ids[server] for server, gone in zip(here, failed, strict=True) if gone},
+                "its tasks of this micro-batch are computed by the trainers that hold their rows",
+            )
+        return frozenset(server for server in servers if ids[server] not in pool._links)
+
+
+def _smoothed(old: float, new: float) -> float:
+    return old + SMOOTHING * (new - old)
+
+
+def _index(rows: "ServerRows", column: Column) -> RowIndex:
+    return rows.q_rows if column.rows == "queries" else rows.k_rows
+
+
+def _empty(rows: "ServerRows", column: Column, *, pinned: bool) -> Tensor:
+    count = rows.q_count if column.rows == "queries" else rows.k_count
+    return torch.empty((count, *column.shape), dtype=getattr(torch, column.dtype), pin_memory=pinned)
+
+
+def _to_host(x_N: Tensor) -> Tensor:
+    """A dense copy on the host, or the tensor itself where it is one."""
+    return x_N.detach().contiguous().cpu()
+
+
+def _bytes(tensors: Sequence[Tensor]) -> list[memoryview]:
+    """The memory of dense tensors on the host, those without rows left out."""
+    return [memoryview(x_N.view(-1).view(torch.uint8).numpy()) for x_N in tensors if x_N.numel()]

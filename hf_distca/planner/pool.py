@@ -1,0 +1,112 @@
+"""Balancing over ranks and dedicated servers together."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from hf_distca.plan import Layout, MicroBatchPlan, Plan
+from hf_distca.planner.balance import balance, merged
+from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.metrics import bytes_between, loads_of
+from hf_distca.planner.micro_batch import PlanSettings
+
+IDLE = 1e-9
+"""Speed of a rank that is to compute no core attention."""
+
+
+def balance_over_pool(
+    layout: Layout,
+    workers: Workers,
+    *,
+    ranks_serve: bool = True,
+    window: int | None = None,
+    tolerance: float = 0.0,
+    block_size: int = 128,
+    row_bytes: RowBytes | None = None,
+) -> Plan:
+    """Choose tasks so that ranks and servers finish together.
+
+    Args:
+        layout: where the rows are.
+        workers: the ranks, and after them at least one server; ranks carry the base load of what they do besides core
+            attention while servers compute.
+        ranks_serve: whether ranks compute core attention too; else all of it goes to the servers.
+        window: as in `balance`.
+        tolerance: as in `balance`.
+        block_size: as in `balance`.
+        row_bytes: as in `balance`.
+
+    Raises:
+        ValueError: there is no server, or settings are out of range.
+    """
+    servers = len(workers) - layout.ranks
+    if servers < 1:
+        raise ValueError(f"{len(workers)} workers for {layout.ranks} ranks leave no server")
+    if not ranks_serve:
+        workers = Workers((IDLE,) * layout.ranks + workers.speed[layout.ranks :], (0.0,) * len(workers))
+    plan = balance(
+        layout,
+        workers=workers,
+        window=window,
+        tolerance=tolerance,
+        block_size=block_size,
+        row_bytes=row_bytes,
+    )
+    return plan if ranks_serve else _without_ranks(plan, workers)
+
+
+def plan_for_pool(
+    plan: MicroBatchPlan, workers: Workers, settings: PlanSettings, *, ranks_serve: bool
+) -> MicroBatchPlan:
+    """The same layouts with tasks for ranks and servers.
+
+    Args:
+        plan: of a micro-batch.
+        workers: see `balance_over_pool`; base loads are for one nano-batch.
+        settings: with which the plan was made.
+        ranks_serve: see `balance_over_pool`.
+    """
+    nano_batches = [
+        replace(
+            nano,
+            plans={
+                window: balance_over_pool(
+                    nano.layout,
+                    workers,
+                    ranks_serve=ranks_serve,
+                    window=window,
+                    tolerance=settings.tolerance,
+                    block_size=settings.block_size,
+                    row_bytes=settings.row_bytes,
+                )
+                for window in nano.plans
+            },
+        )
+        for nano in plan.nano_batches
+    ]
+    plans = [nano.plans[settings.dominant_window] for nano in nano_batches]
+    loads = np.sum([loads_of(plan) for plan in plans], axis=0)
+    working = np.arange(len(workers)) >= (0 if ranks_serve else settings.ranks)
+    every = Workers(workers.speed, tuple(len(plans) * load for load in workers.base_load))
+    moved = np.sum([bytes_between(plan, settings.row_bytes) for plan in plans], axis=0)
+    summary = replace(
+        plan.summary,
+        max_over_mean=float(every.finishing(loads)[working].max() / every.finishing(loads)[working].mean()),
+        bytes_bottleneck=int(moved.max()),
+    )
+    return MicroBatchPlan(tuple(nano_batches), summary)
+
+
+def _without_ranks(plan: Plan, workers: Workers) -> Plan:
+    """The plan with what is left at ranks given to the servers that finish first, largest first."""
+    tasks = plan.tasks.copy()
+    cost = pairs(tasks["start"], tasks["stop"], plan.window)
+    ranks = plan.layout.ranks
+    speed = np.asarray(workers.speed[ranks:])
+    loads = np.bincount(tasks["worker"], weights=cost, minlength=len(workers))[ranks:]
+    left = np.flatnonzero(tasks["worker"] < ranks)
+    for index in left[np.argsort(-cost[left], kind="stable")].tolist():
+        server = int(np.argmin((loads + cost[index]) / speed))
+        loads[server] += cost[index]
+        tasks["worker"][index] = ranks + server
+    return Plan(plan.layout, merged(tasks), plan.workers, plan.window)

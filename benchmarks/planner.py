@@ -8,6 +8,8 @@ Run: python benchmarks/planner.py --batches FILE.json.gz --reference FILE.csv [-
 Rows with tol 0 are compared.
 
 Prints a table of medians per kind of batch, then timings at 512 ranks, and one JSON object as the last line.
+"cut<128" counts tasks below a kernel block that do not end where their document ends, "unneeded" those of them
+that neither are a whole segment at home nor are needed for the balance (hf_distca/planner/short_tasks.py).
 Ratios are ours / reference, over inputs where the reference moves anything. Bytes are those of one layer of
 Llama-3-8B in bfloat16. Times are the least of --repeats runs.
 """
@@ -25,11 +27,15 @@ from pathlib import Path
 
 from hf_distca.plan import Plan
 from hf_distca.planner.balance import balance
+from hf_distca.planner.cost import FINEST
 from hf_distca.planner.layout import fixed_layout, joint_layout
-from hf_distca.planner.metrics import PlanMetrics, measure
+from hf_distca.planner.metrics import PlanMetrics, loads_of, measure
+from hf_distca.planner.short_tasks import without_short
 
 RANKS = (4, 8, 16, 32, 64)
-HEADER = ("kind", "plans", "max/mean", "tokens", "bytes", "(max)", "busiest", "(max)", "cut<128", "ms")
+HEADER = ("kind", "plans", "max/mean", "tokens", "bytes", "(max)", "busiest", "(max)", "cut<128", "unneeded", "ms")
+BLOCK = 128
+"""Rows of a kernel block."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class Result:
         metrics: what was achieved.
         total: bytes of all ranks over the reference's; None where that moves nothing.
         busiest: bytes of the busiest rank over the reference's; None likewise.
+        unneeded: short tasks without a reason.
         plan_ms: planning time.
     """
 
@@ -50,6 +57,7 @@ class Result:
     metrics: PlanMetrics
     total: float | None
     busiest: float | None
+    unneeded: int
     plan_ms: float
 
 
@@ -59,7 +67,21 @@ def plan_once(batch: dict, ranks: int, kind: str) -> Plan:
     if kind == "joint":
         lengths = [length for row in rows for length in row]
         return balance(joint_layout(lengths, ranks, batch["T"]))
-    return balance(fixed_layout(rows, ranks), tolerance=0.05 if kind == "fixed, 5 %" else 0.0)
+    return balance(fixed_layout(rows, ranks), tolerance=tolerance_of(kind))
+
+
+def tolerance_of(kind: str) -> float:
+    """The tolerance of a kind of plan."""
+    return 0.05 if kind == "fixed, 5 %" else 0.0
+
+
+def unneeded_short(plan: Plan, tolerance: float) -> int:
+    """Short tasks that can go one by one while every worker stays within the tolerance."""
+    loads = loads_of(plan)
+    room = loads.mean() * (1 + max(tolerance, FINEST)) - loads
+    fewer = without_short(plan.tasks, plan.layout, room.tolist(), plan.window, BLOCK)
+    without = Plan(plan.layout, fewer, plan.workers, plan.window)
+    return measure(plan).tasks_cut_below_block - measure(without).tasks_cut_below_block
 
 
 def rows_of(batch: dict, ranks: int) -> list[list[int]]:
@@ -93,6 +115,7 @@ def compare(batches: list[dict], reference: dict, kind: str, repeats: int) -> li
                     metrics,
                     metrics.bytes_total / total if total else None,
                     metrics.bytes_bottleneck / busiest if busiest else None,
+                    unneeded_short(plan, tolerance_of(kind)),
                     plan_ms,
                 )
             )
@@ -119,6 +142,7 @@ def summary(results: list[Result]) -> dict:
         "bytes_bottleneck_ratio": spread([r.busiest for r in results]),
         "plans_with_cut_tasks_below_block": sum(r.metrics.tasks_cut_below_block > 0 for r in results),
         "cut_tasks_below_block": sum(r.metrics.tasks_cut_below_block for r in results),
+        "unneeded_tasks_below_block": sum(r.unneeded for r in results),
         "plan_ms": spread([r.plan_ms for r in results]),
         "plan_ms_64_ranks": spread([r.plan_ms for r in results if r.ranks == 64]),
     }
@@ -138,6 +162,7 @@ def line(name: str, results: list[Result]) -> list[str]:
         f"{busiest['median']:.3f}",
         f"{busiest['max']:.3f}",
         str(figures["cut_tasks_below_block"]),
+        str(figures["unneeded_tasks_below_block"]),
         f"{figures['plan_ms']['median']:.1f}",
     ]
 

@@ -9,7 +9,8 @@ Rows move in the fewest and cheapest pieces:
    them together cost least (`_Round._stack`).
 
 Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
-worker is within the tolerance.
+worker is within the tolerance. What tasks below a block are then not needed for it are taken out
+(`without_short`).
 """
 
 import itertools
@@ -21,6 +22,7 @@ from hf_distca.plan import TASK, Layout, Plan
 from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, row_reaching
 from hf_distca.planner.flows import plan_flows
 from hf_distca.planner.layout import check_settings, merge_touching
+from hf_distca.planner.short_tasks import without_short
 from hf_distca.planner.sources import Price, Source
 
 BUSY = 0.8
@@ -52,7 +54,7 @@ def balance(
         tolerance: how far above the ideal finishing time the last worker may finish, measured on the plan
             returned. Below FINEST it counts as FINEST. Where whole rows cannot reach it, the best found.
         block_size: rows of a kernel block. Cuts fall on its multiples, and no task is shorter, except where a
-            document or segment ends or where the balance needs it.
+            document or segment ends or where the balance needs it (short_tasks.py says when it does).
         row_bytes: bytes of the rows; None for RowBytes().
 
     Raises:
@@ -77,6 +79,9 @@ def balance(
         finish = float(workers.finishing(_loads(tasks, len(workers), window)).max())
         if finish < best_time:
             best, best_time = tasks, finish
+    room = (max(limit, best_time) - np.asarray(workers.base_load)) * np.asarray(workers.speed)
+    room -= _loads(best, len(workers), window)
+    best = merged(without_short(best, layout, room.tolist(), window, block_size))
     return Plan(layout, best, len(workers), window)
 
 

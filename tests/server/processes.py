@@ -1,0 +1,53 @@
+"""A server as a process of its own."""
+
+import re
+import subprocess
+import sys
+import time
+
+
+class ServerProcess:
+    """`hf-distca serve` for a directory of this process.
+
+    Attributes:
+        process: it.
+        output: file that its standard output and errors go to.
+    """
+
+    def __init__(self, directory, token, folder, *options):
+        self.output = folder / "output.txt"
+        self.directory = directory
+        join = ["--join", f"127.0.0.1:{directory.port}", "--token-file", "-", "--threads", "1"]
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hf_distca.cli.main", "serve", *join, *options],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        self.process.stdin.write(token.hex() + "\n")
+        self.process.stdin.close()
+
+    def joined(self, timeout_s=90):
+        """Wait until it is a member; its info."""
+        deadline = time.monotonic() + timeout_s
+        while not self.directory.members():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+        return self.directory.members()[0]
+
+    def text(self):
+        """What it has said so far."""
+        return self.output.read_text()
+
+    def memory(self):
+        """Bytes of memory that it uses."""
+        with open(f"/proc/{self.process.pid}/status") as file:
+            return int(re.search(r"VmRSS:\s+(\d+) kB", file.read())[1]) * 1024
+
+    def close(self):
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.wait()

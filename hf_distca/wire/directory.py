@@ -1,6 +1,7 @@
 """Which servers there are: a directory at trainer rank 0, and the servers' membership in it."""
 
 import enum
+import ipaddress
 import itertools
 import logging
 import math
@@ -104,7 +105,11 @@ class Directory:
     def _serve(self, peer: Peer) -> None:
         """Keep one member."""
         channel = peer.channel
-        info = _checked(peer.hello.header, next(self._ids), channel.peer_host)
+        try:
+            info = _checked(peer.hello.header, next(self._ids), channel.peer_host)
+        except ProtocolError as error:
+            channel.send(Kind.REFUSED, {"reason": str(error)})
+            raise
         channel.set_timeout(self._silence_s)
         with self._lock:
             channel.send(Kind.WELCOME, {"id": info.id})
@@ -171,14 +176,15 @@ class Membership:
 
         Raises:
             AuthenticationError: the directory has another token.
+            ProtocolError: it refuses this server, or is no directory.
             LinkLost: it was not reached in time.
         """
         deadline = time.monotonic() + wait_s
         while True:
             try:
                 return cls._try(host, port, token, info)
-            except AuthenticationError:
-                raise
+            except (AuthenticationError, ProtocolError):
+                raise  # another try would end alike
             except LinkLost as error:
                 if time.monotonic() + _RETRY_S > deadline or give_up():
                     raise LinkLost(f"not joined within {wait_s:g} s; the last try: {error}") from error
@@ -191,6 +197,8 @@ class Membership:
             channel.set_timeout(_ANSWER_S)
             channel.send(Kind.HELLO, info)
             frame = channel.receive()
+            if frame.kind is Kind.REFUSED:
+                raise ProtocolError(f"the directory does not take this server: {frame.header.get('reason')}")
             if frame.kind is not Kind.WELCOME or not isinstance(frame.header.get("id"), int):
                 raise ProtocolError(f"the directory answers {frame.kind.name}, expected WELCOME")
         except LinkLost as error:
@@ -223,11 +231,23 @@ def _checked(hello: dict[str, Any], member: int, came_from: str) -> ServerInfo:
     """The info that a server gave of itself.
 
     Raises:
-        ProtocolError: it is not sane.
+        ProtocolError: it is not sane, or trainers could not reach the server.
     """
     match hello:
         case {"host": str(host), "port": int(port), "device": str(device), "pairs_per_second": float(speed)} if (
             len(host) < 256 and 0 < port < 65536 and len(device) < 64 and 0 < speed < math.inf
         ):
+            if _is_loopback(host) and not _is_loopback(came_from):
+                raise ProtocolError(
+                    f"the server listens on {host}, where trainers on other hosts do not reach it; let it listen on "
+                    f"an address of its network, such as {came_from}"
+                )
             return ServerInfo(member, host or came_from, port, device, speed)
     raise ProtocolError("a server that joins must give a host, a port, a device and a positive pairs_per_second")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name

@@ -1,11 +1,12 @@
 import signal
 import socket
+import time
 
 import pytest
 
 from hf_distca.cli.main import main
-from hf_distca.wire import Directory, make_token, write_token
-from tests.server.fake_trainers import FakeTrainer, make_nano_batch, run_calls
+from hf_distca.wire import Directory, LinkLost, make_token, write_token
+from tests.server.fake_trainers import Data, FakeTrainer, make_call, make_nano_batch, run_calls
 from tests.server.processes import ServerProcess
 
 
@@ -62,6 +63,35 @@ def test_a_signal_stops_it_cleanly(serve, token, directory, number):
     trainer.link.close()
     assert server.text().endswith("stopped\n")
     assert "Traceback" not in server.text()
+
+
+def test_a_server_that_hangs_or_dies_is_noticed_and_one_that_wakes_up_joins_again(serve, directory, token):
+    server = serve()
+    first = server.joined()
+    nano_batches = [make_nano_batch([64], 1, 1, 0)]
+    trainer = FakeTrainer(first.port, token, 0, 1, 1)
+    trainer.send_plan(0, nano_batches)
+    number = run_calls([trainer], 0, nano_batches)
+    server.process.send_signal(signal.SIGSTOP)
+    plan = nano_batches[0].plans[None]
+    call = make_call(0, number, 0, None, "forward")
+    with pytest.raises(LinkLost, match="no reply within"):
+        trainer.finish(trainer.start(call, plan, Data(plan, call, 1)), 0, timeout_s=0.5)
+    directory.drop(first.id)
+    server.process.send_signal(signal.SIGCONT)
+    second = server.joined()
+    assert second.id != first.id
+    trainer = FakeTrainer(second.port, token, 0, 1, 1)
+    trainer.send_plan(0, nano_batches)
+    number = run_calls([trainer], 0, nano_batches, number)
+    server.process.kill()
+    begin = time.monotonic()
+    with pytest.raises(LinkLost):
+        trainer.finish(trainer.start(call, plan, Data(plan, call, 1)), 0)
+    assert time.monotonic() - begin < 5
+    while directory.members():
+        assert time.monotonic() - begin < 5
+        time.sleep(0.05)
 
 
 def test_a_run_that_is_gone_is_waited_for_and_then_given_up(serve, directory):

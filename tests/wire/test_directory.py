@@ -11,11 +11,12 @@ from hf_distca.wire import (
     Kind,
     LinkLost,
     Membership,
+    ProtocolError,
     ServerInfo,
     State,
     make_token,
 )
-from hf_distca.wire.directory import SERVICE
+from hf_distca.wire.directory import SERVICE, _checked
 from hf_distca.wire.handshake import connect
 
 INFO = {"host": "", "port": 4000, "device": "cpu", "pairs_per_second": 1e9}
@@ -148,12 +149,18 @@ def test_a_wrong_token_is_not_tried_again(directory):
     ],
 )
 def test_nonsense_is_not_listed(directory, token, wrong):
-    channel = Channel(connect("127.0.0.1", directory.port, token, SERVICE, 5))
-    channel.send(Kind.HELLO, {**INFO, **wrong})
-    with pytest.raises(LinkLost):
-        channel.receive()
-    channel.close()
+    begin = time.monotonic()
+    with pytest.raises(ProtocolError, match="must give a host"):
+        join(directory, token, **wrong)
+    assert time.monotonic() - begin < 1
     assert directory.members() == ()
+
+
+def test_a_server_that_trainers_could_not_reach_is_told_so():
+    with pytest.raises(ProtocolError, match=r"such as 10\.0\.0\.7"):
+        _checked({**INFO, "host": "127.0.0.1"}, 0, "10.0.0.7")
+    assert _checked(INFO, 0, "10.0.0.7").host == "10.0.0.7"
+    assert _checked({**INFO, "host": "::1"}, 0, "::1").host == "::1"
 
 
 def test_a_member_that_sends_something_else_is_dropped(directory, token):

@@ -7,6 +7,10 @@ Run: python benchmarks/planner.py --batches FILE.json.gz --reference FILE.csv [-
 --reference: what another planner did with them; columns id, R, tol, max_mean, tot_bytes, max_rank, tasks, plan_ms.
 Rows with tol 0 are compared.
 
+The reference places a "cp4" document that spans ranks head-tail (its dp_max_mean column is that of this placement):
+each of its ranks holds as many rows as in order, half of them from the front and half from the back. The kind "fixed"
+keeps the rows in order, which is another input there; "fixed, head-tail" has the reference's placement.
+
 Prints a table of medians per kind of batch, then timings at 512 ranks, and one JSON object as the last line.
 "cut<128" counts tasks below a kernel block that do not end where their document ends, "unneeded" those of them
 that neither are a whole segment at home nor are needed for the balance (hf_distca/planner/short_tasks.py).
@@ -25,7 +29,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_distca.plan import Plan
+import numpy as np
+
+from hf_distca.plan import SEGMENT, Layout, Plan
 from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import FINEST
 from hf_distca.planner.layout import fixed_layout, joint_layout
@@ -67,7 +73,30 @@ def plan_once(batch: dict, ranks: int, kind: str) -> Plan:
     if kind == "joint":
         lengths = [length for row in rows for length in row]
         return balance(joint_layout(lengths, ranks, batch["T"]))
-    return balance(fixed_layout(rows, ranks), tolerance=tolerance_of(kind))
+    layout = fixed_layout(rows, ranks)
+    return balance(head_tail(layout) if kind == "fixed, head-tail" else layout, tolerance=tolerance_of(kind))
+
+
+def head_tail(layout: Layout) -> Layout:
+    """The same rows per document and rank, those of documents on several ranks from both ends inwards."""
+    pieces = []
+    taken = dict.fromkeys(range(len(layout.lengths)), 0)
+    left = dict(enumerate(layout.lengths.tolist()))
+    for doc, start, stop, rank, _ in layout.segments.tolist():
+        head = (stop - start) // 2
+        tail = stop - start - head
+        pieces += [(rank, doc, taken[doc], taken[doc] + head), (rank, doc, left[doc] - tail, left[doc])]
+        taken[doc] += head
+        left[doc] -= tail
+    segments, filled = [], [0] * layout.ranks
+    for rank, doc, start, stop in sorted(piece for piece in pieces if piece[2] < piece[3]):
+        last = segments[-1] if segments else (-1,) * 5
+        if (doc, start, rank) == (last[0], last[2], last[3]):
+            segments[-1] = (doc, last[1], stop, rank, last[4])
+        else:
+            segments.append((doc, start, stop, rank, filled[rank]))
+        filled[rank] += stop - start
+    return Layout(layout.lengths, np.array(segments, SEGMENT), layout.ranks)
 
 
 def tolerance_of(kind: str) -> float:
@@ -207,8 +236,9 @@ def main() -> None:
         reference = {(row["id"], int(row["R"])): row for row in csv.DictReader(file) if float(row["tol"]) == 0}
 
     report: dict = {}
-    for kind in ("fixed", "fixed, 5 %", "joint"):
-        results = compare(batches, reference, kind, options.repeats)
+    for kind in ("fixed", "fixed, head-tail", "fixed, 5 %", "joint"):
+        chosen = [batch for batch in batches if batch["layout"] == "cp4" or kind != "fixed, head-tail"]
+        results = compare(chosen, reference, kind, options.repeats)
         report[kind] = summary(results)
         by_kind: dict[str, list[Result]] = defaultdict(list)
         for result in results:

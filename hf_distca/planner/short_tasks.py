@@ -48,7 +48,7 @@ def without_short(
         segments = [(start, stop, rank) for _, start, stop, rank, _ in of_doc.tolist()]
         documents[doc] = _Document([task[1:] for task in group], segments, int(layout.lengths[doc]), window, block)
     # A change frees room on one worker, so that another may become possible in any document.
-    while any([document.remove_one(left) for document in documents.values()]):
+    while any(document.remove_one(left) for document in documents.values()):
         pass
     rows = [(doc, *piece) for doc, document in documents.items() for piece in document.pieces]
     return np.concatenate([tasks[~concerned], np.array(rows, TASK)])

@@ -110,6 +110,7 @@ class _Round:
 
     Attributes:
         surplus: pairs of each worker above what it should have.
+        busy: surplus from which a worker counts as the bottleneck.
         known: document -> worker -> rows: K/V rows [0, rows) of it are, or will be, on that worker. Only of
             documents on more than one worker.
         parts: task -> (pairs, taker) of each part that is to leave it.
@@ -137,6 +138,7 @@ class _Round:
         surplus = loads - aim
         surplus[(surplus > 0) & (workers.finishing(loads) <= ideal * (1 + slack))] = 0.0
         self.surplus: list[float] = surplus.tolist()
+        self.busy = BUSY * max(self.surplus)
         self.rounding = ROUNDING * slack * float(aim[aim > 0].min(initial=np.inf))
         self.documents: list[int] = tasks["document"].tolist()
         self.first: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()
@@ -159,7 +161,7 @@ class _Round:
 
     def _price(self, giver: int) -> Price:
         """What giving costs: all bytes, but for the busiest givers those they send, which all wait for."""
-        return self.sending if self.surplus[giver] >= BUSY * max(self.surplus) else self.price
+        return self.sending if self.surplus[giver] >= self.busy else self.price
 
     def _partners(self) -> dict[int, set[int]]:
         """Workers that have tasks of the same documents."""

@@ -67,7 +67,7 @@ class _Packing:
     """The state of one packing.
 
     Attributes:
-        room: tokens that each rank still takes.
+        room: tokens that each rank still takes; the most at first is `most_room`.
         need: pairs that each rank is still short of the mean; negative above it.
         starts, stops: the rows of each document that are not in `cuts`; all of them while it is whole.
         home: the rank of these rows; -1 where none are left, or they are not placed yet.
@@ -80,6 +80,7 @@ class _Packing:
         total = int(lengths.sum())
         self.mean = int(pairs(0, lengths, window).sum()) / ranks
         self.room = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+        self.most_room = max(self.room)
         self.need = [self.mean] * ranks
         self.documents = list(range(len(lengths)))
         self.starts, self.stops = [0] * len(lengths), list(self.lengths)
@@ -232,7 +233,7 @@ class _Packing:
 
     def _large(self, doc: int) -> bool:
         """Whether a document is more than one rank takes, even beside the shortest documents."""
-        rows, room = self.stops[doc], max(self.room)
+        rows, room = self.stops[doc], self.most_room
         filler = self._filler(max(room - rows, 0))
         return rows > room or bool(pairs(0, rows, self.window) + filler > self.mean * (1 + self.slack / 2))
 

@@ -84,9 +84,42 @@ class DistCAConfig:
     exchange_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
     )
+    attention_servers: str = field(
+        default="0",
+        metadata={
+            "help": "Dedicated attention servers: a number N makes the last N processes of this launch servers, and "
+            "the others train; 'external' lets servers started with `hf-distca serve` join and leave at any time."
+        },
+    )
+    trainers_serve: bool = field(
+        default=True,
+        metadata={"help": "Trainers compute core attention too while there are dedicated servers."},
+    )
+    attention_server_address: str = field(
+        default="127.0.0.1:0",
+        metadata={
+            "help": "HOST:PORT on which rank 0 takes attention servers in; port 0 is any that is free, and is logged. "
+            "Only servers that know the run's token are let in, but nothing is encrypted."
+        },
+    )
+    attention_server_token_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with the token that external servers need, made if there is none; by default "
+            "attention_server_token in output_dir."
+        },
+    )
+    attention_server_timeout: float = field(
+        default=60.0, metadata={"help": "Seconds after which an attention server that does not answer is lost."}
+    )
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_rank", "balance_block_size", "exchange_timeout"):
+        self.attention_servers = str(self.attention_servers)
+        if self.attention_servers != "external" and not self.attention_servers.isdecimal():
+            raise ValueError(
+                f"attention_servers must be a number of processes or 'external', got {self.attention_servers!r}"
+            )
+        for name in ("tokens_per_rank", "balance_block_size", "exchange_timeout", "attention_server_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.balance_tolerance < 0:

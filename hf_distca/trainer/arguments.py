@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from hf_distca.config import DistCAConfig
+from hf_distca.trainer.attention_servers import EXTERNAL, Launch, on_cpu, split_launch
 
 
 @dataclass
@@ -33,6 +34,12 @@ class DistCATrainingArguments(DistCAConfig, TrainingArguments):
 
     def __post_init__(self) -> None:
         DistCAConfig.__post_init__(self)
+        self.attention_server_launch: Launch | None = None
+        if self.attention_servers not in ("0", EXTERNAL):
+            # Before TrainingArguments looks at the world.
+            self.attention_server_launch = split_launch(
+                int(self.attention_servers), self.attention_server_timeout, cpu=on_cpu(self.use_cpu)
+            )
         TrainingArguments.__post_init__(self)
         refused = {
             "label_smoothing_factor": (

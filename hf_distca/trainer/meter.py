@@ -24,16 +24,20 @@ class StepMeter:
     def _reset(self) -> None:
         self._plans: list[MicroBatchPlan] = []
         self._since = time.perf_counter()
-        self._waited_before = self._dispatcher.exchange.clock.seconds()
+        self._waited_before = self._waited()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out the time and the waits of what is done inside: an evaluation."""
-        clock = self._dispatcher.exchange.clock
-        begin, waited = time.perf_counter(), clock.seconds()
+        begin, waited = time.perf_counter(), self._waited()
         yield
         self._since += time.perf_counter() - begin
-        self._waited_before += clock.seconds() - waited
+        self._waited_before += self._waited() - waited
+
+    def _waited(self) -> float:
+        """Seconds of waits so far."""
+        pool = self._dispatcher.pool
+        return self._dispatcher.exchange.clock.seconds() + (pool.wait_clock.seconds() if pool is not None else 0.0)
 
     def count(self, plan: MicroBatchPlan) -> None:
         """Take note of a micro-batch that is about to run."""
@@ -50,14 +54,15 @@ class StepMeter:
             exchange_bytes: per layer and micro-batch, bytes in one forward through the busiest rank.
             ping_pong_share: share of the micro-batches that ran as two nano-batches; the others have a document of
                 more than half of their tokens, or run on one rank.
-            exchange_wait_seconds: time that the rank which waited longest stood in waits.
+            exchange_wait_seconds: time that the rank which waited longest stood in waits, for ranks and servers.
+            attention_servers: dedicated servers that take part now, where there may be any.
             memory_peak_bytes, memory_reserved_bytes: on CUDA, of this rank: most memory in use since the last
                 call, and what the allocator holds.
         """
         if not self._plans:
             return {}
         elapsed = time.perf_counter() - self._since
-        waited_here = self._dispatcher.exchange.clock.seconds() - self._waited_before
+        waited_here = self._waited() - self._waited_before
         waited = max(self._dispatcher.groups.all_gather(waited_here))
         summaries = [plan.summary for plan in self._plans]
         count = len(summaries)
@@ -69,6 +74,8 @@ class StepMeter:
             "ping_pong_share": sum(len(plan.nano_batches) == 2 for plan in self._plans) / count,
             "exchange_wait_seconds": waited,
         }
+        if self._dispatcher.pool is not None:
+            figures["attention_servers"] = len(self._dispatcher.pool.servers)
         device = self._dispatcher.device
         if device.type == "cuda":
             figures["memory_peak_bytes"] = torch.cuda.max_memory_allocated(device)

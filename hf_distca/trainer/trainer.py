@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from transformers.trainer_utils import EvalLoopOutput, seed_worker
 
 from hf_distca.collator.streaming import StreamPacker
 from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
+from hf_distca.dispatch.pool import Pool
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import attention_params, head_dims, plan_settings
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.trainer.arguments import DistCATrainingArguments
+from hf_distca.trainer.attention_servers import TOKEN_FILE, open_pool
 from hf_distca.trainer.data import PlannedLoader, agreed_lengths, packed_loader, unsharded
 from hf_distca.trainer.meter import StepMeter
 
@@ -86,7 +89,7 @@ class DistCATrainer(Trainer):
             document_layout=args.document_layout,
             tolerance=args.balance_tolerance,
             block_size=args.balance_block_size,
-            ping_pong=args.ping_pong and args.world_size > 1,
+            ping_pong=args.ping_pong and (args.world_size > 1 or args.attention_servers != "0"),
         )
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
@@ -101,6 +104,16 @@ class DistCATrainer(Trainer):
             timeout_s=args.exchange_timeout,
         )
         self._check_kernel()
+        self.pool: Pool | None = None
+        if args.attention_servers != "0":
+            self.pool = open_pool(
+                self.dispatcher,
+                args.attention_server_launch,
+                address=args.attention_server_address,
+                token_file=args.attention_server_token_file or str(Path(args.output_dir) / TOKEN_FILE),
+                ranks_serve=args.trainers_serve,
+                timeout_s=args.attention_server_timeout,
+            )
         if settings.ping_pong or (args.gradient_checkpointing and args.keep_core_attention):
             layers = plan_layers(self.model, keep_core_attention=args.keep_core_attention)
             if self.is_deepspeed_enabled:
@@ -129,6 +142,14 @@ class DistCATrainer(Trainer):
         if self.args.bf16:
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else self.model.dtype
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer.train`. Dedicated attention servers are let go when it ends."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.pool is not None:
+                self.pool.close()
 
     # Data
 
@@ -185,6 +206,8 @@ class DistCATrainer(Trainer):
         """The micro-batches of one optimizer step, planned, and the number of their targets on all ranks."""
         if epoch_iterator is self._ended:
             return [], None
+        if self.pool is not None:
+            self.pool.refresh()
         batches = list(islice(epoch_iterator, num_batches))
         if not self._packs or _is_stream(self.train_dataset):
             batches = self.dispatcher.plan_batches(batches, at_least=num_batches)

@@ -4,16 +4,20 @@
 
 OPTIONS: output (where rank 0 writes the results), lengths (of the documents), fsdp2 (whether to make
 accelerate take CPU processes for FSDP2), model (config of a small model), arguments (of
-DistCATrainingArguments), lora, streaming, flattening, resume.
+DistCATrainingArguments), lora, streaming, flattening, resume, pauses (for
+some steps, a file until whose existence training stands still after the step).
 """
 
 import json
 import sys
+import time
+from pathlib import Path
 
 import accelerate
 import datasets
 import peft
 import torch
+import transformers
 from transformers import DataCollatorWithFlattening
 
 import hf_distca
@@ -24,6 +28,19 @@ def shard_on_cpu() -> None:
     """Make accelerate shard on CPU processes, which it otherwise silently runs as DDP."""
     gloo = ("gloo", accelerate.DistributedType.MULTI_GPU)
     accelerate.PartialState._prepare_backend = lambda self, *args, **kwargs: gloo
+
+
+class Pauses(transformers.TrainerCallback):
+    """Stands still after some steps until a file exists."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self._files = {int(step): Path(file) for step, file in files.items()}
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        """Wait, two minutes at most."""
+        file, end = self._files.get(state.global_step), time.monotonic() + 120
+        while file is not None and not file.exists() and time.monotonic() < end:
+            time.sleep(0.05)
 
 
 def main() -> None:
@@ -58,6 +75,8 @@ def main() -> None:
         eval_dataset=dataset,
         data_collator=DataCollatorWithFlattening() if options.get("flattening") else None,
     )
+    if options.get("pauses"):
+        trainer.add_callback(Pauses(options["pauses"]))
     trainer.train(resume_from_checkpoint=options.get("resume"))
     evaluation = trainer.evaluate()
     if trainer.is_world_process_zero():

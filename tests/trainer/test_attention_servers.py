@@ -1,0 +1,108 @@
+"""Training with dedicated attention servers under `accelerate launch`, against one process with "sdpa"."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hf_distca.wire.token import make_token, write_token
+from tests.launch import ROOT, launch, run_launch
+from tests.ranks import free_port
+from tests.trainer.test_launch import (
+    ACCUMULATION,
+    LEARNING_RATE,
+    LENGTHS,
+    SCRIPT,
+    STEPS,
+    TOKENS_PER_RANK,
+    reference_losses,
+)
+
+ARGUMENTS = {
+    "max_steps": STEPS,
+    "gradient_accumulation_steps": ACCUMULATION,
+    "tokens_per_rank": TOKENS_PER_RANK,
+    "learning_rate": LEARNING_RATE,
+    "optim": "adamw_torch",
+    "balance_block_size": 8,
+    "dataloader_num_workers": 0,
+    "save_strategy": "no",
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return reference_losses()
+
+
+def attention_servers(result: dict) -> list[int]:
+    return [entry["attention_servers"] for entry in result["history"] if "attention_servers" in entry]
+
+
+@pytest.mark.parametrize(("strategy", "servers", "serve"), [("ddp", 1, True), ("ddp", 2, False), ("zero2", 1, True)])
+def test_servers_of_the_same_launch(strategy, servers, serve, expected, tmp_path):
+    arguments = ARGUMENTS | {"attention_servers": servers, "trainers_serve": serve, "save_strategy": "steps"}
+    result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path, ranks=2 + servers)
+    assert result["world_size"] == 2
+    assert result["losses"] == pytest.approx(expected, rel=2e-5)
+    assert attention_servers(result) == [servers] * STEPS
+
+
+class Served:
+    """A server started apart, with what it prints."""
+
+    def __init__(self, port: int, token_file: Path) -> None:
+        join = ["--join", f"127.0.0.1:{port}", "--token-file", str(token_file), "--threads", "1"]
+        command = [sys.executable, "-m", "hf_distca.cli.main", "serve", *join]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    def wait_for(self, words: str) -> None:
+        for line in self.process.stdout:
+            if words in line:
+                return
+        raise AssertionError(f"the server never said {words!r}")
+
+
+def test_servers_that_come_and_go(expected, tmp_path):
+    port, token_file, both, again = free_port(), *(tmp_path / name for name in ("token", "both", "again"))
+    write_token(token_file, make_token())
+    arguments = ARGUMENTS | {
+        "attention_servers": "external",
+        "attention_server_address": f"127.0.0.1:{port}",
+        "attention_server_token_file": str(token_file),
+    }
+    options = {"lengths": LENGTHS, "arguments": arguments, "pauses": {1: str(both), STEPS // 2: str(again)}}
+    first, second = Served(port, token_file), Served(port, token_file)
+    third, results = second, []
+    training = threading.Thread(target=lambda: results.append(launch("ddp", SCRIPT, options, tmp_path)))
+    try:
+        training.start()
+        for server in (first, second):
+            server.wait_for("joined")
+        both.touch()
+        first.wait_for("trainers")  # it serves
+        first.process.kill()
+        third = Served(port, token_file)
+        third.wait_for("joined")
+        again.touch()
+        training.join(200)
+        (result,) = results
+        assert result["losses"] == pytest.approx(expected, rel=2e-5)
+        numbers = attention_servers(result)
+        assert (numbers[0], numbers[1], numbers[STEPS // 2 - 1], numbers[-1]) == (0, 2, 2, 2)
+        for server in (second, third):
+            server.wait_for("training has ended")
+            assert server.process.wait(20) == 0
+    finally:
+        for server in (first, second, third):
+            server.process.kill()
+
+
+def test_more_servers_than_processes(tmp_path):
+    process = run_launch(
+        "ddp", SCRIPT, {"lengths": LENGTHS, "arguments": ARGUMENTS | {"attention_servers": 2}}, tmp_path
+    )
+    assert process.returncode != 0
+    assert "attention_servers=2 of 2 processes leaves no trainer" in process.stdout

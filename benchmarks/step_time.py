@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
+from hf_distca.kernels import get_kernel
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
 
@@ -60,7 +61,8 @@ def measure_steps(rounds: int) -> tuple[dict[str, list[float]], dict[str, list[f
         attn_implementation="distca",
     )
     model = DistributedDataParallel(LlamaForCausalLM(config))
-    settings = PlanSettings(ranks=2, tokens_per_rank=TOKENS)
+    overhead = get_kernel("auto", torch.device("cpu")).row_overhead
+    settings = PlanSettings(ranks=2, tokens_per_rank=TOKENS, row_overhead=overhead)
     unmoved = PlanSettings(ranks=2, tokens_per_rank=TOKENS, tolerance=UNBALANCED)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     plans = {

@@ -58,6 +58,7 @@ class TimedKernel:
     def __init__(self, kernel: Kernel, device: torch.device) -> None:
         self._kernel, self.device = kernel, device
         self.name = kernel.name
+        self.row_overhead = kernel.row_overhead
         self.check = kernel.check
         self.clock = Clock()
 

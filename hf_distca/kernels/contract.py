@@ -106,9 +106,12 @@ class Kernel(Protocol):
 
     Attributes:
         name: what `get_kernel` knows it by.
+        row_overhead: what a query row costs besides its pairs, in pairs: a kernel computes whole tiles of keys, of
+            which a row's last one is partly masked, and some of its work is done once a row.
     """
 
     name: str
+    row_overhead: int
 
     def check(
         self,

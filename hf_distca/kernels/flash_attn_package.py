@@ -20,6 +20,8 @@ class FlashAttnKernel(FlashVarlenKernel):
     """
 
     name = "flash_attn"
+    # Half a tile of 128 keys.
+    row_overhead = 64
     softcap_supported = True
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ class ReferenceKernel:
     """
 
     name = "reference"
+    row_overhead = 0
 
     def check(
         self,

@@ -14,6 +14,8 @@ class TorchVarlenKernel(FlashVarlenKernel):
     """`aten::_flash_attention_forward` and `_backward`, which return and take the log-sum-exp."""
 
     name = "torch_varlen"
+    # Half a tile of 128 keys.
+    row_overhead = 64
     softcap_supported = False
 
     def _call_forward(self, q_QHP: Tensor, k_KGP: Tensor, v_KGP: Tensor, call: VarlenCall) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ def balance(
     tolerance: float = 0.0,
     block_size: int = 128,
     row_bytes: RowBytes | None = None,
+    row_overhead: int = 0,
 ) -> Plan:
     """Choose tasks so that all workers finish together, for few bytes.
 
@@ -56,6 +57,8 @@ def balance(
         block_size: rows of a kernel block. Cuts fall on its multiples, and no task is shorter, except where a
             document or segment ends or where the balance needs it (short_tasks.py says when it does).
         row_bytes: bytes of the rows; None for RowBytes().
+        row_overhead: what a query row costs besides its pairs, in pairs; counted in whole blocks. What is balanced
+            is then pairs + rows · row_overhead.
 
     Raises:
         ValueError: settings out of range, or fewer workers than ranks.
@@ -68,6 +71,12 @@ def balance(
             "every rank is a worker, dedicated ones come after them"
         )
     slack = max(tolerance, FINEST)
+    # A row p costs min(p + 1, window) + c: what row p + c costs with a window of window + c. So rows are counted from
+    # c on while tasks are chosen; whole blocks of them, so that cuts stay on the blocks' boundaries.
+    origin = round(row_overhead / block_size) * block_size
+    price_all, price_sent = _prices(row_bytes or RowBytes(), window, origin)
+    window, kept_window = price_all.pair_window, window
+    kept_layout, layout = layout, _shifted(layout, origin)
     tasks = _initial_tasks(layout)
     loads = _loads(tasks, len(workers), window)
     limit = workers.ideal(int(loads.sum())) * (1 + slack)
@@ -75,14 +84,34 @@ def balance(
     for aim in AIM:
         if best_time <= limit or not len(tasks):
             break
-        tasks = _Round(tasks, layout.lengths, workers, row_bytes or RowBytes(), window, slack, aim, block_size).run()
+        tasks = _Round(tasks, layout.lengths, workers, price_all, price_sent, slack, aim, block_size).run()
         finish = float(workers.finishing(_loads(tasks, len(workers), window)).max())
         if finish < best_time:
             best, best_time = tasks, finish
     room = (max(limit, best_time) - np.asarray(workers.base_load)) * np.asarray(workers.speed)
     room -= _loads(best, len(workers), window)
     best = merged(without_short(best, layout, room.tolist(), window, block_size))
-    return Plan(layout, best, len(workers), window)
+    best["start"] -= origin
+    best["stop"] -= origin
+    return Plan(kept_layout, best, len(workers), kept_window)
+
+
+def _prices(row_bytes: RowBytes, window: int | None, origin: int) -> tuple[Price, Price]:
+    """What giving costs: all bytes; those that the giver sends, which all wait for if it is the busiest."""
+    return (
+        Price(row_bytes.q + row_bytes.o, row_bytes.kv, window, origin),
+        Price(row_bytes.q + row_bytes.o // 4, row_bytes.kv, window, origin),
+    )
+
+
+def _shifted(layout: Layout, origin: int) -> Layout:
+    """The layout with the rows of every document counted from `origin` on."""
+    if not origin:
+        return layout
+    segments = layout.segments.copy()
+    segments["start"] += origin
+    segments["stop"] += origin
+    return Layout(layout.lengths + origin, segments, layout.ranks)
 
 
 def _initial_tasks(layout: Layout) -> NDArray[np.void]:
@@ -111,7 +140,7 @@ class _Round:
     Attributes:
         surplus: pairs of each worker above what it should have.
         busy: surplus from which a worker counts as the bottleneck.
-        known: document -> worker -> rows: K/V rows [0, rows) of it are, or will be, on that worker. Only of
+        known: document -> worker -> row: K/V rows up to it are, or will be, on that worker. Only of
             documents on more than one worker.
         parts: task -> (pairs, taker) of each part that is to leave it.
     """
@@ -121,16 +150,15 @@ class _Round:
         tasks: NDArray[np.void],
         lengths: NDArray[np.int64],
         workers: Workers,
-        row_bytes: RowBytes,
-        window: int | None,
+        price: Price,
+        sending: Price,
         slack: float,
         share: float,
         block: int,
     ) -> None:
         self.tasks, self.lengths, self.block = tasks, lengths, block
-        self.window = window
-        self.price = Price(row_bytes.q + row_bytes.o, row_bytes.kv, window)
-        self.sending = Price(row_bytes.q + row_bytes.o // 4, row_bytes.kv, window)
+        self.window = price.pair_window
+        self.price, self.sending = price, sending
         loads = _loads(tasks, len(workers), self.window)
         ideal = workers.ideal(int(loads.sum()))
         speed, base = np.asarray(workers.speed), np.asarray(workers.base_load)
@@ -196,8 +224,8 @@ class _Round:
         doc, start, stop, owner = (int(field) for field in self.tasks[task])
         held = self.known.get(doc, {})
         # Small parts first: fewer K/V rows for the others. Who has K/V rows already, last.
-        parts = sorted(parts, key=lambda part: (held.get(part[1], 0), part))
-        known = np.array([float(held.get(taker, 0)) for _, taker in parts])
+        parts = sorted(parts, key=lambda part: (held.get(part[1], self.price.origin), part))
+        known = np.array([float(held.get(taker, self.price.origin)) for _, taker in parts])
         amounts = np.cumsum([0.0] + [amount for amount, _ in parts])
         low, high = pairs(0, start, self.window), pairs(0, stop, self.window)
         amounts *= min(1.0, (high - low) / amounts[-1])

@@ -44,6 +44,13 @@ def loads_of(plan: Plan) -> NDArray[np.int64]:
     return loads
 
 
+def rows_of(plan: Plan) -> NDArray[np.int64]:
+    """[workers] int64: query rows that each worker computes."""
+    rows = np.zeros(plan.workers, np.int64)
+    np.add.at(rows, plan.tasks["worker"], plan.tasks["stop"] - plan.tasks["start"])
+    return rows
+
+
 def measure(
     plan: Plan, row_bytes: RowBytes | None = None, *, workers: Workers | None = None, block_size: int = 128
 ) -> PlanMetrics:

@@ -28,6 +28,7 @@ class PlanSettings:
             equal tokens per rank.
         tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
         block_size: rows; tasks are cut at multiples of it.
+        row_overhead: what the kernel spends on a query row besides its pairs, in pairs (`Kernel.row_overhead`).
         ping_pong: make two nano-batches of every micro-batch that can be divided.
     """
 
@@ -38,6 +39,7 @@ class PlanSettings:
     document_layout: Literal["joint", "fixed"] = "joint"
     tolerance: float = 0.0
     block_size: int = 128
+    row_overhead: int = 0
     ping_pong: bool = False
 
     @property
@@ -122,6 +124,7 @@ def _plan(
                 tolerance=settings.tolerance,
                 block_size=settings.block_size,
                 row_bytes=settings.row_bytes,
+                row_overhead=settings.row_overhead,
             )
             for window in settings.windows
         }

@@ -7,7 +7,7 @@ import numpy as np
 from hf_distca.plan import Layout, MicroBatchPlan, Plan
 from hf_distca.planner.balance import balance, merged
 from hf_distca.planner.cost import RowBytes, Workers, pairs
-from hf_distca.planner.metrics import bytes_between, loads_of
+from hf_distca.planner.metrics import bytes_between, loads_of, rows_of
 from hf_distca.planner.micro_batch import PlanSettings
 
 IDLE = 1e-9
@@ -23,6 +23,7 @@ def balance_over_pool(
     tolerance: float = 0.0,
     block_size: int = 128,
     row_bytes: RowBytes | None = None,
+    row_overhead: int = 0,
 ) -> Plan:
     """Choose tasks so that ranks and servers finish together.
 
@@ -35,6 +36,7 @@ def balance_over_pool(
         tolerance: as in `balance`.
         block_size: as in `balance`.
         row_bytes: as in `balance`.
+        row_overhead: as in `balance`.
 
     Raises:
         ValueError: there is no server, or settings are out of range.
@@ -51,6 +53,7 @@ def balance_over_pool(
         tolerance=tolerance,
         block_size=block_size,
         row_bytes=row_bytes,
+        row_overhead=row_overhead,
     )
     return plan if ranks_serve else _without_ranks(plan, workers)
 
@@ -78,6 +81,7 @@ def plan_for_pool(
                     tolerance=settings.tolerance,
                     block_size=settings.block_size,
                     row_bytes=settings.row_bytes,
+                    row_overhead=settings.row_overhead,
                 )
                 for window in nano.plans
             },
@@ -85,7 +89,7 @@ def plan_for_pool(
         for nano in plan.nano_batches
     ]
     plans = [nano.plans[settings.dominant_window] for nano in nano_batches]
-    loads = np.sum([loads_of(plan) for plan in plans], axis=0)
+    loads = np.sum([loads_of(plan) + settings.row_overhead * rows_of(plan) for plan in plans], axis=0)
     working = np.arange(len(workers)) >= (0 if ranks_serve else settings.ranks)
     every = Workers(workers.speed, tuple(len(plans) * load for load in workers.base_load))
     moved = np.sum([bytes_between(plan, settings.row_bytes) for plan in plans], axis=0)

@@ -16,20 +16,24 @@ class Price:
     Attributes:
         rows: bytes of one row that is computed elsewhere: Q and O, or what of them counts.
         kv: bytes of K and V of one row.
+        origin: the first row that there is: rows are counted from a document's first row - origin.
+        pair_window: the window by which a row counts pairs.
         reach: where the cheapest piece of F pairs ends, in units of √(2F).
     """
 
-    def __init__(self, rows: float, kv: float, window: int | None) -> None:
+    def __init__(self, rows: float, kv: float, window: int | None, origin: int = 0) -> None:
         self.rows = rows
         self.kv = kv
         self.window = window
+        self.origin = origin
+        self.pair_window = None if window is None else window + origin
         # F pairs in [s, e) mean e² − s² = 2F, and the bytes (e − s)·rows + e·kv are least where
         # s = e / r with r = 1 + kv / rows, so e = √(2F)·r / √(r² − 1).
         ratio = 1 + self.kv / self.rows
         self.reach = ratio / math.sqrt(ratio * ratio - 1)
 
     def of(self, start: Array, stop: Array, known: Array) -> Array:
-        """Bytes of rows [start, stop) for a worker that has K/V rows [0, known) of the document."""
+        """Bytes of rows [start, stop) for a worker that has K/V rows [origin, known) of the document."""
         first = known if self.window is None else np.maximum(start - self.window + 1, known)
         result: Array = (stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv
         return result
@@ -47,7 +51,7 @@ class Source:
     def __init__(
         self, ids: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64], price: Price
     ) -> None:
-        self.price, self.window = price, price.window
+        self.price, self.window = price, price.pair_window
         self.ids = ids
         self.low = pairs(0, start, self.window).astype(np.float64)
         self.high = pairs(0, stop, self.window).astype(np.float64)
@@ -88,9 +92,9 @@ class Source:
         reach = self.price.reach * np.sqrt(2 * part)
         end = np.minimum(stop, np.maximum(row_reaching(self.low + part, self.window), reach))
         begin = np.maximum(row_reaching(pairs_at(end, self.window) - part, self.window), start)
-        has = np.zeros(len(self.ids))
+        has = np.full(len(self.ids), float(self.price.origin))
         if known:
-            has[:] = [known.get(task, 0) for task in self.ids.tolist()]
+            has[:] = [known.get(task, self.price.origin) for task in self.ids.tolist()]
         cost = self.price.of(begin, end, has)
         return np.where(available >= amount, cost, np.inf), cost, part
 
@@ -105,7 +109,9 @@ class Source:
         level = (np.cumsum(self.high) - amount) / count
         row = row_reaching(level, self.window)
         usable = (count > 1) & (row < stop) & (level >= np.maximum.accumulate(self.low))
-        first = np.zeros(len(row)) if self.window is None else np.maximum(row - self.window + 1, 0.0)
+        first = np.full(len(row), float(self.price.origin))
+        if self.price.window is not None:
+            first = np.maximum(row - self.price.window + 1, first)
         every = np.cumsum(stop) * (self.price.rows + self.price.kv)
         cost = np.where(usable, every - count * (row * self.price.rows + first * self.price.kv), np.inf)
         best = int(cost.argmin())

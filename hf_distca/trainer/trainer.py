@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput, seed_worker
 from hf_distca.collator.streaming import StreamPacker
 from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
 from hf_distca.dispatch.pool import Pool
+from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import attention_params, head_dims, plan_settings
 from hf_distca.plan import MicroBatchPlan
@@ -89,6 +90,7 @@ class DistCATrainer(Trainer):
             document_layout=args.document_layout,
             tolerance=args.balance_tolerance,
             block_size=args.balance_block_size,
+            row_overhead=get_kernel(args.attention_kernel, args.device).row_overhead,
             ping_pong=args.ping_pong and (args.world_size > 1 or args.attention_servers != "0"),
         )
         if not self.model_accepts_loss_kwargs:

@@ -7,7 +7,7 @@ from hf_distca.plan import TASK
 from hf_distca.planner.balance import balance, merged
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout, joint_layout
-from hf_distca.planner.metrics import loads_of, measure
+from hf_distca.planner.metrics import loads_of, measure, rows_of
 from tests.planner.plan_checks import check_plan, loads_by_row
 
 
@@ -123,3 +123,14 @@ def test_plans_compute_every_row_once_within_tolerance(problem, window, toleranc
         for time, speed in zip(workers.finishing(np.array(loads)), workers.speed, strict=True)
     ]
     assert max(late) <= 1e-6 * ideal
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize("row_overhead", [128, 512])
+def test_rows_count_too(window, row_overhead):
+    layout = fixed_layout([[8192], [512] * 16])
+    plan = balance(layout, window=window, row_overhead=row_overhead)
+    check_plan(plan)
+    costs = loads_of(plan) + row_overhead * rows_of(plan)
+    assert costs.max() / costs.mean() <= 1.01
+    assert loads_of(plan)[0] > 1.01 * loads_of(plan).mean()  # rank 0 has fewer rows, so it takes more pairs

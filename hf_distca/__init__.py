@@ -3,15 +3,20 @@
 Importing it makes `attn_implementation="distca"` known to transformers.
 """
 
-from hf_distca.collator.packing import DistCACollator
-from hf_distca.collator.sampler import GlobalBatchSampler
-from hf_distca.config import DistCAConfig
-from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.model import plan_settings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from hf_distca.patches.register import register
-from hf_distca.planner.micro_batch import PlanSettings
-from hf_distca.trainer.arguments import DistCATrainingArguments
-from hf_distca.trainer.trainer import DistCATrainer
+
+if TYPE_CHECKING:
+    from hf_distca.collator.packing import DistCACollator
+    from hf_distca.collator.sampler import GlobalBatchSampler
+    from hf_distca.config import DistCAConfig
+    from hf_distca.dispatch.dispatcher import Dispatcher
+    from hf_distca.patches.model import plan_settings
+    from hf_distca.planner.micro_batch import PlanSettings
+    from hf_distca.trainer.arguments import DistCATrainingArguments
+    from hf_distca.trainer.trainer import DistCATrainer
 
 __all__ = [
     "Dispatcher",
@@ -23,5 +28,24 @@ __all__ = [
     "PlanSettings",
     "plan_settings",
 ]
+
+# Imported when they are asked for: Trainer takes seconds, which servers and `hf-distca plan` need not spend.
+_MODULES = {
+    "Dispatcher": "dispatch.dispatcher",
+    "DistCACollator": "collator.packing",
+    "DistCAConfig": "config",
+    "DistCATrainer": "trainer.trainer",
+    "DistCATrainingArguments": "trainer.arguments",
+    "GlobalBatchSampler": "collator.sampler",
+    "PlanSettings": "planner.micro_batch",
+    "plan_settings": "patches.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 register()

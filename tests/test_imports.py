@@ -2,6 +2,8 @@
 
 import ast
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,16 @@ def test_pure_packages_know_neither_torch_nor_transformers(package):
         assert not {"torch", "transformers"} & {
             b for a, b in itertools.pairwise(words) if a in ("import", "from")
         }
+
+
+def test_public_names():
+    for name in hf_distca.__all__:
+        assert getattr(hf_distca, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hf_distca.nothing  # noqa: B018 - the access is the test
+
+
+def test_importing_it_leaves_the_trainer_out():
+    code = "import sys, hf_distca; print('transformers.trainer' in sys.modules, hf_distca.DistCATrainer.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "DistCATrainer"]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -94,6 +95,8 @@ def _be_server(store: dist.Store, timeout_s: float, *, cpu: bool) -> NoReturn:
     The server is a process of its own: the launcher ends all ranks when one of its processes fails, and a lost
     server must not hurt the run.
     """
+    # Trainers load their model first; if they fail instead, the launcher ends this process.
+    store.set_timeout(timedelta(days=1))
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_available() and not cpu else "cpu"
     address, token = (store.get(name).decode() for name in ("address", "token"))
     command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]

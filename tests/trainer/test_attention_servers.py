@@ -41,9 +41,14 @@ def attention_servers(result: dict) -> list[int]:
     return [entry["attention_servers"] for entry in result["history"] if "attention_servers" in entry]
 
 
-@pytest.mark.parametrize(("strategy", "servers", "serve"), [("ddp", 1, True), ("ddp", 2, False), ("zero2", 1, True)])
+@pytest.mark.parametrize(("strategy", "servers", "serve"), [("ddp", 2, False), ("zero2", 1, True)])
 def test_servers_of_the_same_launch(strategy, servers, serve, expected, tmp_path):
-    arguments = ARGUMENTS | {"attention_servers": servers, "trainers_serve": serve, "save_strategy": "steps"}
+    arguments = ARGUMENTS | {
+        "attention_servers": servers,
+        "trainers_serve": serve,
+        "save_strategy": "steps",  # the arguments are saved too
+        "dataloader_num_workers": servers - 1,
+    }
     result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path, ranks=2 + servers)
     assert result["world_size"] == 2
     assert result["losses"] == pytest.approx(expected, rel=2e-5)

@@ -1,29 +1,89 @@
-"""Attention servers for tests: processes that join a run, and may be told to die in the middle of a call."""
+"""Attention servers for tests: processes that join a run, and may fail at a moment that a test chooses."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import threading
-from typing import Any
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 TOKEN = bytes(range(32))
 
 
-class FaultyKernel:
-    """The CPU kernel, which sends its own process a signal before one of its calls.
+@dataclass(frozen=True)
+class Fault:
+    """How and when a server fails.
 
-    Args:
-        direction: "forward" or "backward".
-        call: the signal comes before this call of the direction, counted from 0 after the speed was measured.
-        number: of the signal.
+    Attributes:
+        kind: killed (SIGKILL), hung (SIGSTOP), or cut off: all its connections end while the process lives.
+        where: at the beginning of a forward or a backward, or by itself.
+        trigger: file; the fault comes once it is there.
+        calls: so many calls of the direction are computed before, once the trigger is there.
     """
 
-    def __init__(self, direction: str, call: int, number: int) -> None:
+    kind: Literal["killed", "hung", "cut off"]
+    where: Literal["forward", "backward", "by itself"]
+    trigger: Path
+    calls: int = 0
+
+    def strike(self) -> None:
+        """Let it happen to this process."""
+        if self.kind == "cut off":
+            cut_off()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
+
+    def strike_when_told(self) -> None:
+        """Wait for the trigger, then let it happen."""
+        wait_until(self.trigger.exists, 600)
+        if self.kind == "cut off":
+            self.strike()
+        self._done.write_text(str(os.getpid()))
+        if self.kind != "cut off":
+            self.strike()
+
+    def has_struck(self) -> bool:
+        """Whether a server that fails by itself has done so."""
+        if not self._done.exists() or not (pid := self._done.read_text()):
+            return False
+        if self.kind == "cut off":
+            return True
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        return state in "TZX"
+
+    @property
+    def _done(self) -> Path:
+        return self.trigger.with_name(self.trigger.name + ".done")
+
+
+def cut_off() -> None:
+    """End every TCP connection of this process; what it listens on stays."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+            if connection.family == socket.AF_INET:
+                connection.getpeername()  # fails for a socket that listens
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class FaultyKernel:
+    """The CPU kernel, in one of whose calls a fault comes.
+
+    Args:
+        fault: with a direction.
+    """
+
+    def __init__(self, fault: Fault) -> None:
         from hf_distca.kernels.cpu import CpuKernel
 
-        self._kernel, self._direction, self._left, self._number = CpuKernel(), direction, call, number
+        self._kernel, self._fault, self._left = CpuKernel(), fault, fault.calls
         self.name, self.check = "cpu", self._kernel.check
-        self.armed = threading.Event()
 
     def forward(self, *args: Any) -> Any:
         self._count("forward")
@@ -34,10 +94,10 @@ class FaultyKernel:
         return self._kernel.backward(*args)
 
     def _count(self, direction: str) -> None:
-        if direction != self._direction or not self.armed.is_set():
+        if direction != self._fault.where or not self._fault.trigger.exists():
             return
         if self._left == 0:
-            os.kill(os.getpid(), self._number)
+            self._fault.strike()
         self._left -= 1
 
 
@@ -46,18 +106,20 @@ class ServerProcess:
 
     Args:
         port: of the directory.
-        fault: arguments of a FaultyKernel; None: it works.
+        fault: what becomes of it; None: it works.
+        join_when: file without which it does not begin.
     """
 
-    def __init__(self, port: int, fault: tuple[str, int, int] | None = None) -> None:
+    def __init__(self, port: int, fault: Fault | None = None, join_when: Path | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformers", "hf_distca"])
-        self._process = context.Process(target=_serve, args=(port, fault), daemon=True)
+        self._process = context.Process(target=_serve, args=(port, fault, join_when), daemon=True)
         self._process.start()
 
-    def signal(self, number: int) -> None:
-        """Send the process a signal."""
-        os.kill(self._process.pid, number)
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
     def exit_code(self, timeout_s: float) -> int | None:
         """Its exit code, None if it has not ended in time."""
@@ -70,7 +132,15 @@ class ServerProcess:
         self._process.join()
 
 
-def _serve(port: int, fault: tuple[str, int, int] | None) -> None:
+def wait_until(condition: Any, timeout_s: float = 30) -> None:
+    """Wait until a function returns something true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def _serve(port: int, fault: Fault | None, join_when: Path | None) -> None:
     import torch
 
     from hf_distca.kernels import get_kernel
@@ -78,13 +148,12 @@ def _serve(port: int, fault: tuple[str, int, int] | None) -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if join_when is not None:
+        wait_until(join_when.exists, 60)
     device = torch.device("cpu")
-    kernel = get_kernel("cpu", device) if fault is None else FaultyKernel(*fault)
-    server = AttentionServer(TOKEN, device, kernel)
-
-    def report(line: str) -> None:
-        if fault is not None and line.startswith("joined"):
-            kernel.armed.set()
-
-    server.run("127.0.0.1", port, 60, report)
+    in_a_call = fault is not None and fault.where != "by itself"
+    server = AttentionServer(TOKEN, device, FaultyKernel(fault) if in_a_call else get_kernel("cpu", device))
+    if fault is not None and not in_a_call:
+        threading.Thread(target=fault.strike_when_told, daemon=True).start()
+    server.run("127.0.0.1", port, 60, lambda line: None)
     server.close()

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+CONNECT_S = 10.0
+"""For connecting to a server that has joined, at most."""
 SMOOTHING = 0.5
 """Share of a new observation in a speed or base load."""
 
@@ -74,8 +76,8 @@ class TimedKernel:
 
 
 @dataclass
-class _Observed:
-    """What a rank saw since the last refresh.
+class Observed:
+    """What a rank saw of the time that attention takes, since the last refresh.
 
     Attributes:
         calls: attentions of a nano-batch that servers took part in.
@@ -104,7 +106,10 @@ class Pool:
         directory: where servers join; on rank 0 only.
         ranks_serve: whether trainers compute core attention too while there are servers.
         timeout_s: a server that does not answer for so long is lost.
-        connect_timeout_s: for connecting to a server that has joined.
+
+    Attributes:
+        observed: what speeds are corrected by.
+        wait_clock: time that this rank stood waiting for servers.
     """
 
     def __init__(
@@ -116,7 +121,6 @@ class Pool:
         *,
         ranks_serve: bool = True,
         timeout_s: float = 60.0,
-        connect_timeout_s: float = 10.0,
     ) -> None:
         self.groups = groups
         self.ranks_serve = ranks_serve
@@ -125,13 +129,12 @@ class Pool:
         self._kernel = kernel
         self._token = token
         self._directory = directory
-        self._connect_timeout_s = connect_timeout_s
         self._links: dict[int, ServerLink] = {}
         self._infos: dict[int, ServerInfo] = {}
         self._speeds: dict[int, float] = {}  # relative to the trainers' mean
         self._base_load = 0.0  # of a trainer, in pairs of its own, for one attention of a nano-batch
         self._plan_numbers, self._call_numbers = itertools.count(), itertools.count()
-        self._observed = _Observed(servers={})
+        self.observed = Observed(servers={})
         self._kernel_seconds = kernel.clock.seconds()
         self._under_way = 0
         self._left_step: float | None = None
@@ -148,9 +151,9 @@ class Pool:
     def refresh(self) -> None:
         """Let servers that have joined take part from now on, without those that left. A collective."""
         members = self._directory.members() if self._directory is not None else ()
-        self._observed.seconds = self._kernel.clock.seconds() - self._kernel_seconds
+        self.observed.seconds = self._kernel.clock.seconds() - self._kernel_seconds
         lost = [server for server, link in self._links.items() if link.lost]
-        told = self.groups.all_gather((members, lost, self._observed))
+        told = self.groups.all_gather((members, lost, self.observed))
         self._learn([observed for _, _, observed in told])
         present = {info.id: info for info in told[0][0]}
         self.lose({server for _, gone, _ in told for server in gone}, "between steps; nothing was under way")
@@ -177,10 +180,11 @@ class Pool:
 
     def _connect(self, joined: Sequence[ServerInfo]) -> None:
         links: dict[int, ServerLink | str] = {}
+        timeout_s = min(CONNECT_S, self.timeout_s)
         for info in joined:
             try:
                 links[info.id] = ServerLink(
-                    info.host, info.port, self._token, self.groups.rank, self.groups.ranks, self._connect_timeout_s
+                    info.host, info.port, self._token, self.groups.rank, self.groups.ranks, timeout_s
                 )
             except LinkLost as error:
                 links[info.id] = str(error)
@@ -264,11 +268,11 @@ class Pool:
         """Around each step of an attention: what lies between steps is the trainer's other work."""
         now = time.perf_counter()
         if self._under_way and self._left_step is not None:
-            self._observed.between_s += now - self._left_step
+            self.observed.between_s += now - self._left_step
         yield
         self._left_step = time.perf_counter()
 
-    def _learn(self, observed: Sequence[_Observed]) -> None:
+    def _learn(self, observed: Sequence[Observed]) -> None:
         """Correct speeds and base load by what the ranks saw; the same on every rank."""
         seconds, pairs = sum(seen.seconds for seen in observed), sum(seen.pairs for seen in observed)
         if seconds > 0 and pairs:
@@ -283,7 +287,7 @@ class Pool:
             if seconds > 0:
                 speed = pairs / seconds / self._own_speed
                 self._speeds[server] = _smoothed(self._speeds[server], speed)
-        self._observed = _Observed(servers={})
+        self.observed = Observed(servers={})
         self._kernel_seconds = self._kernel.clock.seconds()
 
 
@@ -365,7 +369,7 @@ class ServerCall:
             lost: numbers of the plan's servers from which some trainer did not get its results.
         """
         pool, ids = self._plan.pool, self._plan._servers
-        seen = pool._observed
+        seen = pool.observed
         seen.calls += 1
         seen.pairs += self._routes.pairs
         with pool.wait_clock.running(torch.device("cpu")):

@@ -9,8 +9,8 @@ Rows move in the fewest and cheapest pieces:
    them together cost least (`_Round._stack`).
 
 Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
-worker is within the tolerance. What tasks below a block are then not needed for it are taken out
-(`without_short`).
+worker is within the tolerance. Exchanges of work then relieve the busiest worker (`exchanged`). What tasks
+below a block are not needed for the balance are taken out (`without_short`).
 """
 
 import itertools
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout, Plan
 from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, row_reaching
+from hf_distca.planner.exchanges import Rules, exchanged
 from hf_distca.planner.flows import plan_flows
 from hf_distca.planner.layout import check_settings, merge_touching
 from hf_distca.planner.short_tasks import without_short
@@ -74,7 +75,8 @@ def balance(
     # A row p costs min(p + 1, window) + c: what row p + c costs with a window of window + c. So rows are counted from
     # c on while tasks are chosen; whole blocks of them, so that cuts stay on the blocks' boundaries.
     origin = round(row_overhead / block_size) * block_size
-    price_all, price_sent = _prices(row_bytes or RowBytes(), window, origin)
+    row_bytes = row_bytes or RowBytes()
+    price_all, price_sent = _prices(row_bytes, window, origin)
     window, kept_window = price_all.pair_window, window
     kept_layout, layout = layout, _shifted(layout, origin)
     tasks = _initial_tasks(layout)
@@ -88,9 +90,11 @@ def balance(
         finish = float(workers.finishing(_loads(tasks, len(workers), window)).max())
         if finish < best_time:
             best, best_time = tasks, finish
-    room = (max(limit, best_time) - np.asarray(workers.base_load)) * np.asarray(workers.speed)
-    room -= _loads(best, len(workers), window)
-    best = merged(without_short(best, layout, room.tolist(), window, block_size))
+    most = (max(limit, best_time) - np.asarray(workers.base_load)) * np.asarray(workers.speed)
+    rules = Rules(row_bytes, kept_window, window, origin, block_size)
+    best = merged(exchanged(best, layout, (most - _loads(best, len(workers), window)).tolist(), rules))
+    room = (most - _loads(best, len(workers), window)).tolist()
+    best = merged(without_short(best, layout, room, window, block_size))
     best["start"] -= origin
     best["stop"] -= origin
     return Plan(kept_layout, best, len(workers), kept_window)

@@ -22,7 +22,8 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     """Flows that take every worker down to a surplus of 0, as far as there is room.
 
     The giver with the most goes first, so that it finds the largest rooms; then exchanging the turns of two
-    givers is kept where it costs less. A function of `surplus` alone: the tries come from a fixed seed.
+    givers is kept where it costs less. Not where givers are partners: what they gain from sharing takers does not
+    show in roots of pairs. The tries come from a fixed seed, so that all ranks find the same.
 
     Args:
         surplus: [workers] pairs above what each should have; the room it has for more where negative.
@@ -31,8 +32,12 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     rooms = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra < 0)
     givers = [worker for worker, extra in enumerate(surplus) if extra > 0]
     givers.sort(key=lambda worker: (-surplus[worker], worker))
-    takers = {worker for _, worker in rooms}
-    partners = {giver: partners[giver] & takers for giver in givers if giver in partners}
+    partners = {giver: partners[giver] - {giver} for giver in givers if giver in partners}
+    if any(surplus[partner] > 0 for near in partners.values() for partner in near):
+        # Partners one after the other, so that they find the takers of each other; those with the most in all first.
+        together = {giver: sum(max(surplus[worker], 0.0) for worker in partners.get(giver, ())) for giver in givers}
+        givers.sort(key=lambda giver: -surplus[giver] - together[giver])
+        return _in_turn(surplus, givers, rooms, partners)
     flows = _in_turn(surplus, givers, rooms, partners)
     if len(givers) < 2 or not rooms:
         return flows
@@ -55,19 +60,26 @@ def _in_turn(
 ) -> Flows:
     """Each giver in turn gives to the tightest room that takes all of what it has left, else to the largest.
 
-    A partner whose room takes all goes before a tighter one.
+    A partner whose room takes all goes before a tighter one. Then come takers that already take from a partner,
+    since it mostly is the same document whose K/V rows they get; and the room looked for is that for the partners too.
     """
     rooms = rooms.copy()
     room_of = {worker: room for room, worker in rooms}
+    waiting = {giver: surplus[giver] for giver in givers}
     flows: Flows = {}
     for giver in givers:
-        left = surplus[giver]
+        left = waiting.pop(giver)
         flows[giver] = given = []
         near = partners.get(giver, ())
+        for_partners = sum(waiting.get(partner, 0.0) for partner in near)
+        used = {taker for partner in near for taker, _ in flows.get(partner, ())}
         while left > 0 and rooms:
-            enough = [(room_of[worker], worker) for worker in near if room_of.get(worker, 0.0) >= left]
-            at = bisect_left(rooms, min(enough, default=(left, -1)))
-            room, taker = rooms.pop(min(at, len(rooms) - 1))
+            wanted = (left + for_partners, -1)
+            if near:
+                enough = [(room_of[worker], worker) for worker in near if room_of.get(worker, 0.0) >= left]
+                begun = [(room_of[worker], worker) for worker in used if room_of[worker] > 0]
+                wanted = min(enough, default=max(begun, default=wanted))
+            room, taker = rooms.pop(min(bisect_left(rooms, wanted), len(rooms) - 1))
             amount = min(left, room)
             given.append((taker, amount))
             left -= amount

@@ -95,12 +95,12 @@ class _Document:
         before = self.pieces[max(index - 1, 0) : index]
         after = self.pieces[index + 1 : index + 2]
         for first, _, other in before:
-            yield _joined([(first, stop, other), *after])
+            yield joined([(first, stop, other), *after])
             for cut in ((stop - self.block) // self.block * self.block, stop - self.block):
                 if cut - first >= self.block:
                     yield [(first, cut, other), (cut, stop, worker), *after]
         for _, last, other in after:
-            yield _joined([*before, (start, last, other)])
+            yield joined([*before, (start, last, other)])
             for cut in (-(-(start + self.block) // self.block) * self.block, start + self.block):
                 if last - cut >= self.block:
                     yield [*before, (start, cut, worker), (cut, last, other)]
@@ -127,7 +127,7 @@ class _Document:
         )
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
+def joined(pieces: list[Piece]) -> list[Piece]:
     """Pieces that touch, those of one worker that follow each other made one."""
     joined: list[Piece] = []
     for start, stop, worker in pieces:

@@ -17,12 +17,18 @@ def test_a_partner_that_takes_all_goes_first():
     assert plan_flows([5.0, -9.0, -6.0, -2.0], {0: {0, 1, 3}}) == {0: [(1, 5.0)]}
 
 
+def test_partners_share_takers():
+    partners = {0: {0, 1}, 1: {0, 1}}
+    assert plan_flows([5.0, 4.0, -5.0, -9.0, -4.0], partners) == {0: [(3, 5.0)], 1: [(3, 4.0)]}
+
+
 def test_nothing_to_give():
     assert plan_flows([0.0, -1.0], {}) == {}
 
 
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
 def test_flows_end_every_surplus_that_there_is_room_for(surplus, near):
+    near = near & set(range(len(surplus)))
     flows = plan_flows([float(extra) for extra in surplus], dict.fromkeys(range(12), near))
     left = list(surplus)
     for giver, given_ in flows.items():

@@ -43,6 +43,8 @@ CONNECT_S = 10.0
 """For connecting to a server that has joined, at most."""
 SMOOTHING = 0.5
 """Share of a new observation in a speed or base load."""
+DIRECTIONS = 2
+"""A measured speed counts a pair once for its forward and backward, an observed one in each of them."""
 
 
 class TimedKernel:
@@ -139,7 +141,7 @@ class Pool:
         self._under_way = 0
         self._left_step: float | None = None
         own = measure_speed(kernel, kernel.device)
-        self._own_speed = float(np.mean(groups.all_gather(own)))  # pairs per second
+        self._own_speed = DIRECTIONS * float(np.mean(groups.all_gather(own)))  # pairs per second, as observed
 
     # Members
 
@@ -195,7 +197,7 @@ class Pool:
             if not reasons and isinstance(link, ServerLink):
                 self._links[info.id] = link
                 self._infos[info.id] = info
-                self._speeds[info.id] = info.pairs_per_second / self._own_speed
+                self._speeds[info.id] = DIRECTIONS * info.pairs_per_second / self._own_speed
                 self._tell(f"attention server {self._name(info.id)} takes part: speed {self._speeds[info.id]:.2f}")
                 continue
             if isinstance(link, ServerLink):
@@ -275,18 +277,19 @@ class Pool:
     def _learn(self, observed: Sequence[Observed]) -> None:
         """Correct speeds and base load by what the ranks saw; the same on every rank."""
         seconds, pairs = sum(seen.seconds for seen in observed), sum(seen.pairs for seen in observed)
+        own_speed = self._own_speed
         if seconds > 0 and pairs:
-            self._own_speed = _smoothed(self._own_speed, pairs / seconds)
+            own_speed = pairs / seconds
+            self._own_speed = _smoothed(self._own_speed, own_speed)
         calls = sum(seen.calls for seen in observed)
         if calls:
             between = sum(seen.between_s for seen in observed) / calls
-            self._base_load = _smoothed(self._base_load, between * self._own_speed)
+            self._base_load = _smoothed(self._base_load, between * own_speed)
         for server in self._links:
             # Every rank saw some of a server's calls, and each of these whole.
             pairs, seconds = max(seen.servers.get(server, (0, 0.0)) for seen in observed)
             if seconds > 0:
-                speed = pairs / seconds / self._own_speed
-                self._speeds[server] = _smoothed(self._speeds[server], speed)
+                self._speeds[server] = _smoothed(self._speeds[server], pairs / seconds / own_speed)
         self.observed = Observed(servers={})
         self._kernel_seconds = self._kernel.clock.seconds()
 

@@ -1,0 +1,211 @@
+"""Time of a training step of one trainer alone, and with one dedicated attention server on the other core.
+
+Forward and backward of a 2-layer LLaMA of hidden size 128 on 16384 tokens, one thread per process, float32. The tokens
+are one document, so that core attention is most of the work, as in long-context training. A plan for one rank is not
+divided into nano-batches. With --documents 8192 8192 the tokens are two documents and, by a plan made here, two
+nano-batches that take turns: less attention, but the server works while the trainer runs the other half's projections
+and MLP. Two ways, interleaved in shuffled order in one run:
+
+  alone   the trainer computes everything itself, with the same kernel and no pool
+  server  core attention is shared with the server, balanced by finishing time
+
+The first steps, in which the trainer learns speeds and its base load, do not count. A virtual core shares its
+processor with strangers, so both processes time a small kernel at once before and after each step; the medians are
+over the half of the steps in which the slower of these readings was smallest. Those of all steps stand beside them.
+
+  finish_ratio  the trainer's busy time over the server's while both can work: its own attention and what it does
+                between the steps of an attention that the server has rows of, over the server's time in its
+                kernel. 1.0: both are done at once; the median over the counted steps
+
+Run: python benchmarks/servers.py [--rounds 6] [--documents 16384]
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import threading
+import time
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from harness import print_json, table
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_distca import Dispatcher, PlanSettings
+from hf_distca.kernels import get_kernel
+from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import MicroBatchPlan, NanoBatch
+from hf_distca.planner.micro_batch import plan_rows
+from hf_distca.server import AttentionServer
+from hf_distca.wire import Directory, make_token
+
+LEARNING = 4
+"""Steps with the server that are left out."""
+
+
+def serve(port: int, token: bytes, readings: Connection) -> None:
+    """The server's process: serves on threads, and takes a reading when it is told to."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    server = AttentionServer(token, device, get_kernel("cpu", device))
+    threading.Thread(target=server.run, args=("127.0.0.1", port, 60, lambda line: None), daemon=True).start()
+    calm = Reading()
+    while readings.recv():
+        readings.send(calm.take())
+    server.stop()
+
+
+class Reading:
+    """A small kernel, whose time says how fast a core is at the moment."""
+
+    def __init__(self) -> None:
+        self._qkv = torch.randn(3, 1, 4, 512, 64)
+
+    def take(self) -> float:
+        """Median seconds of the kernel."""
+        times = []
+        for _ in range(7):
+            begin = time.perf_counter()
+            torch.nn.functional.scaled_dot_product_attention(*self._qkv, is_causal=True)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+
+def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
+    """A plan whose nano-batches are the documents, one each."""
+    plans = [plan_rows([[length]], settings) for length in lengths]
+    nano_batches = [
+        NanoBatch(np.array([number]), plan.nano_batches[0].layout, plan.nano_batches[0].plans)
+        for number, plan in enumerate(plans)
+    ]
+    return MicroBatchPlan(tuple(nano_batches), plans[0].summary)
+
+
+def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
+    """Steps of both ways on the trainer."""
+    token = make_token()
+    directory = Directory("127.0.0.1", 0, token)
+    ours, theirs = Pipe()
+    process = get_context("spawn").Process(target=serve, args=(directory.port, token, theirs))
+    process.start()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=1024,
+        max_position_embeddings=sum(lengths),
+        attn_implementation="distca",
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    plan_layers(model)
+    overhead = get_kernel("cpu", torch.device("cpu")).row_overhead
+    settings = PlanSettings(ranks=1, tokens_per_rank=sum(lengths), row_overhead=overhead)
+    dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("alone", "server")}
+    pool = dispatchers["server"].use_pool(token, directory, ranks_serve=True, timeout_s=60)
+    pool.wait_for(1, 60)
+    if len(pool.servers) != 1:
+        raise RuntimeError("the server did not join")
+    plans = {"alone": plan_rows([lengths], settings), "server": plan_of(lengths, settings)}
+    tokens = torch.randint(0, 1024, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    batch = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "shift_labels": tokens}
+    calm = Reading()
+
+    def reading() -> float:
+        ours.send(True)
+        own = calm.take()
+        return max(own, ours.recv())
+
+    def step(way: str) -> dict[str, float]:
+        pool.refresh()
+        before, waited = reading(), pool.wait_clock.seconds()
+        kernel = dispatchers["server"].kernel.clock.seconds()
+        begin = time.perf_counter()
+        bound = dispatchers[way].bind(plans[way])
+        model(**batch, distca_plan=bound).loss.backward()
+        seconds = time.perf_counter() - begin
+        model.zero_grad()
+        seen = pool.observed
+        return {
+            "reading": max(before, reading()),
+            "seconds": seconds,
+            "waited": pool.wait_clock.seconds() - waited,
+            "own": dispatchers["server"].kernel.clock.seconds() - kernel,
+            "between": seen.between_s,
+            "served": sum(pair[1] for pair in seen.servers.values()),
+            "share": seen.pairs / (2 * config.num_hidden_layers * sum(n * (n + 1) // 2 for n in lengths)),
+        }
+
+    step("alone")
+    for _ in range(LEARNING):
+        step("server")
+    order = random.Random(0)
+    steps: dict[str, list[dict[str, float]]] = {"alone": [], "server": []}
+    for _ in range(rounds):
+        for way in order.sample(list(steps), 2):
+            steps[way].append(step(way))
+            print(".", end="", flush=True, file=sys.stderr)
+    pool.close()
+    ours.send(False)
+    process.join(10)
+    return steps
+
+
+def main() -> None:
+    """Measure, print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6, help="steps of each kind")
+    parser.add_argument("--documents", type=int, nargs="+", default=[16384], help="1 or 2 lengths, in tokens")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    steps = measure(options.documents, options.rounds)
+    figures = {way: summary(calmest(taken)) for way, taken in steps.items()}
+    everything = {way: statistics.median(step["seconds"] for step in taken) for way, taken in steps.items()}
+    table(
+        ["", "step (median)", "of all steps", "waited", "own attention", "between", "server busy", "own share"],
+        [
+            [
+                way,
+                *(f"{f:.3f} s" for f in (figure["seconds"], everything[way], *(figure[name] for name in PARTS))),
+                f"{figure['share']:.3f}",
+            ]
+            for way, figure in figures.items()
+        ],
+    )
+    served = calmest(steps["server"])
+    print_json(
+        speedup=figures["alone"]["seconds"] / figures["server"]["seconds"],
+        speedup_all=everything["alone"] / everything["server"],
+        finish_ratio=statistics.median((step["own"] + step["between"]) / step["served"] for step in served),
+        alone_s=figures["alone"]["seconds"],
+        server_s=figures["server"]["seconds"],
+        **{f"{name}_s": figures["server"][name] for name in PARTS},
+        own_share=figures["server"]["share"],
+        rounds=options.rounds,
+        documents=options.documents,
+    )
+
+
+PARTS = ("waited", "own", "between", "served")
+
+
+def calmest(steps: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The half of the steps around which the small kernel was fastest."""
+    return sorted(steps, key=lambda step: step["reading"])[: (len(steps) + 1) // 2]
+
+
+def summary(steps: list[dict[str, float]]) -> dict[str, float]:
+    """The median of every figure."""
+    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+
+
+if __name__ == "__main__":
+    main()

@@ -32,6 +32,8 @@ FORBIDDEN = 1e18
 """Bytes that a piece below a block counts for while places are compared."""
 AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Flows aim at this share of the tolerance, pass after pass; rounding to rows has the rest."""
+NEARLY = 0.15
+"""A layout whose last worker finishes within this share of the limit hardly needs balancing."""
 ROUNDING = 0.04
 """Share of the tolerance that rounding one cut may cost before it leaves the block's boundaries."""
 
@@ -82,7 +84,8 @@ def balance(
     tasks = _initial_tasks(layout)
     loads = _loads(tasks, len(workers), window)
     limit = workers.ideal(int(loads.sum())) * (1 + slack)
-    best, best_time = tasks, float(workers.finishing(loads).max())
+    as_laid_out = float(workers.finishing(loads).max())
+    best, best_time = tasks, as_laid_out
     for aim in AIM:
         if best_time <= limit or not len(tasks):
             break
@@ -91,8 +94,9 @@ def balance(
         if finish < best_time:
             best, best_time = tasks, finish
     most = (max(limit, best_time) - np.asarray(workers.base_load)) * np.asarray(workers.speed)
-    rules = Rules(row_bytes, kept_window, window, origin, block_size)
-    best = merged(exchanged(best, layout, (most - _loads(best, len(workers), window)).tolist(), rules))
+    if as_laid_out > limit * (1 + NEARLY):  # else nearly all tasks are at home, and few bytes can be saved
+        rules = Rules(row_bytes, kept_window, window, origin, block_size)
+        best = merged(exchanged(best, layout, (most - _loads(best, len(workers), window)).tolist(), rules))
     room = (most - _loads(best, len(workers), window)).tolist()
     best = merged(without_short(best, layout, room, window, block_size))
     best["start"] -= origin

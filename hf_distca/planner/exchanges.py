@@ -25,7 +25,7 @@ SENT, RECEIVED = 0, 1
 
 TRIES = 128
 """Exchanges tried; fewer with many workers."""
-MOST = 2048
+MOST = 1024
 """Tries times workers."""
 LEAST = 16
 """For fewer tries the search is not worth setting up."""

@@ -1,0 +1,243 @@
+"""A training whose attention servers are killed at random moments, against the same training without servers.
+
+Two trainers train a small LLaMA in float64 with up to three servers, each a process of its own. After random times one
+of the servers that have joined is killed (SIGKILL) and another one is started, which takes part from an optimizer step
+soon after. When enough were killed, training ends, and as many steps are trained again without servers. Float64,
+because over so many steps the rounding of another order of summation would otherwise hide what is lost.
+
+  kills         servers killed after they had joined
+  in_a_call     losses that trainers noticed while a server owed them results, which they computed themselves
+  lost          steps whose loss is not that of the training without servers, to 1e-9
+  max_rel_diff  over the parameters at the end: largest difference over the largest magnitude
+
+Run: python benchmarks/faults.py [--kills 100]
+"""
+
+import argparse
+import logging
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import print_json, run_ranks, table
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_distca import Dispatcher, PlanSettings
+from hf_distca.kernels import get_kernel
+from hf_distca.patches.layers import plan_layers
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.server import AttentionServer
+from hf_distca.wire import Directory
+
+TOKEN = bytes(range(32))
+ALIVE = 3
+"""Servers at once."""
+MOST_SECONDS = 300
+"""Training ends then, however many were killed."""
+VOCABULARY = 64
+PRELOADED = [
+    "transformers.models.llama.modeling_llama",
+    "hf_distca.dispatch.dispatcher",
+    "hf_distca.server",
+    "harness",
+]
+
+
+class Losses(logging.Handler):
+    """Counts what the pool says of lost servers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = self.in_a_call = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count it if a server was lost."""
+        message = record.getMessage()
+        self.all += "lost attention server" in message
+        self.in_a_call += "computed by the trainers" in message
+
+
+def serve(port: int, joined: Connection) -> None:
+    """A server's process; says when it has joined."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    server = AttentionServer(TOKEN, device, get_kernel("cpu", device))
+
+    def report(line: str) -> None:
+        if line.startswith("joined"):
+            joined.send(True)
+
+    server.run("127.0.0.1", port, 60, report)
+    server.close()
+
+
+class Killer(threading.Thread):
+    """Keeps servers running and kills one after another.
+
+    Args:
+        port: where they join.
+        kills: how many to kill.
+        seed: of victims and moments.
+        enough: file that it makes at the end.
+
+    Attributes:
+        killed: how many so far.
+    """
+
+    def __init__(self, port: int, kills: int, seed: int, enough: Path) -> None:
+        super().__init__(daemon=True)
+        self.killed = 0
+        self._port, self._kills, self._enough = port, kills, enough
+        self._random = random.Random(seed)
+        self._context = get_context("forkserver")
+        # What this file imports; else every server does it anew, which takes seconds.
+        self._context.set_forkserver_preload(PRELOADED)
+        self._servers: list[tuple[Any, Connection]] = []
+
+    def run(self) -> None:
+        """Kill until there were enough or time is up."""
+        end = time.monotonic() + MOST_SECONDS
+        while self.killed < self._kills and time.monotonic() < end:
+            while len(self._servers) < ALIVE:
+                self._start()
+            time.sleep(self._random.uniform(0.1, 0.9))
+            joined = [server for server in self._servers if server[1].poll()]
+            if joined:
+                victim = self._random.choice(joined)
+                self._servers.remove(victim)
+                victim[0].kill()
+                self.killed += 1
+                print(".", end="", flush=True, file=sys.stderr)
+        self._enough.touch()
+
+    def close(self) -> None:
+        """End what is left."""
+        self.join()
+        for process, _ in self._servers:
+            process.kill()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(self._port, theirs), daemon=True)
+        process.start()
+        self._servers.append((process, ours))
+
+
+def train(port: int | None, steps: int | None, enough: str) -> tuple[list[float], list[Tensor], tuple[int, int]]:
+    """Train on every rank.
+
+    Args:
+        port: where servers join; None: without servers.
+        steps: how many; None: until the file `enough` is there.
+        enough: its name.
+
+    Returns:
+        The loss of every step, the parameters at the end, and how many servers were lost, in a call or at all.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        attn_implementation="distca",
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).double()
+    plan_layers(model)
+    settings = PlanSettings(ranks, 4096, block_size=8, ping_pong=True)
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    seen, pool = Losses(), None
+    logging.getLogger("hf_distca.dispatch.pool").addHandler(seen)
+    if port is not None:
+        directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
+        pool = dispatcher.use_pool(TOKEN, directory, ranks_serve=True, timeout_s=30)
+        pool.wait_for(1, 60)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[float] = []
+    while not dispatcher.groups.any_of([Path(enough).exists() if steps is None else len(losses) == steps])[0]:
+        if pool is not None:
+            pool.refresh()
+        choose = random.Random(len(losses))
+        lengths = [choose.randint(2, 120) for _ in range(8)]
+        generator = torch.Generator().manual_seed(len(losses))
+        documents = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+        plan = plan_micro_batch(lengths, settings)
+        batch = rows_of(plan, rank, documents)
+        loss = model(**batch, num_items_in_batch=sum(lengths) - 8, distca_plan=dispatcher.bind(plan)).loss
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss.detach())
+        losses.append(loss.item())
+    if pool is not None:
+        pool.close()
+    return losses, [parameter.detach() for parameter in model.parameters()], (seen.in_a_call, seen.all)
+
+
+def rows_of(plan: Any, rank: int, documents: list[Tensor]) -> dict[str, Tensor]:
+    """A rank's rows of a micro-batch."""
+    rows, positions, targets = [], [], []
+    for nano in plan.nano_batches:
+        for number, start, stop, _, _ in nano.layout.of_rank(rank).tolist():
+            document = documents[nano.documents[number]]
+            rows.append(document[start:stop])
+            positions.append(torch.arange(start, stop))
+            targets.append(torch.cat([document[1:], torch.tensor([-100])])[start:stop])
+    tokens, places, labels = (torch.cat(parts)[None] for parts in (rows, positions, targets))
+    return {"input_ids": tokens, "position_ids": places, "labels": labels, "shift_labels": labels}
+
+
+def main() -> None:
+    """Train twice, print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="servers to kill")
+    parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
+    options = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        enough = Path(folder) / "enough"
+        killer = Killer(port, options.kills, options.seed, enough)
+        killer.start()
+        losses, parameters, (in_a_call, noticed) = run_ranks(2, train, port, None, str(enough))[0]
+        killer.close()
+        expected, reference, _ = run_ranks(2, train, None, len(losses), str(enough))[0]
+    seconds = time.monotonic() - begin
+    lost = sum(abs(got - loss) > 1e-9 * abs(loss) for got, loss in zip(losses, expected, strict=True))
+    diff = max(
+        ((got - other).abs().max() / other.abs().max()).item()
+        for got, other in zip(parameters, reference, strict=True)
+    )
+    rows = [
+        ["servers killed", f"{killer.killed}"],
+        ["losses noticed", f"{noticed}, {in_a_call} of them in a call"],
+        ["optimizer steps", f"{len(losses)}, {lost} lost"],
+        ["parameters differ by", f"{diff:.2e}"],
+        ["seconds", f"{seconds:.0f}"],
+    ]
+    table(["", "2 trainers, up to 3 servers"], rows)
+    print_json(
+        kills=killer.killed, lost=lost, max_rel_diff=diff, in_a_call=in_a_call, noticed=noticed, steps=len(losses)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -63,7 +63,7 @@ class DistCAConfig:
         default=True,
         metadata={
             "help": "Divide every micro-batch into two nano-batches whose exchanges hide behind each other's "
-            "computation, where more than one rank takes part."
+            "computation, where more than one rank or dedicated servers take part."
         },
     )
     keep_core_attention: bool = field(

@@ -64,9 +64,7 @@ def test_pure_packages_know_neither_torch_nor_transformers(package):
     found = ROOT / package
     for path in [found] if found.is_file() else found.rglob("*.py"):
         words = path.read_text().split()
-        assert not {"torch", "transformers"} & {
-            b for a, b in itertools.pairwise(words) if a in ("import", "from")
-        }
+        assert not {"torch", "transformers"} & {b for a, b in itertools.pairwise(words) if a in ("import", "from")}
 
 
 def test_public_names():

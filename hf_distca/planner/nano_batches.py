@@ -19,12 +19,11 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
         ranks: ranks that each group is laid out over.
 
     Returns:
-        The documents of each group in their order, or None where that is not possible: with one rank
-        there is nothing to hide, a document of more than half of the tokens fits in no group, and every
-        rank needs a row of each.
+        The documents of each group in their order, or None where that is not possible: a document of more
+        than half of the tokens fits in no group, and every rank needs a row of each.
     """
     total = int(lengths.sum())
-    if ranks < 2 or len(lengths) < 2 or 2 * int(lengths.max()) > total:
+    if len(lengths) < 2 or 2 * int(lengths.max()) > total:
         return None
     group = np.zeros(len(lengths), bool)
     tokens = [0, 0]
@@ -48,8 +47,6 @@ def split_rows(rows: Sequence[Sequence[int]]) -> list[int] | None:
         cannot be divided.
     """
     cuts = []
-    if len(rows) < 2:
-        return None
     for row in rows:
         before = np.cumsum(row)
         total = int(before[-1]) if len(row) else 0

@@ -86,8 +86,8 @@ def _events(checkpointing: bool, keep: bool) -> list[str]:
     exchange, kernel = dispatcher.exchange, dispatcher.kernel
     start, forward, backward = exchange.start, kernel.forward, kernel.backward
 
-    def recorded_start(columns, traffic, role):
-        pending = start(columns, traffic, role)
+    def recorded_start(columns, traffic, role, *rows):
+        pending = start(columns, traffic, role, *rows)
         if traffic.crossing:
             number = len(started)
             started.append(pending)

@@ -14,18 +14,19 @@ from tests.models import random_documents, small_model
 SCRIPT = Path(__file__).parent / "train_script.py"
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
 STEPS, ACCUMULATION, TOKENS_PER_RANK, LEARNING_RATE = 20, 2, 96, 1e-3
+FEW_STEPS = 4
 
 
-def reference_losses() -> list[float]:
+def reference_losses(model_type: str = "llama", steps: int = STEPS, **config) -> list[float]:
     """The losses of ordinary training in one process, on the same global micro-batches."""
     documents = random_documents(LENGTHS)
-    model = small_model(implementation="sdpa")
+    model = small_model(model_type, "eager" if model_type == "gemma2" else "sdpa", **config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     pieces = fit_documents(np.array(LENGTHS), 2 * TOKENS_PER_RANK, "error", "tokens")
     sampler = GlobalBatchSampler(pieces, 2 * TOKENS_PER_RANK, seed=42)
     losses: list[float] = []
     epoch = 0
-    while len(losses) < STEPS:
+    while len(losses) < steps:
         sampler.set_epoch(epoch)
         micro_batches = [micro_batch for (micro_batch,) in sampler]
         for first in range(0, len(micro_batches), ACCUMULATION):
@@ -36,7 +37,7 @@ def reference_losses() -> list[float]:
             ]
             losses.append(optimizer_step(model, optimizer, step))
         epoch += 1
-    return losses[:STEPS]
+    return losses[:steps]
 
 
 def optimizer_step(model, optimizer, documents) -> float:
@@ -86,3 +87,29 @@ def test_loss_curve_is_that_of_one_process(strategy, checkpointing, expected, tm
     assert min(shares) < 1.0
     assert max(shares) > 0.0
     assert result["losses"] == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [
+        ("ddp", {"model_type": "mistral", "sliding_window": 24}),
+        ("fsdp2", {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 8}),
+        ("zero3", {"model_type": "mixtral", "num_local_experts": 4}),
+    ],
+    ids=["ddp-mistral", "fsdp2-gemma2", "zero3-mixtral"],
+)
+def test_other_architectures(strategy, model, tmp_path):
+    arguments = {
+        "max_steps": FEW_STEPS,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "tokens_per_rank": TOKENS_PER_RANK,
+        "learning_rate": LEARNING_RATE,
+        "optim": "adamw_torch",
+        "balance_block_size": 8,
+        "dataloader_num_workers": 0,
+        "save_strategy": "no",
+        "activation_checkpointing": strategy != "ddp",
+    }
+    result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments, "model": model}, tmp_path)
+    assert max(entry.get("ping_pong_share", 0.0) for entry in result["history"]) > 0.0
+    assert result["losses"] == pytest.approx(reference_losses(steps=FEW_STEPS, **model), rel=2e-5)

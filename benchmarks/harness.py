@@ -37,6 +37,22 @@ def _on_rank(rank: int, ranks: int, port: int, function: Callable[..., Any], arg
         dist.destroy_process_group()
 
 
+class Probe:
+    """A small kernel, whose time says how fast a core is at the moment."""
+
+    def __init__(self) -> None:
+        self._qkv = torch.randn(3, 1, 4, 512, 64)
+
+    def take(self) -> float:
+        """Median seconds of the kernel."""
+        times = []
+        for _ in range(7):
+            begin = time.perf_counter()
+            torch.nn.functional.scaled_dot_product_attention(*self._qkv, is_causal=True)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+
 class CalmSteps:
     """Times steps, and keeps of each way the half that other users of the machine disturbed least.
 
@@ -49,7 +65,7 @@ class CalmSteps:
     """
 
     def __init__(self) -> None:
-        self._qkv = torch.randn(3, 1, 4, 512, 64)
+        self._probe = Probe()
         self._steps: dict[str, list[tuple[float, float]]] = {}  # (reading, seconds)
 
     def run(self, way: str, step: Callable[[], Any]) -> None:
@@ -63,13 +79,8 @@ class CalmSteps:
 
     def _reading(self) -> float:
         """Seconds that the small kernel takes on the slowest rank, all ranks at once."""
-        times = []
         dist.barrier()
-        for _ in range(7):
-            begin = time.perf_counter()
-            torch.nn.functional.scaled_dot_product_attention(*self._qkv, is_causal=True)
-            times.append(time.perf_counter() - begin)
-        reading = torch.tensor(statistics.median(times))
+        reading = torch.tensor(self._probe.take())
         dist.all_reduce(reading, dist.ReduceOp.MAX)
         return reading.item()
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import print_json, table
+from harness import Probe, print_json, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
@@ -53,26 +53,10 @@ def serve(port: int, token: bytes, readings: Connection) -> None:
     device = torch.device("cpu")
     server = AttentionServer(token, device, get_kernel("cpu", device))
     threading.Thread(target=server.run, args=("127.0.0.1", port, 60, lambda line: None), daemon=True).start()
-    calm = Reading()
+    calm = Probe()
     while readings.recv():
         readings.send(calm.take())
     server.stop()
-
-
-class Reading:
-    """A small kernel, whose time says how fast a core is at the moment."""
-
-    def __init__(self) -> None:
-        self._qkv = torch.randn(3, 1, 4, 512, 64)
-
-    def take(self) -> float:
-        """Median seconds of the kernel."""
-        times = []
-        for _ in range(7):
-            begin = time.perf_counter()
-            torch.nn.functional.scaled_dot_product_attention(*self._qkv, is_causal=True)
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times)
 
 
 def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
@@ -117,7 +101,7 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
     tokens = torch.randint(0, 1024, (1, sum(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     batch = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "shift_labels": tokens}
-    calm = Reading()
+    calm = Probe()
 
     def reading() -> float:
         ours.send(True)

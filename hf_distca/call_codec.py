@@ -16,6 +16,7 @@ HEAD_LIMIT = 1024
 """Heads of a layer, and numbers of a head, at most."""
 
 Rows = Literal["queries", "keys"]
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Call:
     number: int
     nano: int
     window: int | None
-    direction: Literal["forward", "backward"]
+    direction: Direction
     scale: float
     softcap: float | None
     q_heads: int
@@ -83,7 +84,8 @@ class Call:
         Raises:
             ValueError: something is missing, of the wrong type or out of range.
         """
-        call = cls(**{name: header.get(name) for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
+        values: dict[str, Any] = {name: header.get(name) for name in cls.__dataclass_fields__}
+        call = cls(**values)
         heads = _whole(call.q_heads, 1, HEAD_LIMIT) and _whole(call.kv_heads, 1, HEAD_LIMIT)
         rules = {
             "plan": _whole(call.plan, 0, 2**62),

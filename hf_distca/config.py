@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from hf_distca.kernels import KERNEL_NAMES
 
 DOCUMENT_LAYOUTS = ("joint", "fixed")
+EXTERNAL = "external"
+"""Attention servers that are started apart."""
 LONG_DOCUMENTS = ("error", "truncate", "split")
 
 
@@ -115,7 +117,7 @@ class DistCAConfig:
 
     def __post_init__(self) -> None:
         self.attention_servers = str(self.attention_servers)
-        if self.attention_servers != "external" and not self.attention_servers.isdecimal():
+        if self.attention_servers != EXTERNAL and not self.attention_servers.isdecimal():
             raise ValueError(
                 f"attention_servers must be a number of processes or 'external', got {self.attention_servers!r}"
             )

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from hf_distca.cli.lengths_file import InputError
+from hf_distca.wire.address import parse_address
 
 DESCRIPTION = """\
 Compute core attention for the trainers of a run, without holding a model, until training ends or Ctrl-C.
@@ -36,10 +37,10 @@ def _threads(text: str) -> int:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host.strip("[]"):
-        raise argparse.ArgumentTypeError(f"must be HOST:PORT, got {text!r}")
-    return host.strip("[]"), _number(port, 1, 65535, "HOST:PORT with a port from 1 to 65535")
+    try:
+        return parse_address(text, least_port=1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _seconds(text: str) -> float:

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_distca.call_codec import Call, Column
+from hf_distca.call_codec import Call, Column, Direction
 from hf_distca.dispatch.clock import Clock
+from hf_distca.dispatch.columns import as_bytes, empty_rows
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import RowIndex, take
 from hf_distca.kernels.contract import AttentionParams, Kernel
@@ -230,18 +231,13 @@ class Pool:
         if self.groups.rank == 0:
             logger.log(level, message)
 
-    def close(self, *, ended: bool = True) -> None:
-        """Let go of all servers.
-
-        Args:
-            ended: tell them that training is over; else they wait for another run to join.
-        """
+    def close(self) -> None:
+        """Let go of all servers, and tell them that training is over."""
         for link in self._links.values():
             link.close()
         self._links.clear()
         if self._directory is not None:
-            if ended:
-                self._directory.end()
+            self._directory.end()
             self._directory.close()
 
     # Plans
@@ -309,12 +305,17 @@ class PooledPlan:
         self._servers = servers
 
     def start(
-        self, direction: str, nano: int, routes: "BoundRoutes", params: AttentionParams, tensors: dict[str, Tensor]
+        self,
+        direction: Direction,
+        nano: int,
+        routes: "BoundRoutes",
+        params: AttentionParams,
+        tensors: dict[str, Tensor],
     ) -> "ServerCall":
         """Send the servers their rows of one attention.
 
         Args:
-            direction: "forward" or "backward".
+            direction: of the attention.
             nano: number of the nano-batch.
             routes: of this rank.
             params: scale, window and softcap of the layer.
@@ -327,7 +328,7 @@ class PooledPlan:
             number=next(pool._call_numbers),
             nano=nano,
             window=params.window,
-            direction="forward" if direction == "forward" else "backward",
+            direction=direction,
             scale=params.scale,
             softcap=params.softcap,
             q_heads=q_THD.shape[1],
@@ -343,9 +344,9 @@ class PooledPlan:
             if link is None or not rows.q_count + rows.k_count:
                 continue
             sent = [_to_host(take(tensors[column.name], _index(rows, column))) for column in call.request()]
-            results = [_empty(rows, column, pinned=q_THD.is_cuda) for column in call.reply()]
+            results = [empty_rows(column, _count(rows, column), q_THD.is_cuda) for column in call.reply()]
             try:
-                pending = link.call(call.header(), _bytes(sent), _bytes(results))
+                pending = link.call(call.header(), _buffers(sent), _buffers(results))
             except LinkLost:
                 continue  # the collection will find the link lost
             parts.append((rows, pending, results))
@@ -413,9 +414,8 @@ def _index(rows: "ServerRows", column: Column) -> RowIndex:
     return rows.q_rows if column.rows == "queries" else rows.k_rows
 
 
-def _empty(rows: "ServerRows", column: Column, *, pinned: bool) -> Tensor:
-    count = rows.q_count if column.rows == "queries" else rows.k_count
-    return torch.empty((count, *column.shape), dtype=getattr(torch, column.dtype), pin_memory=pinned)
+def _count(rows: "ServerRows", column: Column) -> int:
+    return rows.q_count if column.rows == "queries" else rows.k_count
 
 
 def _to_host(x_N: Tensor) -> Tensor:
@@ -423,6 +423,6 @@ def _to_host(x_N: Tensor) -> Tensor:
     return x_N.detach().contiguous().cpu()
 
 
-def _bytes(tensors: Sequence[Tensor]) -> list[memoryview]:
+def _buffers(tensors: Sequence[Tensor]) -> list[memoryview]:
     """The memory of dense tensors on the host, those without rows left out."""
-    return [memoryview(x_N.view(-1).view(torch.uint8).numpy()) for x_N in tensors if x_N.numel()]
+    return [as_bytes(x_N).data for x_N in tensors if x_N.numel()]

@@ -23,6 +23,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_distca.call_codec import Direction
 from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.exchange import PendingRows
 from hf_distca.dispatch.pool import ServerCall
@@ -274,7 +275,7 @@ def finish_backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     return dq.result(), dk.result(), dv.result()
 
 
-def _start_servers(call: AttentionCall, direction: str, tensors: dict[str, Tensor]) -> None:
+def _start_servers(call: AttentionCall, direction: Direction, tensors: dict[str, Tensor]) -> None:
     """Send dedicated servers their rows, where the plan has tasks for any."""
     if call.routes.servers:
         assert call.bound.pool is not None  # who plans for servers has a pool

@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, PlanSummary
+from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
 from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import RowBytes, pairs
+from hf_distca.planner.cost import RowBytes, Workers, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import bytes_between, loads_of
 from hf_distca.planner.nano_batches import mirrored, split_documents, split_rows
@@ -109,6 +109,26 @@ def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:
     )
 
 
+def plan_tasks(layout: Layout, window: int | None, settings: PlanSettings, workers: Workers | None = None) -> Plan:
+    """Balance the core attention of one kind of layer on a layout.
+
+    Args:
+        layout: where the rows are.
+        window: of the layer.
+        settings: see PlanSettings.
+        workers: as in `balance`.
+    """
+    return balance(
+        layout,
+        workers=workers,
+        window=window,
+        tolerance=settings.tolerance,
+        block_size=settings.block_size,
+        row_bytes=settings.row_bytes,
+        row_overhead=settings.row_overhead,
+    )
+
+
 def _plan(
     lengths: NDArray[np.int64],
     groups: Sequence[NDArray[np.int64]],
@@ -117,17 +137,7 @@ def _plan(
 ) -> MicroBatchPlan:
     nano_batches = []
     for group, layout in zip(groups, layouts, strict=True):
-        plans = {
-            window: balance(
-                layout,
-                window=window,
-                tolerance=settings.tolerance,
-                block_size=settings.block_size,
-                row_bytes=settings.row_bytes,
-                row_overhead=settings.row_overhead,
-            )
-            for window in settings.windows
-        }
+        plans = {window: plan_tasks(layout, window, settings) for window in settings.windows}
         nano_batches.append(NanoBatch(group, layout, plans))
     return MicroBatchPlan(tuple(nano_batches), _summary(lengths, nano_batches, settings))
 

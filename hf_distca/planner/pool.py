@@ -5,38 +5,27 @@ from dataclasses import replace
 import numpy as np
 
 from hf_distca.plan import Layout, MicroBatchPlan, Plan
-from hf_distca.planner.balance import balance, merged
-from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.balance import merged
+from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.metrics import bytes_between, loads_of, rows_of
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.micro_batch import PlanSettings, plan_tasks
 
 IDLE = 1e-9
 """Speed of a rank that is to compute no core attention."""
 
 
 def balance_over_pool(
-    layout: Layout,
-    workers: Workers,
-    *,
-    ranks_serve: bool = True,
-    window: int | None = None,
-    tolerance: float = 0.0,
-    block_size: int = 128,
-    row_bytes: RowBytes | None = None,
-    row_overhead: int = 0,
+    layout: Layout, window: int | None, workers: Workers, settings: PlanSettings, *, ranks_serve: bool = True
 ) -> Plan:
     """Choose tasks so that ranks and servers finish together.
 
     Args:
         layout: where the rows are.
+        window: of the layer.
         workers: the ranks, and after them at least one server; ranks carry the base load of what they do besides core
             attention while servers compute.
+        settings: see PlanSettings.
         ranks_serve: whether ranks compute core attention too; else all of it goes to the servers.
-        window: as in `balance`.
-        tolerance: as in `balance`.
-        block_size: as in `balance`.
-        row_bytes: as in `balance`.
-        row_overhead: as in `balance`.
 
     Raises:
         ValueError: there is no server, or settings are out of range.
@@ -46,15 +35,7 @@ def balance_over_pool(
         raise ValueError(f"{len(workers)} workers for {layout.ranks} ranks leave no server")
     if not ranks_serve:
         workers = Workers((IDLE,) * layout.ranks + workers.speed[layout.ranks :], (0.0,) * len(workers))
-    plan = balance(
-        layout,
-        workers=workers,
-        window=window,
-        tolerance=tolerance,
-        block_size=block_size,
-        row_bytes=row_bytes,
-        row_overhead=row_overhead,
-    )
+    plan = plan_tasks(layout, window, settings, workers)
     return plan if ranks_serve else _without_ranks(plan, workers)
 
 
@@ -73,16 +54,7 @@ def plan_for_pool(
         replace(
             nano,
             plans={
-                window: balance_over_pool(
-                    nano.layout,
-                    workers,
-                    ranks_serve=ranks_serve,
-                    window=window,
-                    tolerance=settings.tolerance,
-                    block_size=settings.block_size,
-                    row_bytes=settings.row_bytes,
-                    row_overhead=settings.row_overhead,
-                )
+                window: balance_over_pool(nano.layout, window, workers, settings, ranks_serve=ranks_serve)
                 for window in nano.plans
             },
         )

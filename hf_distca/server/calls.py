@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.call_codec import Call
-from hf_distca.server.compute import as_bytes, empty_rows
+from hf_distca.dispatch.columns import as_bytes, empty_rows
 from hf_distca.server.plans import ServedTasks
 from hf_distca.server.trainer_link import TrainerLink
 from hf_distca.wire import LinkLost, ProtocolError

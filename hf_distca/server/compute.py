@@ -4,26 +4,13 @@ Shape suffixes: Q received query rows, R received key/value rows, K key/value ro
 G key/value heads, D head dim of queries and keys, E head dim of values; N rows of either kind.
 """
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_distca.call_codec import Call, Column
+from hf_distca.call_codec import Call
 from hf_distca.dispatch.rows import RowSum, take
 from hf_distca.kernels.contract import AttentionParams, Kernel
 from hf_distca.server.plans import ServedTasks
-
-
-def empty_rows(column: Column, rows: int, pinned: bool) -> Tensor:
-    """[rows, *column.shape] on the host, with undefined contents; pinned where it will be copied to a GPU."""
-    return torch.empty((rows, *column.shape), dtype=getattr(torch, column.dtype), pin_memory=pinned)
-
-
-def as_bytes(rows_N: Tensor) -> NDArray[np.uint8]:
-    """The memory of a contiguous tensor on the host; NumPy itself has no bfloat16."""
-    flat: NDArray[np.uint8] = rows_N.view(-1).view(torch.uint8).numpy()
-    return flat
 
 
 def params_of(call: Call) -> AttentionParams:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 
 from hf_distca.call_codec import Call
+from hf_distca.dispatch.columns import as_bytes
 from hf_distca.kernels.contract import Kernel
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan_codec import decode_plan, read_plan_header
 from hf_distca.server.calls import Assembly, Calls
-from hf_distca.server.compute import as_bytes, compute, params_of
+from hf_distca.server.compute import compute, params_of
 from hf_distca.server.plans import PlanStore, ServedPlan
 from hf_distca.server.trainer_link import TrainerLink
 from hf_distca.wire import Frame, Kind, LinkLost, Listener, Membership, Peer, PeerLeft, ProtocolError, State

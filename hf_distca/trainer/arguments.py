@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
-from hf_distca.config import DistCAConfig
-from hf_distca.trainer.attention_servers import EXTERNAL, Launch, on_cpu, split_launch
+from hf_distca.config import EXTERNAL, DistCAConfig
+from hf_distca.trainer.attention_servers import Launch, on_cpu, split_launch
 
 
 @dataclass

@@ -18,12 +18,12 @@ from torch.cuda import is_available
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.pool import Pool
+from hf_distca.wire.address import parse_address
 from hf_distca.wire.directory import Directory
 from hf_distca.wire.token import make_token, read_token, write_token
 
 logger = logging.getLogger(__name__)
 
-EXTERNAL = "external"
 TOKEN_FILE = "attention_server_token"
 
 
@@ -144,7 +144,7 @@ def open_pool(
     token, directory, error = b"", None, None
     if groups.rank == 0:
         try:
-            host, port = parse_address(address)
+            host, port = _address(address)
             token = make_token() if launch is not None else _file_token(Path(token_file))
             directory = Directory(host, port, token)
         except (OSError, ValueError) as caught:
@@ -166,16 +166,11 @@ def open_pool(
     return pool
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"attention_server_address must be HOST:PORT, got {address!r}")
-    return host.strip("[]"), int(port)
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise ValueError(f"attention_server_address {error}") from error
 
 
 def _file_token(path: Path) -> bytes:

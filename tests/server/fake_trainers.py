@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hf_distca.call_codec import Call
+from hf_distca.dispatch.columns import as_bytes
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.plan import TASK, NanoBatch, Plan
@@ -16,7 +17,7 @@ from hf_distca.plan_codec import encode_plan
 from hf_distca.planner.balance import merged
 from hf_distca.planner.layout import packed_layout
 from hf_distca.planner.routes import make_routes
-from hf_distca.server.compute import as_bytes, params_of
+from hf_distca.server.compute import params_of
 from hf_distca.wire import Kind, ServerLink
 
 WINDOWS = (None, 40)

@@ -10,26 +10,7 @@ import pytest
 from hf_distca.wire.token import make_token, write_token
 from tests.launch import ROOT, launch, run_launch
 from tests.ranks import free_port
-from tests.trainer.test_launch import (
-    ACCUMULATION,
-    LEARNING_RATE,
-    LENGTHS,
-    SCRIPT,
-    STEPS,
-    TOKENS_PER_RANK,
-    reference_losses,
-)
-
-ARGUMENTS = {
-    "max_steps": STEPS,
-    "gradient_accumulation_steps": ACCUMULATION,
-    "tokens_per_rank": TOKENS_PER_RANK,
-    "learning_rate": LEARNING_RATE,
-    "optim": "adamw_torch",
-    "balance_block_size": 8,
-    "dataloader_num_workers": 0,
-    "save_strategy": "no",
-}
+from tests.trainer.test_launch import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
 
 
 @pytest.fixture(scope="module")

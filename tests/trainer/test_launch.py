@@ -15,6 +15,16 @@ SCRIPT = Path(__file__).parent / "train_script.py"
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
 STEPS, ACCUMULATION, TOKENS_PER_RANK, LEARNING_RATE = 20, 2, 96, 1e-3
 FEW_STEPS = 4
+ARGUMENTS = {
+    "max_steps": STEPS,
+    "gradient_accumulation_steps": ACCUMULATION,
+    "tokens_per_rank": TOKENS_PER_RANK,
+    "learning_rate": LEARNING_RATE,
+    "optim": "adamw_torch",
+    "balance_block_size": 8,
+    "dataloader_num_workers": 0,
+    "save_strategy": "no",
+}
 
 
 def reference_losses(model_type: str = "llama", steps: int = STEPS, **config) -> list[float]:
@@ -65,17 +75,7 @@ def expected() -> list[float]:
     [("ddp", False), ("zero1", False), ("zero2", True), ("fsdp2", True), ("zero3", True)],
 )
 def test_loss_curve_is_that_of_one_process(strategy, checkpointing, expected, tmp_path):
-    arguments = {
-        "max_steps": STEPS,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "tokens_per_rank": TOKENS_PER_RANK,
-        "learning_rate": LEARNING_RATE,
-        "optim": "adamw_torch",
-        "balance_block_size": 8,
-        "dataloader_num_workers": 0,
-        "save_strategy": "no",
-        "activation_checkpointing": checkpointing,
-    }
+    arguments = ARGUMENTS | {"activation_checkpointing": checkpointing}
     result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path)
     kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED")
     assert kind in result["distributed_type"].upper() or (
@@ -99,17 +99,7 @@ def test_loss_curve_is_that_of_one_process(strategy, checkpointing, expected, tm
     ids=["ddp-mistral", "fsdp2-gemma2", "zero3-mixtral"],
 )
 def test_other_architectures(strategy, model, tmp_path):
-    arguments = {
-        "max_steps": FEW_STEPS,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "tokens_per_rank": TOKENS_PER_RANK,
-        "learning_rate": LEARNING_RATE,
-        "optim": "adamw_torch",
-        "balance_block_size": 8,
-        "dataloader_num_workers": 0,
-        "save_strategy": "no",
-        "activation_checkpointing": strategy != "ddp",
-    }
+    arguments = ARGUMENTS | {"max_steps": FEW_STEPS, "activation_checkpointing": strategy != "ddp"}
     result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments, "model": model}, tmp_path)
     assert max(entry.get("ping_pong_share", 0.0) for entry in result["history"]) > 0.0
     assert result["losses"] == pytest.approx(reference_losses(steps=FEW_STEPS, **model), rel=2e-5)

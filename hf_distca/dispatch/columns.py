@@ -1,0 +1,22 @@
+"""Tensors as the columns of messages between trainers and servers: memory on the host, seen as bytes.
+
+Shape suffixes: N rows; what follows a row's N is free.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_distca.call_codec import Column
+
+
+def empty_rows(column: Column, rows: int, pinned: bool) -> Tensor:
+    """[rows, *column.shape] on the host, with undefined contents; pinned where it will be copied to a GPU."""
+    return torch.empty((rows, *column.shape), dtype=getattr(torch, column.dtype), pin_memory=pinned)
+
+
+def as_bytes(rows_N: Tensor) -> NDArray[np.uint8]:
+    """The memory of a contiguous tensor on the host; NumPy itself has no bfloat16."""
+    flat: NDArray[np.uint8] = rows_N.view(-1).view(torch.uint8).numpy()
+    return flat

@@ -13,9 +13,10 @@ The first steps, in which the trainer learns speeds and its base load, do not co
 processor with strangers, so both processes time a small kernel at once before and after each step; the medians are
 over the half of the steps in which the slower of these readings was smallest. Those of all steps stand beside them.
 
-  finish_ratio  the trainer's busy time over the server's while both can work: its own attention and what it does
-                between the steps of an attention that the server has rows of, over the server's time in its
-                kernel. 1.0: both are done at once; the median over the counted steps
+  finish_ratio  when the trainer is done over when the server is: the trainer's own attention and what it does between
+                the steps of an attention that the server has rows of, over the server's time in its kernel and,
+                where nothing else is computed meanwhile (one document), the time in which rows travel. 1.0: both
+                are done at once; the median over the counted steps
 
 Run: python benchmarks/servers.py [--rounds 6] [--documents 16384]
 """
@@ -117,14 +118,15 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
         model(**batch, distca_plan=bound).loss.backward()
         seconds = time.perf_counter() - begin
         model.zero_grad()
-        seen = pool.observed
+        seen = pool.stopwatch.read()
         return {
             "reading": max(before, reading()),
             "seconds": seconds,
             "waited": pool.wait_clock.seconds() - waited,
             "own": dispatchers["server"].kernel.clock.seconds() - kernel,
             "between": seen.between_s,
-            "served": sum(pair[1] for pair in seen.servers.values()),
+            "served": sum(served.seconds for served in seen.servers.values()),
+            "way": sum(served.way_s for served in seen.servers.values()) if len(lengths) == 1 else 0.0,
             "share": seen.pairs / (2 * config.num_hidden_layers * sum(n * (n + 1) // 2 for n in lengths)),
         }
 
@@ -154,7 +156,17 @@ def main() -> None:
     figures = {way: summary(calmest(taken)) for way, taken in steps.items()}
     everything = {way: statistics.median(step["seconds"] for step in taken) for way, taken in steps.items()}
     table(
-        ["", "step (median)", "of all steps", "waited", "own attention", "between", "server busy", "own share"],
+        [
+            "",
+            "step (median)",
+            "of all steps",
+            "waited",
+            "own attention",
+            "between",
+            "server busy",
+            "rows travel",
+            "own share",
+        ],
         [
             [
                 way,
@@ -168,7 +180,9 @@ def main() -> None:
     print_json(
         speedup=figures["alone"]["seconds"] / figures["server"]["seconds"],
         speedup_all=everything["alone"] / everything["server"],
-        finish_ratio=statistics.median((step["own"] + step["between"]) / step["served"] for step in served),
+        finish_ratio=statistics.median(
+            (step["own"] + step["between"]) / (step["served"] + step["way"]) for step in served
+        ),
         alone_s=figures["alone"]["seconds"],
         server_s=figures["server"]["seconds"],
         **{f"{name}_s": figures["server"][name] for name in PARTS},
@@ -178,7 +192,7 @@ def main() -> None:
     )
 
 
-PARTS = ("waited", "own", "between", "served")
+PARTS = ("waited", "own", "between", "served", "way")
 
 
 def calmest(steps: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -9,7 +9,8 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
-from hf_distca.dispatch.pool import Pool, TimedKernel
+from hf_distca.dispatch.pool import Pool
+from hf_distca.dispatch.speeds import TimedKernel
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_rows

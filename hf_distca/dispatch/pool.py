@@ -10,10 +10,9 @@ Shape suffixes: N rows; what follows a row's N is free.
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,7 +23,8 @@ from hf_distca.dispatch.clock import Clock
 from hf_distca.dispatch.columns import as_bytes, empty_rows
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import RowIndex, take
-from hf_distca.kernels.contract import AttentionParams, Kernel
+from hf_distca.dispatch.speeds import Speeds, Stopwatch, TimedKernel
+from hf_distca.kernels.contract import AttentionParams
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import NanoBatch
 from hf_distca.plan_codec import encode_plan
@@ -42,59 +42,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 CONNECT_S = 10.0
 """For connecting to a server that has joined, at most."""
-SMOOTHING = 0.5
-"""Share of a new observation in a speed or base load."""
-DIRECTIONS = 2
-"""A measured speed counts a pair once for its forward and backward, an observed one in each of them."""
-
-
-class TimedKernel:
-    """A kernel whose time is counted, to compare the speeds of workers.
-
-    Args:
-        kernel: what computes.
-        device: where.
-
-    Attributes:
-        device: where.
-        clock: time of all calls.
-    """
-
-    def __init__(self, kernel: Kernel, device: torch.device) -> None:
-        self._kernel, self.device = kernel, device
-        self.name = kernel.name
-        self.row_overhead = kernel.row_overhead
-        self.check = kernel.check
-        self.clock = Clock()
-
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
-        with self.clock.running(self.device):
-            return self._kernel.forward(*args)
-
-    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
-        with self.clock.running(self.device):
-            return self._kernel.backward(*args)
-
-
-@dataclass
-class Observed:
-    """What a rank saw of the time that attention takes, since the last refresh.
-
-    Attributes:
-        calls: attentions of a nano-batch that servers took part in.
-        pairs: query-key pairs of this rank's own tasks in them.
-        seconds: time of its kernel.
-        between_s: time that it worked outside of attention while servers computed.
-        servers: by server id, pairs and seconds of its calls, as far as this rank took part.
-    """
-
-    calls: int = 0
-    pairs: int = 0
-    seconds: float = 0.0
-    between_s: float = 0.0
-    servers: dict[int, tuple[int, float]] | None = None
 
 
 class Pool:
@@ -111,7 +58,7 @@ class Pool:
         timeout_s: a server that does not answer for so long is lost.
 
     Attributes:
-        observed: what speeds are corrected by.
+        stopwatch: what speeds are corrected by.
         wait_clock: time that this rank stood waiting for servers.
     """
 
@@ -129,20 +76,13 @@ class Pool:
         self.ranks_serve = ranks_serve
         self.timeout_s = timeout_s
         self.wait_clock = Clock()
-        self._kernel = kernel
         self._token = token
         self._directory = directory
         self._links: dict[int, ServerLink] = {}
         self._infos: dict[int, ServerInfo] = {}
-        self._speeds: dict[int, float] = {}  # relative to the trainers' mean
-        self._base_load = 0.0  # of a trainer, in pairs of its own, for one attention of a nano-batch
         self._plan_numbers, self._call_numbers = itertools.count(), itertools.count()
-        self.observed = Observed(servers={})
-        self._kernel_seconds = kernel.clock.seconds()
-        self._under_way = 0
-        self._left_step: float | None = None
-        own = measure_speed(kernel, kernel.device)
-        self._own_speed = DIRECTIONS * float(np.mean(groups.all_gather(own)))  # pairs per second, as observed
+        self._speeds = Speeds(float(np.mean(groups.all_gather(measure_speed(kernel, kernel.device)))))
+        self.stopwatch = Stopwatch(kernel)
 
     # Members
 
@@ -154,10 +94,10 @@ class Pool:
     def refresh(self) -> None:
         """Let servers that have joined take part from now on, without those that left. A collective."""
         members = self._directory.members() if self._directory is not None else ()
-        self.observed.seconds = self._kernel.clock.seconds() - self._kernel_seconds
         lost = [server for server, link in self._links.items() if link.lost]
-        told = self.groups.all_gather((members, lost, self.observed))
-        self._learn([observed for _, _, observed in told])
+        told = self.groups.all_gather((members, lost, self.stopwatch.read()))
+        self._speeds.learn([observed for _, _, observed in told])
+        self.stopwatch.begin()
         present = {info.id: info for info in told[0][0]}
         self.lose({server for _, gone, _ in told for server in gone}, "between steps; nothing was under way")
         self.lose(set(self._links) - set(present), "it left the directory")
@@ -198,8 +138,8 @@ class Pool:
             if not reasons and isinstance(link, ServerLink):
                 self._links[info.id] = link
                 self._infos[info.id] = info
-                self._speeds[info.id] = DIRECTIONS * info.pairs_per_second / self._own_speed
-                self._tell(f"attention server {self._name(info.id)} takes part: speed {self._speeds[info.id]:.2f}")
+                speed = self._speeds.joined(info.id, info.pairs_per_second)
+                self._tell(f"attention server {self._name(info.id)} takes part: speed {speed:.2f}")
                 continue
             if isinstance(link, ServerLink):
                 link.close()
@@ -244,10 +184,7 @@ class Pool:
 
     def workers(self, nano_batches: int) -> Workers:
         """Speeds and base loads of the ranks and, after them, of `servers`."""
-        base = self._base_load if nano_batches > 1 else 0.0
-        speeds = [self._speeds[server] for server in self.servers]
-        ranks = self.groups.ranks
-        return Workers((1.0,) * ranks + tuple(speeds), (base,) * ranks + (0.0,) * len(speeds))
+        return self._speeds.workers(self.groups.ranks, self.servers, takes_turns=nano_batches > 1)
 
     def bind(self, nano_batches: Sequence[NanoBatch]) -> "PooledPlan":
         """Send a plan to the servers that it has as workers behind the ranks, in the order of `servers`."""
@@ -258,36 +195,6 @@ class Pool:
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
                     self._links[server].send(Kind.PLAN, header, tables)
         return PooledPlan(self, number, self.servers)
-
-    # What is seen of speeds
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around each step of an attention: what lies between steps is the trainer's other work."""
-        now = time.perf_counter()
-        if self._under_way and self._left_step is not None:
-            self.observed.between_s += now - self._left_step
-        yield
-        self._left_step = time.perf_counter()
-
-    def _learn(self, observed: Sequence[Observed]) -> None:
-        """Correct speeds and base load by what the ranks saw; the same on every rank."""
-        seconds, pairs = sum(seen.seconds for seen in observed), sum(seen.pairs for seen in observed)
-        own_speed = self._own_speed
-        if seconds > 0 and pairs:
-            own_speed = pairs / seconds
-            self._own_speed = _smoothed(self._own_speed, own_speed)
-        calls = sum(seen.calls for seen in observed)
-        if calls:
-            between = sum(seen.between_s for seen in observed) / calls
-            self._base_load = _smoothed(self._base_load, between * own_speed)
-        for server in self._links:
-            # Every rank saw some of a server's calls, and each of these whole.
-            pairs, seconds = max(seen.servers.get(server, (0, 0.0)) for seen in observed)
-            if seconds > 0:
-                self._speeds[server] = _smoothed(self._speeds[server], pairs / seconds / own_speed)
-        self.observed = Observed(servers={})
-        self._kernel_seconds = self._kernel.clock.seconds()
 
 
 class PooledPlan:
@@ -337,7 +244,8 @@ class PooledPlan:
             dim_v=v_TGE.shape[2],
             dtype=str(q_THD.dtype).removeprefix("torch."),
         )
-        pool._under_way += 1
+        alone, begin = pool.stopwatch.under_way == 0, time.perf_counter()
+        pool.stopwatch.under_way += 1
         parts = []
         for rows in routes.servers:
             link = pool._links.get(self._servers[rows.server])
@@ -350,11 +258,19 @@ class PooledPlan:
             except LinkLost:
                 continue  # the collection will find the link lost
             parts.append((rows, pending, results))
-        return ServerCall(self, routes, parts, q_THD.device)
+        return ServerCall(self, routes, parts, q_THD.device, begin if alone else None)
 
 
 class ServerCall:
-    """One attention's tasks at the servers."""
+    """One attention's tasks at the servers.
+
+    Args:
+        plan: as the servers know it.
+        routes: of this rank.
+        parts: for each server its rows, the reply to come, and the columns into which it comes.
+        device: the trainer's.
+        began: when it began, in the time of `time.perf_counter`; None where another call was under way.
+    """
 
     def __init__(
         self,
@@ -362,8 +278,9 @@ class ServerCall:
         routes: "BoundRoutes",
         parts: list[tuple["ServerRows", PendingReply, list[Tensor]]],
         device: torch.device,
+        began: float | None,
     ) -> None:
-        self._plan, self._routes, self._parts, self._device = plan, routes, parts, device
+        self._plan, self._routes, self._parts, self._device, self._began = plan, routes, parts, device, began
 
     def collect(self) -> tuple[list[tuple["ServerRows", list[Tensor]]], frozenset[int]]:
         """Wait for the results, and agree with the other trainers on the servers that were lost. A collective.
@@ -373,18 +290,19 @@ class ServerCall:
             lost: numbers of the plan's servers from which some trainer did not get its results.
         """
         pool, ids = self._plan.pool, self._plan._servers
-        seen = pool.observed
-        seen.calls += 1
-        seen.pairs += self._routes.pairs
+        watch = pool.stopwatch
+        watch.observed.calls += 1
+        watch.observed.pairs += self._routes.pairs
         with pool.wait_clock.running(torch.device("cpu")):
             for rows, pending, _ in self._parts:
                 try:
                     header = pending.wait(pool.timeout_s)
                 except LinkLost:
                     continue
-                pairs, seconds = seen.servers.get(ids[rows.server], (0, 0.0))
-                seen.servers[ids[rows.server]] = pairs + int(header["pairs"]), seconds + float(header["seconds"])
-            pool._under_way -= 1
+                seconds = float(header["seconds"])
+                way_s = None if self._began is None else pending.arrived - self._began - seconds
+                watch.served(ids[rows.server], int(header["pairs"]), seconds, way_s)
+            watch.under_way -= 1
             lost = self._agree([rows.server for rows in self._routes.servers])
         results = [
             (rows, [column.to(self._device, non_blocking=True) for column in results])
@@ -404,10 +322,6 @@ class ServerCall:
                 "its tasks of this micro-batch are computed by the trainers that hold their rows",
             )
         return frozenset(server for server in servers if ids[server] not in pool._links)
-
-
-def _smoothed(old: float, new: float) -> float:
-    return old + SMOOTHING * (new - old)
 
 
 def _index(rows: "ServerRows", column: Column) -> RowIndex:

@@ -79,11 +79,13 @@ class AttentionCall:
         repair = AttentionCall(self.bound, self.nano, self.params)
         repair.routes = self.nano.repair(self.params.window, lost)
         repair.number = 2 + self.number
+        if self.bound.pool is not None:
+            self.bound.pool.pool.stopwatch.observed.pairs += repair.routes.pairs
         return repair
 
     def step(self) -> AbstractContextManager[None]:
         """Around each step: tells the pool, if there is one, what time lies between them."""
-        return nullcontext() if self.bound.pool is None else self.bound.pool.pool.step()
+        return nullcontext() if self.bound.pool is None else self.bound.pool.pool.stopwatch.step()
 
     def send_queries(self, columns: list[Tensor]) -> None:
         """Send rows of the queries' kind to the workers: of every column those that the routes name."""

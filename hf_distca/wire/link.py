@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ class PendingReply:
     Attributes:
         views: the buffers as flat bytes.
         size: bytes that the reply must have.
+        arrived: when it was complete, in the time of `time.perf_counter`.
     """
 
     def __init__(self, link: "ServerLink", buffers: Sequence[Buffer]) -> None:
@@ -27,6 +29,7 @@ class PendingReply:
         self._link = link
         self._done = threading.Event()
         self._header: dict[str, Any] | None = None
+        self.arrived = 0.0
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
         """Wait for the reply, and fail the link if it does not come in time.
@@ -52,6 +55,7 @@ class PendingReply:
         """The link's word: the reply is complete, or (None) will not come."""
         if header is not None:
             self._header = header
+            self.arrived = time.perf_counter()
         self._done.set()
 
 

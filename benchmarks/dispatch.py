@@ -33,6 +33,7 @@ class NoKernel:
 
     name = "none"
     row_overhead = 0
+    gather_cost = 0.0
 
     def check(self, **kwargs: object) -> None:
         """Anything goes."""

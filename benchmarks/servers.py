@@ -91,8 +91,10 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
     )
     model = LlamaForCausalLM(config)
     plan_layers(model)
-    overhead = get_kernel("cpu", torch.device("cpu")).row_overhead
-    settings = PlanSettings(ranks=1, tokens_per_rank=sum(lengths), row_overhead=overhead)
+    kernel = get_kernel("cpu", torch.device("cpu"))
+    settings = PlanSettings(
+        ranks=1, tokens_per_rank=sum(lengths), row_overhead=kernel.row_overhead, gather_cost=kernel.gather_cost
+    )
     dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("alone", "server")}
     pool = dispatchers["server"].use_pool(token, directory, ranks_serve=True, timeout_s=60)
     pool.wait_for(1, 60)

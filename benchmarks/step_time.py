@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import get_kernel
-from hf_distca.planner.cost import pairs
+from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
 
 TOKENS = 8192
@@ -61,8 +61,14 @@ def measure_steps(rounds: int) -> tuple[dict[str, list[float]], dict[str, list[f
         attn_implementation="distca",
     )
     model = DistributedDataParallel(LlamaForCausalLM(config))
-    overhead = get_kernel("auto", torch.device("cpu")).row_overhead
-    settings = PlanSettings(ranks=2, tokens_per_rank=TOKENS, row_overhead=overhead)
+    kernel = get_kernel("auto", torch.device("cpu"))
+    settings = PlanSettings(
+        ranks=2,
+        tokens_per_rank=TOKENS,
+        row_bytes=RowBytes.of_heads(4, 4, 64, 4),
+        row_overhead=kernel.row_overhead,
+        gather_cost=kernel.gather_cost,
+    )
     unmoved = PlanSettings(ranks=2, tokens_per_rank=TOKENS, tolerance=UNBALANCED)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     plans = {

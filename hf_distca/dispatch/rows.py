@@ -87,8 +87,8 @@ def add_rounds(rows: NDArray[np.int64], device: torch.device) -> list[tuple[RowI
 class RowSum:
     """Sum of contributions to rows, in the order in which they are added.
 
-    Accumulates in float32 where the contributions are narrower; a single contribution to all rows is
-    passed through untouched.
+    Accumulates in float32 where the contributions are narrower. What is added belongs to the sum from then on, unless
+    it is borrowed: a single contribution to all rows is passed through, further ones are added to it.
 
     Args:
         shape: of the sum, rows first.
@@ -116,10 +116,10 @@ class RowSum:
             return
         if self._sum is None:
             wide = torch.promote_types(self._like.dtype, torch.float32)
-            self._sum = torch.zeros(self._shape, dtype=wide, device=self._like.device)
             if self._whole is not None:
-                self._sum += self._whole
-                self._whole = None
+                self._sum, self._whole = self._whole.to(wide), None
+            else:
+                self._sum = torch.zeros(self._shape, dtype=wide, device=self._like.device)
         if isinstance(index, Tensor):
             self._sum.index_add_(0, index, rows.to(self._sum.dtype))
             return

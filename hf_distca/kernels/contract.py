@@ -108,10 +108,13 @@ class Kernel(Protocol):
         name: what `get_kernel` knows it by.
         row_overhead: what a query row costs besides its pairs, in pairs: a kernel computes whole tiles of keys, of
             which a row's last one is partly masked, and some of its work is done once a row.
+        gather_cost: what a byte of K and V costs that is gathered in the memory of a rank, because one document has
+            two tasks there that do not touch, compared with a byte sent to another rank.
     """
 
     name: str
     row_overhead: int
+    gather_cost: float
 
     def check(
         self,

@@ -37,6 +37,9 @@ class CpuKernel:
     name = "cpu"
     # Half a tile of 512 keys: documents of 512 tokens were measured to take twice the time of their pairs.
     row_overhead = 256
+    # Ranks on CPUs are often on one machine: there a byte sent is copied a few times, a byte gathered once in either
+    # direction of the layer, and a second, short task makes small tiles.
+    gather_cost = 0.2
 
     def check(
         self,

@@ -17,6 +17,7 @@ class ReferenceKernel:
 
     name = "reference"
     row_overhead = 0
+    gather_cost = 0.0
 
     def check(
         self,

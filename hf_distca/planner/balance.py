@@ -47,6 +47,7 @@ def balance(
     block_size: int = 128,
     row_bytes: RowBytes | None = None,
     row_overhead: int = 0,
+    gather_cost: float = 0.0,
 ) -> Plan:
     """Choose tasks so that all workers finish together, for few bytes.
 
@@ -62,6 +63,8 @@ def balance(
         row_bytes: bytes of the rows; None for RowBytes().
         row_overhead: what a query row costs besides its pairs, in pairs; counted in whole blocks. What is balanced
             is then pairs + rows · row_overhead.
+        gather_cost: what a byte of K and V costs that is gathered on the rank itself because a task is left on either
+            side of a piece that moves, compared with a byte sent.
 
     Raises:
         ValueError: settings out of range, or fewer workers than ranks.
@@ -79,6 +82,7 @@ def balance(
     origin = round(row_overhead / block_size) * block_size
     row_bytes = row_bytes or RowBytes()
     price_all, price_sent = _prices(row_bytes, window, origin)
+    gathered = gather_cost * row_bytes.kv
     window, kept_window = price_all.pair_window, window
     kept_layout, layout = layout, _shifted(layout, origin)
     tasks = _initial_tasks(layout)
@@ -89,7 +93,7 @@ def balance(
     for aim in AIM:
         if best_time <= limit or not len(tasks):
             break
-        tasks = _Round(tasks, layout.lengths, workers, price_all, price_sent, slack, aim, block_size).run()
+        tasks = _Round(tasks, layout.lengths, workers, price_all, price_sent, gathered, slack, aim, block_size).run()
         finish = float(workers.finishing(_loads(tasks, len(workers), window)).max())
         if finish < best_time:
             best, best_time = tasks, finish
@@ -160,13 +164,14 @@ class _Round:
         workers: Workers,
         price: Price,
         sending: Price,
+        gathered: float,
         slack: float,
         share: float,
         block: int,
     ) -> None:
         self.tasks, self.lengths, self.block = tasks, lengths, block
         self.window = price.pair_window
-        self.price, self.sending = price, sending
+        self.price, self.sending, self.gathered = price, sending, gathered
         loads = _loads(tasks, len(workers), self.window)
         ideal = workers.ideal(int(loads.sum()))
         speed, base = np.asarray(workers.speed), np.asarray(workers.base_load)
@@ -245,6 +250,7 @@ class _Round:
             np.clip(cuts, start, stop, out=cuts)
             costs = price.of(cuts[:, :-1], cuts[:, 1:], known).sum(axis=1)
             costs += self._short(cuts, start, stop, doc) * FORBIDDEN
+            costs += self._gathered(cuts, start, stop)
             at = int(costs.argmin())
             begin, end = float(first[max(at - 1, 0)]), float(first[min(at + 1, len(first) - 1)])
         bounds = self._whole_rows(cuts[at], start, stop, doc)
@@ -262,6 +268,14 @@ class _Round:
         if stop != self.lengths[doc]:
             short += (cuts[:, -1] < stop - 1) & (cuts[:, -1] > stop - self.block)
         return short
+
+    def _gathered(self, cuts: NDArray[np.float64], start: int, stop: int) -> NDArray[np.float64]:
+        """[choices] float64: what a rest on either side of all parts costs: the second reads K/V rows once more."""
+        first = float(self.price.origin)
+        after = cuts[:, -1]
+        keys = stop - (np.maximum(after - self.price.window + 1, first) if self.price.window else first)
+        cost: NDArray[np.float64] = ((cuts[:, 0] > start) & (after < stop)) * keys * self.gathered
+        return cost
 
     def _whole_rows(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> list[int]:
         """[start, the cuts, stop]; a cut leaves the block's boundary only where that moves too many pairs."""

@@ -29,6 +29,7 @@ class PlanSettings:
         tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
         block_size: rows; tasks are cut at multiples of it.
         row_overhead: what the kernel spends on a query row besides its pairs, in pairs (`Kernel.row_overhead`).
+        gather_cost: what gathering a byte of K and V on a rank costs, in bytes sent (`Kernel.gather_cost`).
         ping_pong: make two nano-batches of every micro-batch that can be divided.
     """
 
@@ -40,6 +41,7 @@ class PlanSettings:
     tolerance: float = 0.0
     block_size: int = 128
     row_overhead: int = 0
+    gather_cost: float = 0.0
     ping_pong: bool = False
 
     @property
@@ -126,6 +128,7 @@ def plan_tasks(layout: Layout, window: int | None, settings: PlanSettings, worke
         block_size=settings.block_size,
         row_bytes=settings.row_bytes,
         row_overhead=settings.row_overhead,
+        gather_cost=settings.gather_cost,
     )
 
 

@@ -82,6 +82,7 @@ class DistCATrainer(Trainer):
                     f"{kind} parallelism of size {size} divides what a plan already places; every rank must hold "
                     "whole rows of its own: leave it at 1"
                 )
+        kernel = get_kernel(args.attention_kernel, args.device)
         settings = plan_settings(
             self.model,
             ranks=args.world_size,
@@ -90,7 +91,8 @@ class DistCATrainer(Trainer):
             document_layout=args.document_layout,
             tolerance=args.balance_tolerance,
             block_size=args.balance_block_size,
-            row_overhead=get_kernel(args.attention_kernel, args.device).row_overhead,
+            row_overhead=kernel.row_overhead,
+            gather_cost=kernel.gather_cost,
             ping_pong=args.ping_pong and (args.world_size > 1 or args.attention_servers != "0"),
         )
         if not self.model_accepts_loss_kwargs:

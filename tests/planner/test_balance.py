@@ -134,3 +134,13 @@ def test_rows_count_too(window, row_overhead):
     costs = loads_of(plan) + row_overhead * rows_of(plan)
     assert costs.max() / costs.mean() <= 1.01
     assert loads_of(plan)[0] > 1.01 * loads_of(plan).mean()  # rank 0 has fewer rows, so it takes more pairs
+
+
+@pytest.mark.parametrize(("gather_cost", "expected"), [(0.0, 2), (0.2, 1)])
+def test_a_rest_on_both_sides_costs_gathering(gather_cost, expected):
+    # Rows of the middle need the fewest bytes where keys are as wide as queries.
+    layout = fixed_layout([[8192], [512] * 16])
+    plan = balance(layout, row_bytes=RowBytes(q=8, kv=16, o=8), gather_cost=gather_cost)
+    check_plan(plan)
+    left = [task for task in tasks(plan) if task[0] == 0 and task[3] == 0]
+    assert len(left) == expected

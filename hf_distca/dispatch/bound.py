@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -100,10 +101,21 @@ class BoundRoutes:
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, device) for worker in busy[busy >= ranks])
         self.own = BoundGroup(routes.own, device)
+        self._own, self._device = routes.own, device
         self.prefix = BoundGroup(routes.prefix, device)
         self.visiting = BoundGroup(routes.visiting, device)
         # With full attention a local query's keys are split in its own segment and the rows before it.
         self.prefix_is_causal = window is not None
+
+    @cached_property
+    def own_halves(self) -> tuple[BoundGroup, BoundGroup]:
+        """Own tasks before and after those that need received rows, where no other half hides either way of the rows.
+
+        Without received rows all come before.
+        """
+        receives = not (self.visiting.empty and self.prefix.empty)
+        before, after = self._own.split(self._own.half() if receives else len(self._own.q_lens))
+        return BoundGroup(before, self._device), BoundGroup(after, self._device)
 
 
 class BoundNanoBatch:

@@ -100,6 +100,8 @@ class RowSum:
         self._like = like
         self._whole: Tensor | None = None  # one contribution that covers every row
         self._sum: Tensor | None = None
+        self._all = slice(0, shape[0])
+        self._gaps = [self._all]  # runs of the sum to which nothing has been added yet
 
     def add(self, index: RowIndex, rows: Tensor, *, borrowed: bool = False) -> None:
         """Add rows to where the index says; the index names no row twice.
@@ -111,20 +113,26 @@ class RowSum:
         """
         if rows.shape[0] == 0:
             return
-        if self._sum is None and self._whole is None and index == slice(0, self._shape[0]) and not borrowed:
+        if self._sum is None and self._whole is None and index == self._all and not borrowed:
             self._whole = rows
             return
         if self._sum is None:
             wide = torch.promote_types(self._like.dtype, torch.float32)
             if self._whole is not None:
-                self._sum, self._whole = self._whole.to(wide), None
+                self._sum, self._whole, self._gaps = self._whole.to(wide), None, []
             else:
-                self._sum = torch.zeros(self._shape, dtype=wide, device=self._like.device)
+                self._sum = torch.empty(self._shape, dtype=wide, device=self._like.device)
         if isinstance(index, Tensor):
+            self._close_gaps(self._all)
             self._sum.index_add_(0, index, rows.to(self._sum.dtype))
             return
         for run, part in _run_by_run(index, rows):
-            self._sum[run] += part
+            if any(gap.start <= run.start and run.stop <= gap.stop for gap in self._gaps):
+                self._sum[run] = part  # touches half of the memory that zeros and adding would
+                self._close_gaps(run, zero=False)
+            else:
+                self._close_gaps(run)
+                self._sum[run] += part
 
     def add_all(self, rounds: list[tuple[RowIndex, RowIndex]], rows: Tensor) -> None:
         """Add rows to where the rounds of `add_rounds` say."""
@@ -137,4 +145,19 @@ class RowSum:
             return self._whole
         if self._sum is None:
             return self._like.new_zeros(self._shape)
+        self._close_gaps(self._all)
         return self._sum.to(self._like.dtype)
+
+    def _close_gaps(self, run: slice, *, zero: bool = True) -> None:
+        """From now on the rows of a run have addends; where they had none, they are zero first."""
+        assert self._sum is not None
+        left = []
+        for gap in self._gaps:
+            start, stop = max(gap.start, run.start), min(gap.stop, run.stop)
+            if start >= stop:
+                left.append(gap)
+                continue
+            if zero:
+                self._sum[start:stop] = 0
+            left += [part for part in (slice(gap.start, start), slice(stop, gap.stop)) if part.start < part.stop]
+        self._gaps = left

@@ -2,8 +2,8 @@
 
               forward                                     backward
     start     start the exchange of Q, K, V;              start the exchange of dO, Q, K, V, O, LSE;
-              compute own tasks                           gradients of own tasks (or, in the half that
-                                                          comes last, at the end of `compute`)
+              compute own tasks                           gradients of own tasks (in part or all at the end
+                                                          of `compute`, see OwnGradients)
     compute   wait; compute what was received;            wait; gradients of what was received;
               start the exchange of O                     start the exchange of dQ, dK, dV
     finish    wait for O                                  wait for dQ, dK, dV and add them up
@@ -19,6 +19,7 @@ query heads, G key/value heads, D head dim of queries and keys, E head dim of va
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ from hf_distca.dispatch.pool import ServerCall
 from hf_distca.dispatch.rows import RowSum, put, take
 from hf_distca.kernels.contract import AttentionParams
 from hf_distca.kernels.merge import merge
+
+OwnGradients = Literal["first", "last", "around"]
+"""When the backward computes own tasks: "first", while rows come; "last", while the gradients of received rows go
+back; "around", half of them at either time, where no other half runs meanwhile."""
 
 
 class AttentionCall:
@@ -43,7 +48,7 @@ class AttentionCall:
         params: scale, window and softcap of the layer.
         keep_received: keep for the backward what the forward received and computed of it.
         results_change: O and LSE are not final when the worker has computed them (sinks are added by the owner).
-        own_gradients_last: in the backward, compute own tasks when everything else is on its way.
+        own_gradients: when the backward computes own tasks.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class AttentionCall:
         *,
         keep_received: bool = False,
         results_change: bool = False,
-        own_gradients_last: bool = False,
+        own_gradients: OwnGradients = "around",
     ) -> None:
         self.bound = bound
         self.nano = nano
@@ -66,7 +71,7 @@ class AttentionCall:
         self.prefix_params = params if self.routes.prefix_is_causal else replace(params, causal=False)
         self.keep_received = keep_received
         self.keep_results = keep_received and not results_change
-        self.own_gradients_last = own_gradients_last
+        self.own_gradients = own_gradients
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
         self.at_servers: ServerCall | None = None
@@ -201,8 +206,10 @@ def start_backward(
     _start_servers(call, "backward", columns)
     call.local = (do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
     call.sums = tuple(RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
-    if not call.own_gradients_last:
-        _own_backward(call)
+    if call.own_gradients == "first":
+        _own_backward(call, call.routes.own)
+    elif call.own_gradients == "around":
+        _own_backward(call, call.routes.own_halves[0])
 
 
 def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
@@ -244,8 +251,10 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
         )
         call.sums[0].add(rows, dq_QHD)
     call.return_keys([came_dk.result(), came_dv.result()])
-    if call.own_gradients_last:
-        _own_backward(call)
+    if call.own_gradients == "last":
+        _own_backward(call, call.routes.own)
+    elif call.own_gradients == "around":
+        _own_backward(call, call.routes.own_halves[1])
     if call.at_servers is None:
         call.local = ()
 
@@ -303,9 +312,8 @@ def _own_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tenso
     return o_THE, lse_TH
 
 
-def _own_backward(call: AttentionCall) -> None:
+def _own_backward(call: AttentionCall, own: BoundGroup) -> None:
     """Add the gradients of own tasks to the sums of the local rows."""
-    own = call.routes.own
     if own.empty:
         return
     do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH = call.local

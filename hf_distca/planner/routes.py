@@ -38,6 +38,19 @@ class TaskGroup:
     q_rows: IntArray
     k_rows: IntArray
 
+    def half(self) -> int:
+        """So many tasks, from the first on, have about half of the pairs; 1 or more if there are any."""
+        pairs = np.cumsum(self.q_lens * (2 * self.k_lens - self.q_lens))
+        return int(np.abs(2 * pairs - pairs[-1]).argmin()) + 1 if len(pairs) else 0
+
+    def split(self, cut: int) -> tuple["TaskGroup", "TaskGroup"]:
+        """The first `cut` tasks and the others."""
+        at_q, at_k = int(self.q_lens[:cut].sum()), int(self.k_lens[:cut].sum())
+        return (
+            TaskGroup(self.q_lens[:cut], self.k_lens[:cut], self.q_rows[:at_q], self.k_rows[:at_k]),
+            TaskGroup(self.q_lens[cut:], self.k_lens[cut:], self.q_rows[at_q:], self.k_rows[at_k:]),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Messages:

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_distca.dispatch.arena import Arena, rounded_up
 from hf_distca.dispatch.rows import FEW_RUNS, RowSum, add_rounds, put, row_index, take
@@ -54,6 +56,19 @@ def test_sum_passes_a_single_whole_contribution_through_unless_it_is_borrowed():
     rows.zero_()
     assert result.dtype == torch.bfloat16
     assert result.tolist() == [[1.0], [1.0]]
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 12)).map(lambda run: range(run[0], min(sum(run), 12))))
+
+
+@given(RUNS)
+def test_sum_is_that_of_runs_wherever_they_overlap(runs):
+    total, expected = RowSum((12, 2), torch.zeros(12, 2)), torch.zeros(12, 2)
+    for number, run in enumerate(runs):
+        rows = torch.full((len(run), 2), float(2**number))
+        expected[list(run)] += rows
+        total.add(index(run), rows, borrowed=number % 2 == 1)
+    assert total.result().tolist() == expected.tolist()
 
 
 def test_sum_of_bfloat16_is_kept_in_float32():

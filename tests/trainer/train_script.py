@@ -89,6 +89,7 @@ def main() -> None:
         }
         with open(options["output"], "w") as file:
             json.dump(result, file)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -29,13 +29,15 @@ class Arena:
             device: where it lies; a role always has the same.
         """
         size = rows * row_bytes
-        buffer = self._buffers.get(role)
-        if buffer is None or buffer.numel() < size:
+        if not self.holds(role, size):
             # The old one goes back first: both at once would be the peak.
             self._buffers.pop(role, None)
-            buffer = torch.empty(rounded_up(size), dtype=torch.uint8, device=device)
-            self._buffers[role] = buffer
-        return buffer[:size].view(rows, row_bytes)
+            self._buffers[role] = torch.empty(rounded_up(size), dtype=torch.uint8, device=device)
+        return self._buffers[role][:size].view(rows, row_bytes)
+
+    def holds(self, role: Hashable, size: int) -> bool:
+        """Whether the role's buffer has so many bytes already."""
+        return role in self._buffers and self._buffers[role].numel() >= size
 
     def size(self) -> int:
         """Bytes of all buffers."""

@@ -6,6 +6,7 @@ Shape suffixes: N rows, S rows sent, R rows received, B bytes of a row.
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -42,33 +43,47 @@ class Traffic:
         return Traffic(self.received, self.sent, self.crossing)
 
 
+class _Size:
+    """What the buffers of an exchange must hold.
+
+    Attributes:
+        columns: the tensors that travel side by side.
+        traffic: how many rows of them.
+        offsets: where in a row each column begins, in bytes.
+        row_bytes: bytes of a row.
+        rows: by buffer ("sent", "received"), its rows.
+    """
+
+    def __init__(self, columns: list[Column], traffic: Traffic) -> None:
+        self.columns, self.traffic = columns, traffic
+        widths = [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
+        *self.offsets, self.row_bytes = accumulate((-(-w // ALIGNMENT) * ALIGNMENT for w in widths), initial=0)
+        self.rows = {"sent": sum(traffic.sent)}
+        if traffic.crossing:  # else what goes anywhere goes to the rank itself: one buffer is both
+            self.rows["received"] = sum(traffic.received)
+
+
 class _Buffers:
     """What one role's exchanges of one size send from and receive to; every layer of a plan uses it again.
 
     Attributes:
+        size: of the exchanges.
         sent_SB, received_RB: rows as bytes, their columns side by side.
         sent, received: the same memory by column, [rows, *row shape] each.
     """
 
-    def __init__(
-        self, arena: Arena, role: Hashable, traffic: Traffic, columns: Sequence[Column], device: torch.device
-    ) -> None:
-        offsets, row_bytes = [], 0
-        for shape, dtype in columns:
-            offsets.append(row_bytes)
-            row_bytes += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self.sent_SB = arena.take((role, "sent"), sum(traffic.sent), row_bytes, device)
-        # Where no row crosses a link, what goes anywhere goes to the rank itself.
-        self.received_RB = self.sent_SB
-        if traffic.crossing:
-            self.received_RB = arena.take((role, "received"), sum(traffic.received), row_bytes, device)
+    def __init__(self, arena: Arena, role: Hashable, size: _Size, device: torch.device) -> None:
+        self.size = size
+        taken = {name: arena.take((role, name), rows, size.row_bytes, device) for name, rows in size.rows.items()}
+        self.sent_SB = taken["sent"]
+        self.received_RB = taken.get("received", self.sent_SB)
 
         def by_column(rows_NB: Tensor) -> list[Tensor]:
             return [
                 rows_NB[:, offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(-1, *shape)
                 if len(rows_NB)
                 else rows_NB.new_empty((0, *shape), dtype=dtype)
-                for offset, (shape, dtype) in zip(offsets, columns, strict=True)
+                for offset, (shape, dtype) in zip(size.offsets, size.columns, strict=True)
             ]
 
         self.sent, self.received = by_column(self.sent_SB), by_column(self.received_RB)
@@ -114,7 +129,7 @@ class Exchange:
     def __init__(self, groups: Groups) -> None:
         self._group = groups.exchange
         self._arena = Arena()
-        self._buffers: dict[Hashable, tuple[Hashable, _Buffers]] = {}  # by role, with the sizes they are for
+        self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role; one a direction
         self.clock = Clock()
 
     def start(
@@ -133,14 +148,8 @@ class Exchange:
         """
         if not traffic.crossing and not any(traffic.sent):
             return PendingRows([column[:0] for column in columns], None, self.clock)
-        kinds = tuple((column.shape[1:], column.dtype) for column in columns)
-        size = (kinds, traffic)
-        known = self._buffers.get(role)
-        if known is None or known[0] != size:
-            self._buffers.pop(role, None)  # its memory goes back before more is taken
-            known = size, _Buffers(self._arena, role, traffic, kinds, columns[0].device)
-            self._buffers[role] = known
-        buffers = known[1]
+        kinds = [(column.shape[1:], column.dtype) for column in columns]
+        buffers = self._laid_out(role, kinds, traffic, columns[0].device)
         for target, column in zip(buffers.sent, columns, strict=True):
             copy_rows(target, column, rows)
         work = None
@@ -154,3 +163,17 @@ class Exchange:
                 async_op=True,
             )
         return PendingRows(buffers.received, work, self.clock)
+
+    def _laid_out(self, role: Hashable, columns: list[Column], traffic: Traffic, device: torch.device) -> _Buffers:
+        """The buffers of a role for exchanges of this size."""
+        known = self._buffers.setdefault(role, [])
+        for buffers in known:
+            if buffers.size.traffic == traffic and buffers.size.columns == columns:
+                return buffers
+        size = _Size(columns, traffic)
+        if all(self._arena.holds((role, name), rows * size.row_bytes) for name, rows in size.rows.items()):
+            del known[:-1]  # what an earlier plan left: this one has one size a direction
+        else:
+            known.clear()  # the memory goes back before more is taken
+        known.append(_Buffers(self._arena, role, size, device))
+        return known[-1]

@@ -31,9 +31,9 @@ def row_index(rows: NDArray[np.int64], device: torch.device) -> RowIndex:
 
 
 def take(x: Tensor, index: RowIndex) -> Tensor:
-    """The rows of x that the index names: a view where it is a slice, else a copy."""
+    """The rows of x that the index names: x itself or a view of it where it is a slice, else a copy."""
     if isinstance(index, slice):
-        return x[index]
+        return x if index.start == 0 and index.stop == x.shape[0] else x[index]
     return torch.cat([x[run] for run in index]) if isinstance(index, tuple) else x.index_select(0, index)
 
 

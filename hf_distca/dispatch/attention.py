@@ -86,9 +86,7 @@ def disaggregated_attention(
             # Where results are kept through a checkpoint, what was received is gone with the first forward.
             keep_received=plan.bound.keep_received and not plan.keep_results,
             results_change=sinks_H is not None,
-            # In a backward of two halves the one that comes last (the first of the forward) has nothing after it
-            # that would hide the return of its dK and dV: its own tasks wait until these are on their way.
-            own_gradients=("last" if nano.number == 0 else "first") if plan.takes_turns else "around",
+            takes_turns=plan.takes_turns,
         )
         # A recomputation takes its turns too: checkpointing finds saved tensors by their order.
         token = _Send.apply(call, kept, q_THD[rows], k_TGD[rows], v_TGE[rows])

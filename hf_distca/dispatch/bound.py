@@ -107,14 +107,15 @@ class BoundRoutes:
         # With full attention a local query's keys are split in its own segment and the rows before it.
         self.prefix_is_causal = window is not None
 
+    @property
+    def receives(self) -> bool:
+        """Whether any task of this rank needs received rows."""
+        return not (self.visiting.empty and self.prefix.empty)
+
     @cached_property
     def own_halves(self) -> tuple[BoundGroup, BoundGroup]:
-        """Own tasks before and after those that need received rows, where no other half hides either way of the rows.
-
-        Without received rows all come before.
-        """
-        receives = not (self.visiting.empty and self.prefix.empty)
-        before, after = self._own.split(self._own.half() if receives else len(self._own.q_lens))
+        """Own tasks in two groups, each with about half of the pairs."""
+        before, after = self._own.split(self._own.half())
         return BoundGroup(before, self._device), BoundGroup(after, self._device)
 
 

@@ -2,8 +2,7 @@
 
               forward                                     backward
     start     start the exchange of Q, K, V;              start the exchange of dO, Q, K, V, O, LSE;
-              compute own tasks                           gradients of own tasks (in part or all at the end
-                                                          of `compute`, see OwnGradients)
+              compute own tasks (here or later, `When`)   gradients of own tasks (here or later, `When`)
     compute   wait; compute what was received;            wait; gradients of what was received;
               start the exchange of O                     start the exchange of dQ, dK, dV
     finish    wait for O                                  wait for dQ, dK, dV and add them up
@@ -32,9 +31,9 @@ from hf_distca.dispatch.rows import RowSum, put, take
 from hf_distca.kernels.contract import AttentionParams
 from hf_distca.kernels.merge import merge
 
-OwnGradients = Literal["first", "last", "around"]
-"""When the backward computes own tasks: "first", while rows come; "last", while the gradients of received rows go
-back; "around", half of them at either time, where no other half runs meanwhile."""
+When = Literal["at start", "before waiting", "around", "last"]
+"""When own tasks are computed: once the exchange has started; before the wait for it, when the other half's has
+started too; half of them then and half when the results for received rows are on their way; or all of them then."""
 
 
 class AttentionCall:
@@ -48,7 +47,7 @@ class AttentionCall:
         params: scale, window and softcap of the layer.
         keep_received: keep for the backward what the forward received and computed of it.
         results_change: O and LSE are not final when the worker has computed them (sinks are added by the owner).
-        own_gradients: when the backward computes own tasks.
+        takes_turns: another half runs where this one pauses.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class AttentionCall:
         *,
         keep_received: bool = False,
         results_change: bool = False,
-        own_gradients: OwnGradients = "around",
+        takes_turns: bool = False,
     ) -> None:
         self.bound = bound
         self.nano = nano
@@ -71,13 +70,24 @@ class AttentionCall:
         self.prefix_params = params if self.routes.prefix_is_causal else replace(params, causal=False)
         self.keep_received = keep_received
         self.keep_results = keep_received and not results_change
-        self.own_gradients = own_gradients
+        self.own_forward, self.own_backward = self._when(takes_turns)
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
         self.at_servers: ServerCall | None = None
         self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, k, v, o, lse
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
         self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
+
+    def _when(self, takes_turns: bool) -> tuple[When, When]:
+        """When the forward and the backward compute own tasks."""
+        if not takes_turns:
+            return "at start", "around" if self.routes.receives else "at start"
+        # The half that starts first leaves its own tasks until the other half's exchange has started too. In the
+        # backward that is the second half; after the first half nothing comes that would hide the return of its
+        # dK and dV: own tasks do.
+        if self.nano.number == 1:
+            return "at start", "before waiting"
+        return "before waiting", "around" if self.routes.receives else "last"
 
     def to_repair(self, lost: frozenset[int]) -> "AttentionCall":
         """The call of what lost servers were to compute, by the ranks that hold the rows."""
@@ -123,7 +133,8 @@ def start_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tens
     call.send_keys([k_TGD, v_TGE])
     _start_servers(call, "forward", {"q": q_THD, "k": k_TGD, "v": v_TGE})
     call.local = (q_THD, k_TGD, v_TGE)
-    call.result = _own_forward(call, q_THD, k_TGD, v_TGE)
+    if call.own_forward == "at start":
+        call.result = _own_forward(call, q_THD, k_TGD, v_TGE)
 
 
 def compute_forward(call: AttentionCall) -> tuple[Tensor, ...]:
@@ -133,6 +144,9 @@ def compute_forward(call: AttentionCall) -> tuple[Tensor, ...]:
         What the backward needs again of the received rows, if the call keeps it.
     """
     routes, kernel = call.routes, call.kernel
+    if call.own_forward == "before waiting":
+        q_THD, k_TGD, v_TGE = call.local
+        call.result = _own_forward(call, q_THD, k_TGD, v_TGE)
     (q_RHD,) = call.queries_on_the_way.wait()
     k_RGD, v_RGE = call.keys_on_the_way.wait()
 
@@ -206,10 +220,8 @@ def start_backward(
     _start_servers(call, "backward", columns)
     call.local = (do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
     call.sums = tuple(RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
-    if call.own_gradients == "first":
+    if call.own_backward == "at start":
         _own_backward(call, call.routes.own)
-    elif call.own_gradients == "around":
-        _own_backward(call, call.routes.own_halves[0])
 
 
 def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
@@ -221,6 +233,10 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
     """
     routes = call.routes
     do_THE, q_THD, _, _, o_THE, lse_TH = call.local
+    if call.own_backward == "before waiting":
+        _own_backward(call, routes.own)
+    elif call.own_backward == "around":
+        _own_backward(call, routes.own_halves[0])
     received = call.queries_on_the_way.wait()
     if call.keep_results:
         (do_QHE,) = received
@@ -251,10 +267,10 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
         )
         call.sums[0].add(rows, dq_QHD)
     call.return_keys([came_dk.result(), came_dv.result()])
-    if call.own_gradients == "last":
-        _own_backward(call, call.routes.own)
-    elif call.own_gradients == "around":
-        _own_backward(call, call.routes.own_halves[1])
+    if call.own_backward == "last":
+        _own_backward(call, routes.own)
+    elif call.own_backward == "around":
+        _own_backward(call, routes.own_halves[1])
     if call.at_servers is None:
         call.local = ()
 

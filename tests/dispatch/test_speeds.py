@@ -1,0 +1,41 @@
+"""What trainers learn of speeds, in round numbers: 50 pairs/s measured are 100 pairs/s in one direction."""
+
+import pytest
+
+from hf_distca.dispatch.speeds import Observed, Served, Speeds
+
+
+@pytest.fixture
+def speeds() -> Speeds:
+    speeds = Speeds(50.0)
+    assert speeds.joined(7, 100.0) == 2.0
+    return speeds
+
+
+def seen(**served: int | float) -> Observed:
+    return Observed(calls=2, pairs=200, seconds=2.0, between_s=0.5, servers={7: Served(**served)} if served else {})
+
+
+def test_before_anything_was_seen_measured_speeds_count(speeds):
+    workers = speeds.workers(2, [7], takes_turns=True)
+    assert (workers.speed, workers.base_load) == ((1.0, 1.0, 2.0), (0.0, 0.0, 0.0))
+
+
+def test_speeds_move_halfway_to_what_was_seen(speeds):
+    # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a trainer's.
+    speeds.learn([seen(pairs=100, seconds=1.0), seen(pairs=400, seconds=1.0)])
+    assert speeds.workers(2, [7], takes_turns=True).speed == (1.0, 1.0, 3.0)
+
+
+def test_in_turns_trainers_work_besides_and_else_servers_wait_for_rows(speeds):
+    # 0.25 s between the steps of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs.
+    first, last = (seen(pairs=200, seconds=1.0, alone=2, way_s=way_s) for way_s in (0.8, 0.2))
+    speeds.learn([first, last])
+    assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)
+    assert speeds.workers(2, [7], takes_turns=False).base_load == (0.0, 0.0, 5.0)
+
+
+def test_a_step_without_servers_changes_only_the_trainers_speed(speeds):
+    speeds.learn([Observed(pairs=300, seconds=1.0)])
+    workers = speeds.workers(1, [7], takes_turns=False)
+    assert (workers.speed, workers.base_load) == ((1.0, 2.0), (0.0, 0.0))

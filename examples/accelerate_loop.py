@@ -67,6 +67,7 @@ def main() -> None:
             f"step {step}  loss {accelerator.reduce(loss.detach(), 'sum').item():.3f}  "
             f"pairs max/mean {summary.packed_max_over_mean:.2f} -> {summary.max_over_mean:.2f}"
         )
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

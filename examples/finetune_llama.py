@@ -79,7 +79,8 @@ def main() -> None:
         summary = summarize(trainer.state.log_history, metrics, parts["train"])
         Path(training_args.output_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print_table(summary, training_args.world_size, training_args.output_dir)
-    # Without it, a gloo group that is still at work may abort the process on its way out.
+    # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
+    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 

@@ -89,6 +89,7 @@ def main() -> None:
         }
         with open(options["output"], "w") as file:
             json.dump(result, file)
+    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 

@@ -55,12 +55,21 @@ class SparingLog:
         with self._lock:
             now = time.monotonic()
             if now - self._begin >= self._interval_s:
-                if self._count > self._most:
-                    logger.warning("%d more refusals like these", self._count - self._most)
-                self._begin, self._count = now, 0
+                self._tell_rest()
+                self._begin = now
             self._count += 1
             if self._count <= self._most:
                 logger.warning("%s", message)
+
+    def close(self) -> None:
+        """Log how many were counted and not logged."""
+        with self._lock:
+            self._tell_rest()
+
+    def _tell_rest(self) -> None:
+        if self._count > self._most:
+            logger.warning("%d more refusals like these", self._count - self._most)
+        self._count = 0
 
 
 class _Handshake:
@@ -154,6 +163,7 @@ class Listener:
             channel.shut_down()
         for thread in peers:
             thread.join()
+        self._log.close()
 
     def _run(self) -> None:
         while not self._closed:

@@ -94,8 +94,8 @@ class AttentionCall:
         repair = AttentionCall(self.bound, self.nano, self.params)
         repair.routes = self.nano.repair(self.params.window, lost)
         repair.number = 2 + self.number
-        if self.bound.pool is not None:
-            self.bound.pool.pool.stopwatch.observed.pairs += repair.routes.pairs
+        assert self.bound.pool is not None  # who lost servers has a pool
+        self.bound.pool.pool.stopwatch.observed.pairs += repair.routes.pairs
         return repair
 
     def step(self) -> AbstractContextManager[None]:
@@ -128,7 +128,7 @@ class AttentionCall:
 
 
 def start_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> None:
-    """Start the exchange of Q, K and V; compute the tasks that need nothing of it."""
+    """Start the exchange of Q, K and V; compute own tasks, if they are to come at the start."""
     call.send_queries([q_THD])
     call.send_keys([k_TGD, v_TGE])
     _start_servers(call, "forward", {"q": q_THD, "k": k_TGD, "v": v_TGE})
@@ -207,7 +207,7 @@ def finish_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
 def start_backward(
     call: AttentionCall, do_THE: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, o_THE: Tensor, lse_TH: Tensor
 ) -> None:
-    """Start the exchange of what workers need again; gradients of the tasks that need nothing of it."""
+    """Start the exchange of what workers need again; gradients of own tasks, if they are to come at the start."""
     again = [do_THE]
     if not call.keep_results:
         again += [o_THE, lse_TH]

@@ -18,6 +18,7 @@ from hf_distca.wire import (
 )
 from hf_distca.wire.directory import SERVICE, _checked
 from hf_distca.wire.handshake import connect
+from tests.wire.strangers import Strangers, message
 
 INFO = {"host": "", "port": 4000, "device": "cpu", "pairs_per_second": 1e9}
 
@@ -172,3 +173,32 @@ def test_a_member_that_sends_something_else_is_dropped(directory, token):
         channel.receive()
     until(lambda: directory.members() == ())
     channel.close()
+
+
+@pytest.mark.timeout(60)
+def test_strangers_do_not_disturb_the_members(token, caplog):
+    directory = Directory("127.0.0.1", 0, token)
+    member = join(directory, token)
+    hello = message(1, {**INFO, "port": 4007})
+    valid = [message(8, {}), message(8, {}, bytes(8)), message(8, {}, payload_bytes=2**50), message(9, {}), hello]
+    strangers = Strangers(directory.port, token, SERVICE, hello, valid, seed=0)
+    threads = threading.active_count()
+    for _ in range(2_000):
+        strangers()
+        member.poll(0)
+    # Some joined for a while: they know the token and say nothing wrong.
+    assert all(info.port == 4007 for info in directory.members() if info.id != member.id)
+    strangers.close()
+    until(lambda: [info.id for info in directory.members()] == [member.id])
+    until(lambda: threading.active_count() == threads)
+    late = join(directory, token, port=4001)
+    directory.end()
+    assert member.poll(5) is State.ENDED
+    assert late.poll(5) is State.ENDED
+    member.close()
+    late.close()
+    directory.close()
+    assert "refused" in caplog.text
+    assert "more refusals like these" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert len(caplog.text) < 100_000

@@ -29,7 +29,8 @@ STRATEGIES: dict[str, list[str]] = {
 def launch(strategy: str, script: Path, options: dict[str, Any], folder: Path, ranks: int = 2) -> dict[str, Any]:
     """Run a script that takes a JSON file of options and writes its results to options["output"]."""
     process = run_launch(strategy, script, options, folder, ranks)
-    assert process.returncode == 0, process.stdout[-6000:]
+    print(process.stdout[-6000:])
+    assert process.returncode == 0
     return json.loads((folder / "result.json").read_text())
 
 

@@ -15,6 +15,8 @@ from hf_distca.planner.cost import Workers
 
 SMOOTHING = 0.5
 """Share of a new observation in a speed, a base load or a way."""
+FADING = 0.1
+"""Share of a way that is forgotten in a step whose plan gave the server nothing to do: it is tried again some day."""
 DIRECTIONS = 2
 """A measured speed counts a pair once for its forward and backward, an observed one in each of them."""
 
@@ -182,6 +184,8 @@ class Speeds:
             ways = [part.way_s / part.alone for part in parts if part.alone]
             if ways:
                 self._ways[server] = _smoothed(self._ways[server], min(ways) * own)
+            elif not parts:
+                self._ways[server] *= 1 - FADING
 
     def workers(self, ranks: int, servers: Sequence[int], takes_turns: bool) -> Workers:
         """Speeds and base loads of the ranks and of servers behind them.

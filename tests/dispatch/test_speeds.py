@@ -39,3 +39,11 @@ def test_a_step_without_servers_changes_only_the_trainers_speed(speeds):
     speeds.learn([Observed(pairs=300, seconds=1.0)])
     workers = speeds.workers(1, [7], takes_turns=False)
     assert (workers.speed, workers.base_load) == ((1.0, 2.0), (0.0, 0.0))
+
+
+def test_a_server_that_was_far_once_is_tried_again(speeds):
+    speeds.learn([seen(pairs=200, seconds=1.0, alone=1, way_s=10.0)])
+    away = speeds.workers(1, [7], takes_turns=False).base_load[1]
+    speeds.learn([Observed(pairs=200, seconds=2.0)])
+    assert away == 500.0
+    assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 450.0

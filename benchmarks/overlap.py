@@ -108,6 +108,22 @@ def limit(rank: int, rate_mbit: float | None) -> None:
     dist.barrier()
 
 
+def exchange_share(ranks: Ranks, rank: int, rate_mbit: float) -> float:
+    """What the limit adds to the waits of a blocking step, over a step on the free link.
+
+    By waits, because the time of a step varies by more than what is to be measured.
+    """
+    free, limited = [], []
+    for _ in range(5):
+        limit(rank, None)
+        free.append(ranks.step("blocking"))
+        limit(rank, rate_mbit)
+        limited.append(ranks.step("blocking"))
+    step, waited = map(statistics.median, zip(*free, strict=True))
+    _, limited_waited = map(statistics.median, zip(*limited, strict=True))
+    return (limited_waited - waited) / step
+
+
 def run_rank(rank: int, options: argparse.Namespace) -> None:
     """Everything that happens on one host; rank 0 writes what was measured."""
     os.environ.update(MASTER_ADDR=ADDRESSES[0], MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME=f"veth-{HOSTS[rank]}")
@@ -120,11 +136,8 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
         profile.export_chrome_trace(str(Path(options.trace) / f"ping_pong_rank{rank}.json"))
     rate = 500.0
     for _ in range(8):  # the exchange takes time in inverse proportion to the rate
-        limit(rank, None)
-        free = statistics.median(ranks.step("blocking")[0] for _ in range(3))
-        limit(rank, rate)
-        share = statistics.median(ranks.step("blocking")[0] for _ in range(3)) / free - 1
-        if 0.355 <= share <= 0.395:
+        share = exchange_share(ranks, rank, rate)
+        if 0.36 <= share <= 0.39:
             break
         rate *= min(max(share / 0.375, 0.3), 3.0)
     measured: dict[str, list[tuple[float, float]]] = {f"{link} {way}": [] for link, way in WAYS}

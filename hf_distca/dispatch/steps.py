@@ -87,7 +87,7 @@ class AttentionCall:
         # dK and dV: own tasks do.
         if self.nano.number == 1:
             return "at start", "before waiting"
-        return "before waiting", "around" if self.routes.receives else "last"
+        return "before waiting", "last"
 
     def to_repair(self, lost: frozenset[int]) -> "AttentionCall":
         """The call of what lost servers were to compute, by the ranks that hold the rows."""

@@ -11,6 +11,8 @@ backward hand over other sizes, which autograd would reject.
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -67,15 +69,14 @@ def disaggregated_attention(
         params=params,
     )
     kept_results = plan.bound.kept_results
-    outputs, row = [], 0
-    for nano in plan.nano_batches:
+    outputs = []
+    halves = zip(*(_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE)), strict=True)
+    for nano, (q_THD, k_TGD, v_TGE) in zip(plan.nano_batches, halves, strict=True):
         if params.window not in nano.routes:
             raise ValueError(
                 f"a layer has attention window {params.window}, the plan was made for {list(nano.routes)}; "
                 "give all of them in PlanSettings.windows"
             )
-        rows = slice(row, row + nano.rows)
-        row += nano.rows
         # Only a checkpoint runs a forward inside a backward.
         recomputes = plan.keep_results and torch._C._current_graph_task_id() != -1
         kept = kept_results.pop((module, nano.number), None) if recomputes else None
@@ -89,15 +90,20 @@ def disaggregated_attention(
             takes_turns=plan.takes_turns,
         )
         # A recomputation takes its turns too: checkpointing finds saved tensors by their order.
-        token = _Send.apply(call, kept, q_THD[rows], k_TGD[rows], v_TGE[rows])
+        token = _Send.apply(call, kept, q_THD, k_TGD, v_TGE)
         plan.pause()
         token = _Compute.apply(call, kept, token)
         plan.pause()
-        o_THE, lse_TH = _Receive.apply(call, kept, token, q_THD[rows], k_TGD[rows], v_TGE[rows], sinks_H)
+        o_THE, lse_TH = _Receive.apply(call, kept, token, q_THD, k_TGD, v_TGE, sinks_H)
         if plan.keep_results and not recomputes:
             kept_results[module, nano.number] = o_THE.detach(), lse_TH
         outputs.append(o_THE)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _by_nano_batch(x_T: Tensor, plan: LayerPlan) -> Sequence[Tensor]:
+    """The rows of each nano-batch. Split and not sliced: the backward of slices copies each into zeros of all rows."""
+    return (x_T,) if len(plan.nano_batches) == 1 else x_T.split([nano.rows for nano in plan.nano_batches])
 
 
 Kept = tuple[Tensor, Tensor] | None

@@ -64,7 +64,8 @@ def distca_attention(
     plan = distca_plan.for_layer() if isinstance(distca_plan, BoundPlan) else distca_plan
     plan.bound.calls += 1
     dtype = _compute_dtype(query, value)
-    q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    # Not x[0], whose backward copies the gradient into zeros.
+    q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     params = AttentionParams(
         scale=q_THD.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
     )

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
@@ -50,6 +51,11 @@ class Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def new_model(kind: dict[str, Any], implementation: str = "distca") -> PreTrainedModel:
+    """In float64: in float32, rounding alone comes to more than 1e-5 in these steps on some processors."""
+    return small_model(kind["model_type"], implementation, **kind.get("config", {})).double()
 
 
 def new_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -92,7 +98,7 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     if directory is not None:
         wait_until(lambda: len(directory.members()) == servers)
     moment("before joining")
-    model = small_model(options["model_type"], **options.get("config", {})).double()
+    model = new_model(options)
     if settings.ping_pong:
         plan_layers(model)
     optimizer = new_optimizer(model)
@@ -152,7 +158,7 @@ def expected(kind: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
     """Parameters and evaluation of one process with transformers' own attention."""
     name = kind["model_type"]
     if name not in _EXPECTED:
-        model = small_model(name, "eager" if name == "gemma2" else "sdpa", **kind.get("config", {})).double()
+        model = new_model(kind, "eager" if name == "gemma2" else "sdpa")
         optimizer = new_optimizer(model)
         for batches in BATCHES:
             documents = [random_documents(lengths) for lengths in batches]
@@ -217,7 +223,7 @@ class Run:
         results = self._ranks.run(trained, port, len(made), given)
         assert time.monotonic() - begin < BOUND_S
         after, evaluated = expected(options)
-        before = small_model(options["model_type"], **options.get("config", {})).double()
+        before = new_model(options)
         for result in results:
             assert result["evaluated"] == pytest.approx(evaluated, rel=1e-5)
             assert result["members"] == results[0]["members"]

@@ -1,9 +1,15 @@
 """What dispatching costs besides computing: CPU time of the calling thread, per layer, with a kernel that does none.
 
-Two CPU ranks with a few short documents, one head of 8 numbers: what remains is Python, gathering and scattering a few
-rows, and starting exchanges. `collectives` is the part of both that torch.distributed takes to start the exchanges and
-to wait for them; what is left is ours. `bind` makes the index tensors, once per micro-batch; `plan` is the planner's
-part.
+Two CPU ranks with a few short documents, one head of 8 numbers. What remains of one layer's attention, forward and
+backward, is Python, gathering and scattering a few rows, and the exchanges:
+
+  forward, backward  all of it
+  collectives        the part of both that torch.distributed takes to start the exchanges and to wait for them
+  plain              the same kernel in both directions as a single autograd node without dispatch
+  dispatch           forward + backward - collectives - plain: ours, with the cold caches that a wait leaves behind
+  python             the same with exchanges that carry nothing, so that no wait comes between
+  bind               making the index tensors, once per micro-batch
+  plan               the planner's part
 
 Run: python benchmarks/dispatch.py [--rounds 200]
 """
@@ -11,6 +17,7 @@ Run: python benchmarks/dispatch.py [--rounds 200]
 import argparse
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +26,7 @@ import torch
 import torch.distributed as dist
 from harness import print_json, run_ranks, table
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.dispatch.attention import disaggregated_attention
@@ -47,12 +55,55 @@ class NoKernel:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+class PlainAttention(torch.autograd.Function):
+    """The kernel as an autograd node, without dispatch."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *qkv: Tensor) -> Tensor:
+        """O."""
+        ctx.save_for_backward(*qkv)
+        return NoKernel().forward(*qkv, None, None)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of Q, K and V."""
+        return NoKernel().backward(do, *ctx.saved_tensors)
+
+
+class TimedWork:
+    """An exchange on its way, whose waits are timed."""
+
+    def __init__(self, times: list[float], work: dist.Work) -> None:
+        self._times, self._work = times, work
+
+    def wait(self) -> None:
+        """Wait for it."""
+        timed(self._times, self._work.wait)
+
+
+class NoWork:
+    """An exchange that carries nothing."""
+
+    def wait(self) -> None:
+        """It is over."""
+
+
 def timed(times: list[float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the function; note the CPU time of this thread in milliseconds."""
     begin = time.thread_time()
     result = function(*args, **kwargs)
     times.append((time.thread_time() - begin) * 1000)
     return result
+
+
+def both_ways(attention: Callable[..., Tensor], rows: int) -> list[float]:
+    """CPU time in milliseconds of an attention of q, k and v, and of its backward."""
+    times: list[float] = []
+    output = timed(times, attention, *(torch.randn(rows, 1, 8, requires_grad=True) for _ in range(3)))
+    # The engine runs a backward on the CPU on the calling thread.
+    timed(times, output.sum().backward)
+    return times
 
 
 def measure(layout: str, rounds: int) -> dict[str, float]:
@@ -67,16 +118,24 @@ def measure(layout: str, rounds: int) -> dict[str, float]:
     bound = dispatcher.bind(plan).for_layer()
     rows = int(plan.tokens[dist.get_rank()])
     params = AttentionParams(scale=1.0)
-    times: dict[str, list[float]] = {"forward": [], "backward": [], "collectives": [], "bind": [], "plan": []}
+    attention = partial(disaggregated_attention, sinks_H=None, plan=bound, params=params)
+    times: dict[str, list[float]] = defaultdict(list)
     spent: list[float] = []
-    dist.all_to_all_single = partial(timed, spent, dist.all_to_all_single)
+    exchange = dist.all_to_all_single
+    exchanges = {
+        "dispatch": lambda *args, **kwargs: TimedWork(spent, timed(spent, exchange, *args, **kwargs)),
+        "python": lambda *args, **kwargs: NoWork(),
+    }
     for _ in range(rounds):
-        spent.clear()
-        q, k, v = (torch.randn(rows, 1, 8, requires_grad=True) for _ in range(3))
-        output = timed(times["forward"], disaggregated_attention, q, k, v, None, bound, params)
-        # The engine runs a backward on the CPU on the calling thread.
-        timed(times["backward"], output.sum().backward)
-        times["collectives"].append(sum(spent))
+        times["plain"].append(sum(both_ways(PlainAttention.apply, rows)))
+        for name, dist.all_to_all_single in exchanges.items():
+            spent.clear()
+            forward, backward = both_ways(attention, rows)
+            times[name].append(forward + backward - sum(spent) - times["plain"][-1])
+            if name == "dispatch":
+                times["forward"].append(forward)
+                times["backward"].append(backward)
+                times["collectives"].append(sum(spent))
         timed(times["bind"], dispatcher.bind, plan)
         timed(times["plan"], make, documents, settings)
         dist.barrier()
@@ -92,7 +151,7 @@ def main() -> None:
     busiest = {
         layout: {name: max(rank[name] for rank in ranks) for name in ranks[0]} for layout, ranks in results.items()
     }
-    names = list(busiest["joint"])
+    names = ["forward", "backward", "collectives", "plain", "dispatch", "python", "bind", "plan"]
     table(
         ["", *names], [[layout, *(f"{figures[name]:.3f} ms" for name in names)] for layout, figures in busiest.items()]
     )

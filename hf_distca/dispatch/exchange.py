@@ -146,12 +146,11 @@ class Exchange:
             role: what the rows are; two exchanges that are on their way or in use at once have different ones.
             rows: the rows to send, of every column, ordered by receiving rank.
         """
-        if not traffic.crossing and not any(traffic.sent):
-            return PendingRows([column[:0] for column in columns], None, self.clock)
         kinds = [(column.shape[1:], column.dtype) for column in columns]
         buffers = self._laid_out(role, kinds, traffic, columns[0].device)
-        for target, column in zip(buffers.sent, columns, strict=True):
-            copy_rows(target, column, rows)
+        if any(traffic.sent):
+            for target, column in zip(buffers.sent, columns, strict=True):
+                copy_rows(target, column, rows)
         work = None
         if traffic.crossing:  # else every rank sees that no row moves, and issues nothing
             work = dist.all_to_all_single(

@@ -244,7 +244,7 @@ class PooledPlan:
             dim_v=v_TGE.shape[2],
             dtype=str(q_THD.dtype).removeprefix("torch."),
         )
-        alone, begin = pool.stopwatch.under_way == 0, time.perf_counter()
+        alone = pool.stopwatch.under_way == 0
         pool.stopwatch.under_way += 1
         parts = []
         for rows in routes.servers:
@@ -252,13 +252,16 @@ class PooledPlan:
             if link is None or not rows.q_count + rows.k_count:
                 continue
             sent = [_to_host(take(tensors[column.name], _index(rows, column))) for column in call.request()]
+            copied = torch.cuda.current_stream(q_THD.device).record_event() if q_THD.is_cuda else None
             results = [empty_rows(column, _count(rows, column), q_THD.is_cuda) for column in call.reply()]
             try:
-                pending = link.call(call.header(), _buffers(sent), _buffers(results))
+                pending = link.call(
+                    call.header(), _buffers(sent), _buffers(results), None if copied is None else copied.synchronize
+                )
             except LinkLost:
                 continue  # the collection will find the link lost
             parts.append((rows, pending, results))
-        return ServerCall(self, routes, parts, q_THD.device, begin if alone else None)
+        return ServerCall(self, routes, parts, q_THD.device, alone)
 
 
 class ServerCall:
@@ -269,7 +272,7 @@ class ServerCall:
         routes: of this rank.
         parts: for each server its rows, the reply to come, and the columns into which it comes.
         device: the trainer's.
-        began: when it began, in the time of `time.perf_counter`; None where another call was under way.
+        alone: no other call was under way when it began.
     """
 
     def __init__(
@@ -278,9 +281,9 @@ class ServerCall:
         routes: "BoundRoutes",
         parts: list[tuple["ServerRows", PendingReply, list[Tensor]]],
         device: torch.device,
-        began: float | None,
+        alone: bool,
     ) -> None:
-        self._plan, self._routes, self._parts, self._device, self._began = plan, routes, parts, device, began
+        self._plan, self._routes, self._parts, self._device, self._alone = plan, routes, parts, device, alone
 
     def collect(self) -> tuple[list[tuple["ServerRows", list[Tensor]]], frozenset[int]]:
         """Wait for the results, and agree with the other trainers on the servers that were lost. A collective.
@@ -300,7 +303,7 @@ class ServerCall:
                 except LinkLost:
                     continue
                 seconds = float(header["seconds"])
-                way_s = None if self._began is None else pending.arrived - self._began - seconds
+                way_s = pending.arrived - pending.departed - seconds if self._alone else None
                 watch.served(ids[rows.server], int(header["pairs"]), seconds, way_s)
             watch.under_way -= 1
             lost = self._agree([rows.server for rows in self._routes.servers])
@@ -333,8 +336,8 @@ def _count(rows: "ServerRows", column: Column) -> int:
 
 
 def _to_host(x_N: Tensor) -> Tensor:
-    """A dense copy on the host, or the tensor itself where it is one."""
-    return x_N.detach().contiguous().cpu()
+    """The tensor itself where it is a dense one on the host, else a copy; from a GPU it is still being made."""
+    return x_N.detach().contiguous().to("cpu", non_blocking=True)
 
 
 def _buffers(tensors: Sequence[Tensor]) -> list[memoryview]:

@@ -132,7 +132,7 @@ class RowSum:
                 self._close_gaps(run, zero=False)
             else:
                 self._close_gaps(run)
-                self._sum[run] += part
+                self._sum[run].add_(part)
 
     def add_all(self, rounds: list[tuple[RowIndex, RowIndex]], rows: Tensor) -> None:
         """Add rows to where the rounds of `add_rounds` say."""

@@ -67,7 +67,6 @@ class AttentionCall:
         self.exchange = bound.exchange
         self.kernel = bound.kernel
         self.params = params
-        self.prefix_params = params if self.routes.prefix_is_causal else replace(params, causal=False)
         self.keep_received = keep_received
         self.keep_results = keep_received and not results_change
         self.own_forward, self.own_backward = self._when(takes_turns)
@@ -124,7 +123,8 @@ class AttentionCall:
 
     def params_of(self, group: BoundGroup) -> AttentionParams:
         """The mask of a group of tasks."""
-        return self.prefix_params if group is self.routes.prefix else self.params
+        sees_all = group is self.routes.prefix and not self.routes.prefix_is_causal
+        return replace(self.params, causal=False) if sees_all else self.params
 
 
 def start_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> None:
@@ -164,7 +164,7 @@ def compute_forward(call: AttentionCall) -> tuple[Tensor, ...]:
         o_THE, lse_TH = call.result
         rows = routes.prefix.q_rows
         k_KGD, v_KGE = take(k_RGD, routes.prefix.k_rows), take(v_RGE, routes.prefix.k_rows)
-        part = kernel.forward(take(q_THD, rows), k_KGD, v_KGE, routes.prefix.shapes, call.prefix_params)
+        part = kernel.forward(take(q_THD, rows), k_KGD, v_KGE, routes.prefix.shapes, call.params_of(routes.prefix))
         if not routes.prefix_is_causal:  # a part of the task: its own segment's keys are in already
             part = merge(*part, take(o_THE, rows), take(lse_TH, rows))
         put(o_THE, rows, part[0])

@@ -43,12 +43,9 @@ def compute(
 
 def _on_host(results: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
     """The results as contiguous tensors on the host, complete."""
-    if device.type == "cpu":
-        return [rows_N.contiguous() for rows_N in results]
-    hosts = [torch.empty(rows_N.shape, dtype=rows_N.dtype, pin_memory=True) for rows_N in results]
-    for host_N, rows_N in zip(hosts, results, strict=True):
-        host_N.copy_(rows_N, non_blocking=True)
-    torch.cuda.current_stream(device).synchronize()
+    hosts = [rows_N.contiguous().to("cpu", non_blocking=True) for rows_N in results]
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     return hosts
 
 

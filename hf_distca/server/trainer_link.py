@@ -47,7 +47,7 @@ class TrainerLink:
         self, header: dict[str, Any], buffers: Sequence[Buffer], sequence: int, sent: Callable[[], None]
     ) -> None:
         """Queue a reply; `sent` is called when it has left, or never will."""
-        self._outbox.put(Kind.REPLY, header, buffers, sequence, sent)
+        self._outbox.put(Kind.REPLY, header, buffers, sequence, sent=sent)
 
     def refuse(self, reason: str) -> None:
         """Tell the trainer why, then end the connection; its own thread notices."""

@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_distca.wire.errors import LinkLost, ProtocolError
@@ -20,7 +20,8 @@ class PendingReply:
     Attributes:
         views: the buffers as flat bytes.
         size: bytes that the reply must have.
-        arrived: when it was complete, in the time of `time.perf_counter`.
+        departed: when the request was ready to be sent, in the time of `time.perf_counter`.
+        arrived: when the reply was complete.
     """
 
     def __init__(self, link: "ServerLink", buffers: Sequence[Buffer]) -> None:
@@ -29,7 +30,7 @@ class PendingReply:
         self._link = link
         self._done = threading.Event()
         self._header: dict[str, Any] | None = None
-        self.arrived = 0.0
+        self.departed = self.arrived = 0.0
 
     def wait(self, timeout_s: float) -> dict[str, Any]:
         """Wait for the reply, and fail the link if it does not come in time.
@@ -121,7 +122,13 @@ class ServerLink:
             self._check()
             self._outbox.put(kind, header, buffers)
 
-    def call(self, header: dict[str, Any], buffers: Sequence[Buffer], reply_buffers: Sequence[Buffer]) -> PendingReply:
+    def call(
+        self,
+        header: dict[str, Any],
+        buffers: Sequence[Buffer],
+        reply_buffers: Sequence[Buffer],
+        ready: Callable[[], None] | None = None,
+    ) -> PendingReply:
         """Queue a request.
 
         Args:
@@ -129,16 +136,24 @@ class ServerLink:
             buffers: its payload, part after part; they must not change before the reply is here.
             reply_buffers: writable; the reply's payload is received into them, part after part. It must have
                 exactly their size.
+            ready: waits until the payload is in its buffers, where something may still be writing to them; called
+                by the thread that sends.
 
         Raises:
             LinkLost: the link has failed.
         """
         reply = PendingReply(self, reply_buffers)
+
+        def depart() -> None:
+            if ready is not None:
+                ready()
+            reply.departed = time.perf_counter()
+
         with self._lock:
             self._check()
             sequence = next(self._sequence)
             self._pending[sequence] = reply
-            self._outbox.put(Kind.CALL, header, buffers, sequence)
+            self._outbox.put(Kind.CALL, header, buffers, sequence, ready=depart)
         return reply
 
     def fail(self, reason: str) -> None:

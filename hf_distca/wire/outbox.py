@@ -8,7 +8,7 @@ from typing import Any
 from hf_distca.wire.errors import LinkLost
 from hf_distca.wire.framing import Buffer, Channel, Kind
 
-_Message = tuple[Kind, dict[str, Any], Sequence[Buffer], int, Callable[[], None] | None]
+_Message = tuple[Kind, dict[str, Any], Sequence[Buffer], int, Callable[[], None] | None, Callable[[], None] | None]
 
 
 class Outbox:
@@ -33,18 +33,21 @@ class Outbox:
         header: dict[str, Any],
         buffers: Sequence[Buffer] = (),
         sequence: int = 0,
+        *,
+        ready: Callable[[], None] | None = None,
         sent: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a message. Its buffers must not change before it is sent.
+        """Queue a message. Its buffers must not change before it is sent, once they are ready.
 
         Args:
             kind: as in `Channel.send`.
             header: as in `Channel.send`.
             buffers: as in `Channel.send`.
             sequence: as in `Channel.send`.
+            ready: called by the thread before, returns when the buffers hold what is to be sent.
             sent: called by the thread afterwards, also if sending failed.
         """
-        self._messages.put((kind, header, buffers, sequence, sent))
+        self._messages.put((kind, header, buffers, sequence, ready, sent))
 
     def finish(self, timeout_s: float) -> None:
         """Send what is queued, for so long at most; then end the connection and the thread."""
@@ -56,12 +59,14 @@ class Outbox:
     def _run(self) -> None:
         lost = False
         while (message := self._messages.get()) is not None:
-            kind, header, buffers, sequence, sent = message
+            kind, header, buffers, sequence, ready, sent = message
             try:
+                if ready is not None:
+                    ready()
                 if not lost:
                     self._channel.send(kind, header, buffers, sequence)
             except LinkLost:
                 lost = True
             if sent is not None:
                 sent()
-            del message, buffers, sent  # nothing is kept while the queue is empty
+            del message, buffers, ready, sent  # nothing is kept while the queue is empty

@@ -75,6 +75,18 @@ def test_a_call_gets_its_reply_into_its_buffers(server, link):
     assert server.hellos == [{"rank": 1, "ranks": 2}]
 
 
+def test_a_payload_leaves_when_it_is_ready(link):
+    payload, came, written = bytearray(2), buffer(2), threading.Event()
+    reply = link.call({}, [payload], [came], lambda: written.wait(5))
+    time.sleep(0.05)
+    payload[:] = b"ok"
+    begin = time.perf_counter()
+    written.set()
+    reply.wait(5)
+    assert came.tobytes() == b"ok"
+    assert begin <= reply.departed <= reply.arrived
+
+
 def test_a_call_may_have_an_empty_reply(link):
     assert link.call({}, [], []).wait(5) == {"seconds": 0.5}
 

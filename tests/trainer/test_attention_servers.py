@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ class Served:
         raise AssertionError(f"the server never said {words!r}")
 
 
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} was never made"
+        time.sleep(0.05)
+
+
 def test_servers_that_come_and_go(expected, tmp_path):
     port, token_file, both, killed, again = (
         free_port(),
@@ -76,6 +84,7 @@ def test_servers_that_come_and_go(expected, tmp_path):
             server.wait_for("joined")
         both.touch()
         first.wait_for("trainers")  # it serves
+        wait_for_file(killed.with_suffix(".reached"))
         first.process.kill()
         killed.touch()
         third = Served(port, token_file)

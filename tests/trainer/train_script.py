@@ -31,7 +31,7 @@ def shard_on_cpu() -> None:
 
 
 class Pauses(transformers.TrainerCallback):
-    """Stands still after some steps until a file exists."""
+    """Stands still after some steps until a file exists; a file NAME.reached says that it does."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = {int(step): Path(file) for step, file in files.items()}
@@ -39,7 +39,10 @@ class Pauses(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         """Wait, two minutes at most."""
         file, end = self._files.get(state.global_step), time.monotonic() + 120
-        while file is not None and not file.exists() and time.monotonic() < end:
+        if file is None:
+            return
+        file.with_suffix(".reached").touch()
+        while not file.exists() and time.monotonic() < end:
             time.sleep(0.05)
 
 

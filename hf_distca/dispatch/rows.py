@@ -57,8 +57,11 @@ def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
 
 def _run_by_run(index: slice | tuple[slice, ...], rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Each run with its share of the rows."""
+    if isinstance(index, slice):
+        yield index, rows
+        return
     position = 0
-    for run in (index,) if isinstance(index, slice) else index:
+    for run in index:
         length = run.stop - run.start
         yield run, rows[position : position + length]
         position += length

@@ -336,7 +336,7 @@ def _count(rows: "ServerRows", column: Column) -> int:
 
 
 def _to_host(x_N: Tensor) -> Tensor:
-    """The tensor itself where it is a dense one on the host, else a copy; from a GPU it is still being made."""
+    """The tensor itself where it is a dense one on the host, else a copy; from a GPU in pinned memory, on its way."""
     return x_N.detach().contiguous().to("cpu", non_blocking=True)
 
 

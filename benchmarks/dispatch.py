@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,24 +72,6 @@ class PlainAttention(torch.autograd.Function):
         return NoKernel().backward(do, *ctx.saved_tensors)
 
 
-class TimedWork:
-    """An exchange on its way, whose waits are timed."""
-
-    def __init__(self, times: list[float], work: dist.Work) -> None:
-        self._times, self._work = times, work
-
-    def wait(self) -> None:
-        """Wait for it."""
-        timed(self._times, self._work.wait)
-
-
-class NoWork:
-    """An exchange that carries nothing."""
-
-    def wait(self) -> None:
-        """It is over."""
-
-
 def timed(times: list[float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the function; note the CPU time of this thread in milliseconds."""
     begin = time.thread_time()
@@ -121,21 +104,29 @@ def measure(layout: str, rounds: int) -> dict[str, float]:
     attention = partial(disaggregated_attention, sinks_H=None, plan=bound, params=params)
     times: dict[str, list[float]] = defaultdict(list)
     spent: list[float] = []
-    exchange = dist.all_to_all_single
-    exchanges = {
-        "dispatch": lambda *args, **kwargs: TimedWork(spent, timed(spent, exchange, *args, **kwargs)),
-        "python": lambda *args, **kwargs: NoWork(),
-    }
+    all_to_all_single = dist.all_to_all_single
+
+    def timed_exchange(*args: Any, **kwargs: Any) -> SimpleNamespace:
+        work = timed(spent, all_to_all_single, *args, **kwargs)
+        return SimpleNamespace(wait=partial(timed, spent, work.wait))
+
+    def no_exchange(*args: Any, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
+
     for _ in range(rounds):
-        times["plain"].append(sum(both_ways(PlainAttention.apply, rows)))
-        for name, dist.all_to_all_single in exchanges.items():
-            spent.clear()
-            forward, backward = both_ways(attention, rows)
-            times[name].append(forward + backward - sum(spent) - times["plain"][-1])
-            if name == "dispatch":
-                times["forward"].append(forward)
-                times["backward"].append(backward)
-                times["collectives"].append(sum(spent))
+        spent.clear()
+        plain = sum(both_ways(PlainAttention.apply, rows))
+        dist.all_to_all_single = timed_exchange
+        forward, backward = both_ways(attention, rows)
+        collectives = sum(spent)
+        dist.all_to_all_single = no_exchange
+        without = sum(both_ways(attention, rows))
+        times["forward"].append(forward)
+        times["backward"].append(backward)
+        times["collectives"].append(collectives)
+        times["plain"].append(plain)
+        times["dispatch"].append(forward + backward - collectives - plain)
+        times["python"].append(without - plain)
         timed(times["bind"], dispatcher.bind, plan)
         timed(times["plan"], make, documents, settings)
         dist.barrier()
@@ -151,7 +142,7 @@ def main() -> None:
     busiest = {
         layout: {name: max(rank[name] for rank in ranks) for name in ranks[0]} for layout, ranks in results.items()
     }
-    names = ["forward", "backward", "collectives", "plain", "dispatch", "python", "bind", "plan"]
+    names = list(busiest["joint"])
     table(
         ["", *names], [[layout, *(f"{figures[name]:.3f} ms" for name in names)] for layout, figures in busiest.items()]
     )

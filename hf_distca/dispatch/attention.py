@@ -70,8 +70,8 @@ def disaggregated_attention(
     )
     kept_results = plan.bound.kept_results
     outputs = []
-    halves = zip(*(_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE)), strict=True)
-    for nano, (q_THD, k_TGD, v_TGE) in zip(plan.nano_batches, halves, strict=True):
+    halves = (_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE))
+    for nano, q_THD, k_TGD, v_TGE in zip(plan.nano_batches, *halves, strict=True):
         if params.window not in nano.routes:
             raise ValueError(
                 f"a layer has attention window {params.window}, the plan was made for {list(nano.routes)}; "

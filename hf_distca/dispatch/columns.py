@@ -16,6 +16,11 @@ def empty_rows(column: Column, rows: int, pinned: bool) -> Tensor:
     return torch.empty((rows, *column.shape), dtype=getattr(torch, column.dtype), pin_memory=pinned)
 
 
+def to_host(rows_N: Tensor) -> Tensor:
+    """The tensor itself where it is a dense one on the host, else a copy; from a GPU in pinned memory, on its way."""
+    return rows_N.detach().contiguous().to("cpu", non_blocking=True)
+
+
 def as_bytes(rows_N: Tensor) -> NDArray[np.uint8]:
     """The memory of a contiguous tensor on the host; NumPy itself has no bfloat16."""
     flat: NDArray[np.uint8] = rows_N.view(-1).view(torch.uint8).numpy()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_distca.call_codec import Call, Column, Direction
 from hf_distca.dispatch.clock import Clock
-from hf_distca.dispatch.columns import as_bytes, empty_rows
+from hf_distca.dispatch.columns import as_bytes, empty_rows, to_host
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import RowIndex, take
 from hf_distca.dispatch.speeds import Speeds, Stopwatch, TimedKernel
@@ -251,7 +251,7 @@ class PooledPlan:
             link = pool._links.get(self._servers[rows.server])
             if link is None or not rows.q_count + rows.k_count:
                 continue
-            sent = [_to_host(take(tensors[column.name], _index(rows, column))) for column in call.request()]
+            sent = [to_host(take(tensors[column.name], _index(rows, column))) for column in call.request()]
             copied = torch.cuda.current_stream(q_THD.device).record_event() if q_THD.is_cuda else None
             results = [empty_rows(column, _count(rows, column), q_THD.is_cuda) for column in call.reply()]
             try:
@@ -333,11 +333,6 @@ def _index(rows: "ServerRows", column: Column) -> RowIndex:
 
 def _count(rows: "ServerRows", column: Column) -> int:
     return rows.q_count if column.rows == "queries" else rows.k_count
-
-
-def _to_host(x_N: Tensor) -> Tensor:
-    """The tensor itself where it is a dense one on the host, else a copy; from a GPU in pinned memory, on its way."""
-    return x_N.detach().contiguous().to("cpu", non_blocking=True)
 
 
 def _buffers(tensors: Sequence[Tensor]) -> list[memoryview]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.call_codec import Call
+from hf_distca.dispatch.columns import to_host
 from hf_distca.dispatch.rows import RowSum, take
 from hf_distca.kernels.contract import AttentionParams, Kernel
 from hf_distca.server.plans import ServedTasks
@@ -43,7 +44,7 @@ def compute(
 
 def _on_host(results: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
     """The results as contiguous tensors on the host, complete."""
-    hosts = [rows_N.contiguous().to("cpu", non_blocking=True) for rows_N in results]
+    hosts = [to_host(rows_N) for rows_N in results]
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return hosts

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from hf_distca.wire.token import make_token, write_token
 from tests.launch import ROOT, launch, run_launch
 from tests.ranks import free_port
+from tests.servers import wait_until
 from tests.trainer.test_launch import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
 
 
@@ -52,13 +52,6 @@ class Served:
         raise AssertionError(f"the server never said {words!r}")
 
 
-def wait_for_file(path: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} was never made"
-        time.sleep(0.05)
-
-
 def test_servers_that_come_and_go(expected, tmp_path):
     port, token_file, both, killed, again = (
         free_port(),
@@ -84,7 +77,7 @@ def test_servers_that_come_and_go(expected, tmp_path):
             server.wait_for("joined")
         both.touch()
         first.wait_for("trainers")  # it serves
-        wait_for_file(killed.with_suffix(".reached"))
+        wait_until(killed.with_suffix(".reached").exists, 100)
         first.process.kill()
         killed.touch()
         third = Served(port, token_file)

@@ -1,8 +1,13 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import RankPool
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("hf_distca", deadline=None)
+settings.load_profile("hf_distca")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@ import logging
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.collator.long_documents import fit_documents
@@ -53,7 +53,6 @@ def test_a_policy_or_limit_that_is_none():
         fit("split", limit=0)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 20))
 def test_pieces_cover_every_token_once(lengths, limit):
     pieces = fit_documents(np.array(lengths), limit, "split", "limit")

@@ -5,7 +5,6 @@ import datasets
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from hf_distca.collator import packing
@@ -111,7 +110,6 @@ def test_truncate_drops_targets_too():
     assert values(batch)["labels"] == [[2, 3, -100]]
 
 
-@hypothesis_settings(deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
     st.integers(1, 4),

@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.collator.placement import pack_in_order, place_evenly, place_tightly
@@ -31,7 +31,6 @@ def test_in_order_of_nothing():
     assert packed([], 6) == []
 
 
-@settings(deadline=None)
 @given(some_lengths)
 def test_in_order_gives_each_document_once_and_never_overfills(lengths):
     bins = packed(lengths, 100)
@@ -49,7 +48,6 @@ def test_tightly_into_the_fullest_that_has_room():
     assert place_tightly([10, 10], 10) == [0, 1]
 
 
-@settings(deadline=None)
 @given(some_lengths, st.integers(100, 400))
 def test_tightly_is_best_fit(lengths, capacity):
     lengths = sorted(lengths, reverse=True)

@@ -3,7 +3,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.collator.long_documents import fit_documents
@@ -88,7 +88,6 @@ def test_documents_that_fit_in_one_way_only():
     assert len(orders) > 2
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 120), min_size=1, max_size=80),
     st.integers(50, 200),

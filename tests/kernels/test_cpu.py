@@ -41,7 +41,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases(), st.integers(0, 2**16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_matches_reference_for_any_shapes(case: Case, seed: int) -> None:
     assert_matches_reference(CpuKernel(), case, torch.float64, seed)
 

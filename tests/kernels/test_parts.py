@@ -54,7 +54,7 @@ def assert_exact(shapes: TaskShapes, params: AttentionParams) -> None:
 
 
 @given(calls())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_each_visible_pair_once(call: tuple[TaskShapes, AttentionParams]) -> None:
     assert_exact(*call)
 

@@ -103,7 +103,7 @@ def problems(draw):
     return layout, Workers(tuple(speeds), tuple(bases))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     problems(), st.sampled_from([None, 1, 60, 500]), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([1, 16, 128])
 )

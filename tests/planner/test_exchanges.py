@@ -50,7 +50,7 @@ def test_many_workers_are_left_as_they_are():
 
 
 @pytest.mark.parametrize("window", [None, 70])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=2, max_size=3), st.integers(1, 3))
 def test_fewer_bytes_within_the_room(window, rows, ranks_per_row):
     layout = fixed_layout(rows, len(rows) * ranks_per_row)

@@ -74,7 +74,7 @@ def test_layouts_refuse(make, message):
 LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 700)), max_size=25)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     LENGTHS,
     st.integers(1, 9),
@@ -91,7 +91,7 @@ def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, ranks, win
     assert segments(again) == segments(layout)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
 def test_fixed_layouts_hold_every_row_once(rows, span):
     check_layout(fixed_layout(rows, len(rows) * span))

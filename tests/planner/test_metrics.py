@@ -55,7 +55,7 @@ def test_finishing_time_counts_speed_and_base_load():
         measure(plan, workers=Workers.uniform(1))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_bytes_and_loads_are_those_counted_row_by_row(data):
     row = st.lists(st.integers(1, 12), max_size=4)

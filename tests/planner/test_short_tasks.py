@@ -49,7 +49,7 @@ def test_short_tasks_that_the_balance_needs_stay():
 LENGTHS = st.lists(st.integers(1, 900), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(LENGTHS, min_size=2, max_size=5), st.sampled_from([None, 60]), st.booleans(), st.integers(2, 48))
 def test_no_single_change_removes_a_short_task_and_keeps_the_balance(rows, window, joint, block):
     lengths = [length for row in rows for length in row]

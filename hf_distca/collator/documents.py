@@ -1,6 +1,6 @@
 """Reading one document out of a user's data set."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,61 +34,80 @@ class TokenDocument:
         return TokenDocument(self.input_ids[start:stop], self.targets[start:stop])
 
 
-def check_columns(columns: Sequence[str], length_column: str) -> None:
-    """Refuse a data set without `input_ids`, or with columns that packing would have to drop.
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of an example count.
 
-    Args:
-        columns: the names of the columns that an example has.
-        length_column: the column that may hold the documents' lengths.
-
-    Raises:
-        ValueError: `input_ids` is missing, or a column is there that no packed batch can carry.
+    Attributes:
+        length: the one that may hold the document's length.
+        model_inputs: what the model's forward takes. Any other column is left out, as transformers'
+            `remove_unused_columns` says; None leaves none out.
     """
-    if "input_ids" not in columns:
-        raise ValueError(
-            f"The data set has no column 'input_ids'; its columns are {sorted(columns)}. "
-            "Tokenize it first, for example dataset.map(lambda e: tokenizer(e['text']), batched=True)."
-        )
-    unknown = sorted(set(columns) - {"input_ids", "labels", "attention_mask", length_column})
-    if unknown:
-        raise ValueError(
-            f"The data set has columns that a packed batch does not carry: {unknown}. Expected 'input_ids', "
-            f"optionally 'labels', an 'attention_mask' of ones and '{length_column}'. "
-            f"Remove the others with dataset.remove_columns({unknown})."
-        )
+
+    length: str = "length"
+    model_inputs: frozenset[str] | None = None
+
+    def used(self, present: Iterable[str]) -> list[str]:
+        """The columns that count, of those that an example has.
+
+        Raises:
+            ValueError: `input_ids` is missing, or a column is there that no packed batch can carry.
+        """
+        present = list(present)
+        if "input_ids" not in present:
+            raise ValueError(
+                f"The data set has no column 'input_ids'; its columns are {sorted(present)}. "
+                "Tokenize it first, for example dataset.map(lambda e: tokenizer(e['text']), batched=True)."
+            )
+        known = {"input_ids", "labels", "attention_mask", self.length}
+        if self.model_inputs is not None:
+            present = [column for column in present if column in known | self.model_inputs]
+        unknown = sorted(set(present) - known)
+        if unknown:
+            raise ValueError(
+                f"The data set has columns that a packed batch does not carry: {unknown}. Expected 'input_ids', "
+                f"optionally 'labels', an 'attention_mask' of ones and '{self.length}'. Remove the others with "
+                f"dataset.remove_columns({unknown}); remove_unused_columns=True leaves out those that the model does "
+                "not take."
+            )
+        return present
 
 
-def token_document(example: Mapping[str, Any], name: str, length_column: str) -> TokenDocument:
+ANY_COLUMNS = Columns()
+"""Those of a data set that has no others than a packed batch carries."""
+
+
+def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> TokenDocument:
     """Check one example and shift its labels.
 
     Args:
         example: `input_ids` [L]; optionally `labels` [L] (unshifted, -100 where no loss is wanted; without
             them every token is a label), `attention_mask` [L] of ones and the length column.
         name: how error messages call the example, such as "document 3".
-        length_column: the column that may hold the document's length.
+        columns: those that count.
 
     Raises:
         ValueError: a column is missing or unknown, `input_ids` is empty or not a list of integers, `labels`
             has another length, the mask has zeros, or the length column says something else.
     """
-    check_columns(list(example), length_column)
+    used = columns.used(example)
     input_ids = _integers(example["input_ids"], name, "input_ids")
     length = len(input_ids)
     if length == 0:
         raise ValueError(f"{name} is empty. Remove empty documents: dataset.filter(lambda e: e['input_ids']).")
     labels = input_ids
-    if "labels" in example:
+    if "labels" in used:
         labels = _integers(example["labels"], name, "labels")
         check_labels_length(len(labels), length, name)
-    if "attention_mask" in example and not np.all(np.asarray(example["attention_mask"]) == 1):
+    if "attention_mask" in used and not np.all(np.asarray(example["attention_mask"]) == 1):
         raise ValueError(
             f"{name} has an attention_mask with zeros. Documents are packed without padding: tokenize with "
             "padding=False, and mask the loss of a prompt with labels of -100."
         )
-    if length_column in example and int(example[length_column]) != length:
+    if columns.length in used and int(example[columns.length]) != length:
         raise ValueError(
-            f"{name} has {length} input_ids, but its column '{length_column}' says "
-            f"{int(example[length_column])}. Remove or recompute the column '{length_column}'."
+            f"{name} has {length} input_ids, but its column '{columns.length}' says "
+            f"{int(example[columns.length])}. Remove or recompute the column '{columns.length}'."
         )
     targets = np.append(labels[1:], IGNORED_TARGET)
     return TokenDocument(input_ids, targets)
@@ -112,13 +131,13 @@ def check_labels_length(labels: int, length: int, name: str) -> None:
         )
 
 
-def fetch_documents(dataset: Any, indices: Sequence[int], length_column: str) -> list[TokenDocument]:
+def fetch_documents(dataset: Any, indices: Sequence[int], columns: Columns) -> list[TokenDocument]:
     """The documents at these indices of a data set, checked, in one batched read where it offers that.
 
     Args:
         dataset: anything that gives an example by index.
         indices: which documents.
-        length_column: the column that may hold the documents' lengths.
+        columns: those that count.
 
     Raises:
         ValueError: see `token_document`.
@@ -128,8 +147,7 @@ def fetch_documents(dataset: Any, indices: Sequence[int], length_column: str) ->
     else:
         examples = [dataset[index] for index in indices]
     return [
-        token_document(example, f"document {index}", length_column)
-        for index, example in zip(indices, examples, strict=True)
+        token_document(example, f"document {index}", columns) for index, example in zip(indices, examples, strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from hf_distca.collator.documents import check_columns, check_labels_length, fetch_documents, token_document
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, check_labels_length, fetch_documents, token_document
 
 READ_BATCH = 1000
 """Documents read at once when lengths are computed."""
@@ -19,7 +19,7 @@ FINGERPRINT_DOCUMENTS = 64
 """Documents whose tokens go into a fingerprint."""
 
 
-def document_lengths(dataset: Any, length_column: str = "length", progress: bool = True) -> NDArray[np.int64]:
+def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: bool = True) -> NDArray[np.int64]:
     """The number of tokens of every document.
 
     A `datasets.Dataset` with a length column is believed here and checked again whenever a document is read.
@@ -28,7 +28,7 @@ def document_lengths(dataset: Any, length_column: str = "length", progress: bool
     Args:
         dataset: anything with a length that gives examples by index; an example has `input_ids` and
             optionally `labels`.
-        length_column: the column that holds the lengths, where there is one.
+        columns: those that count; one may hold the lengths.
         progress: show a progress bar while lengths are computed.
 
     Returns:
@@ -47,20 +47,20 @@ def document_lengths(dataset: Any, length_column: str = "length", progress: bool
         raise ValueError("The data set is empty; expected at least one document.")
     # The columns of a data set with a transform are those that the transform reads, not those that it gives.
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-        check_columns(dataset.column_names, length_column)
-        if length_column in dataset.column_names:
-            return _given_lengths(dataset, length_column)
+        columns.used(dataset.column_names)
+        if columns.length in dataset.column_names:
+            return _given_lengths(dataset, columns.length)
         if _stored_as_lists(dataset):
             return np.concatenate(list(_stored_lengths(dataset, progress)))
     indices = tqdm(range(len(dataset)), "Document lengths", unit=" documents", disable=not progress)
     return np.fromiter(
-        (len(token_document(dataset[index], f"document {index}", length_column).input_ids) for index in indices),
+        (len(token_document(dataset[index], f"document {index}", columns).input_ids) for index in indices),
         np.int64,
         len(dataset),
     )
 
 
-def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], length_column: str = "length") -> str:
+def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], columns: Columns = ANY_COLUMNS) -> str:
     """A hash that differs where two ranks' data sets do.
 
     It covers the length of every document and the tokens and targets of 64 documents, evenly spread from the
@@ -69,7 +69,7 @@ def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], length_column:
     Args:
         dataset: the data set.
         lengths: [documents] int64, its document lengths.
-        length_column: the column that may hold the lengths.
+        columns: those that count.
 
     Returns:
         64 hexadecimal digits.
@@ -81,7 +81,7 @@ def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], length_column:
     sample = np.unique(np.linspace(0, len(lengths) - 1, FINGERPRINT_DOCUMENTS, dtype=np.int64))
     # One at a time: 64 long documents at once may not fit in memory.
     for index in sample.tolist():
-        (document,) = fetch_documents(dataset, [index], length_column)
+        (document,) = fetch_documents(dataset, [index], columns)
         digest.update(document.input_ids.astype("<i8").tobytes())
         digest.update(document.targets.astype("<i8").tobytes())
     return digest.hexdigest()

@@ -1,5 +1,6 @@
 """A rank's view of the data set: from a global micro-batch to its plan and the documents this rank needs."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from hf_distca.collator.documents import TokenDocument, check_columns, fetch_documents
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, TokenDocument, fetch_documents
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
         lengths: [documents] int64, from `document_lengths`.
         settings: what plans depend on, the same on every rank.
         rank: this rank.
-        length_column: the column that may hold the documents' lengths.
+        columns: those that count.
 
     Raises:
         ValueError: the data set has columns that packing would have to drop. On indexing: a document is not
@@ -55,17 +58,19 @@ class RankDocuments(Dataset[PlannedDocuments]):
         lengths: NDArray[np.int64],
         settings: PlanSettings,
         rank: int,
-        length_column: str = "length",
+        columns: Columns = ANY_COLUMNS,
     ):
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
-            check_columns(dataset.column_names, length_column)
+            used = columns.used(dataset.column_names)
+            if left_out := sorted(set(dataset.column_names) - set(used)):
+                logger.info("columns %s are not used: neither the model nor a packed batch takes them", left_out)
             # A long document as a Python list costs 100 times its array.
-            dataset = dataset.with_format("numpy")
+            dataset = dataset.select_columns(used).with_format("numpy")
         self.dataset = dataset
         self.lengths = lengths
         self.settings = settings
         self.rank = rank
-        self.length_column = length_column
+        self.columns = columns
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -76,13 +81,13 @@ class RankDocuments(Dataset[PlannedDocuments]):
         held = [nano.documents[nano.layout.of_rank(self.rank)["document"]] for nano in plan.nano_batches]
         in_plan = np.unique(np.concatenate(held))
         indices = np.unique(pieces["document"][in_plan[in_plan < len(pieces)]]).tolist()
-        documents = fetch_documents(self.dataset, indices, self.length_column)
+        documents = fetch_documents(self.dataset, indices, self.columns)
         for index, document in zip(indices, documents, strict=True):
             if len(document.input_ids) != self.lengths[index]:
                 raise ValueError(
                     f"document {index} has {len(document.input_ids)} tokens, but {self.lengths[index]} when "
                     "lengths were taken. Expected a data set that gives the same tokens each time; tokenize "
-                    f"it beforehand, and recompute or remove the column '{self.length_column}'."
+                    f"it beforehand, and recompute or remove the column '{self.columns.length}'."
                 )
         return PlannedDocuments(plan, pieces, dict(zip(indices, documents, strict=True)))
 

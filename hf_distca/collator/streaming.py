@@ -9,7 +9,7 @@ import numpy as np
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hf_distca.collator.documents import TokenDocument, token_document
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, TokenDocument, token_document
 from hf_distca.collator.long_documents import LongDocuments, cut_documents, fit_documents, warn_truncated
 from hf_distca.collator.packing import piece_document, rows_batch
 from hf_distca.collator.placement import pack_in_order
@@ -38,7 +38,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         tokens_per_rank: the most rows of a batch.
         long_documents: what becomes of a document longer than tokens_per_rank, which is the limit here, since
             a streamed document stays on its rank.
-        length_column: a column that may hold the documents' lengths.
+        columns: those that count.
 
     Raises:
         ValueError: rank or tokens_per_rank are out of range. On iteration: a document is not what
@@ -52,7 +52,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         rank: int,
         tokens_per_rank: int,
         long_documents: LongDocuments = "error",
-        length_column: str = "length",
+        columns: Columns = ANY_COLUMNS,
     ):
         if not 0 <= rank < ranks:
             raise ValueError(f"The rank is {rank} of {ranks}; expected one from 0 to {ranks - 1}.")
@@ -66,7 +66,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         self.rank = rank
         self.tokens_per_rank = tokens_per_rank
         self.long_documents = long_documents
-        self.length_column = length_column
+        self.columns = columns
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the data set, if it wants to know."""
@@ -84,7 +84,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         truncated = dropped = 0
         for number, example in enumerate(self._share()):
             name = f"document {number} of rank {self.rank}'s stream"
-            document = token_document(example, name, self.length_column)
+            document = token_document(example, name, self.columns)
             length = len(document.input_ids)
             if length > limit and self.long_documents == "error":
                 raise ValueError(

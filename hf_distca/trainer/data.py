@@ -10,6 +10,7 @@ from accelerate.data_loader import prepare_data_loader
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
+from hf_distca.collator.documents import Columns
 from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
 from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.packing import DistCACollator
@@ -20,7 +21,7 @@ from hf_distca.dispatch.groups import Groups
 from hf_distca.trainer.arguments import DistCATrainingArguments
 
 
-def agreed_lengths(dataset: Any, args: DistCATrainingArguments, groups: Groups) -> NDArray[np.int64]:
+def agreed_lengths(dataset: Any, columns: Columns, args: DistCATrainingArguments, groups: Groups) -> NDArray[np.int64]:
     """Lengths of the documents, checked, and known to be those of every other rank. A collective.
 
     Raises:
@@ -28,11 +29,9 @@ def agreed_lengths(dataset: Any, args: DistCATrainingArguments, groups: Groups) 
     """
     error, lengths, fingerprint = None, np.empty(0, np.int64), ""
     try:
-        lengths = document_lengths(
-            dataset, args.length_column_name, progress=groups.rank == 0 and not args.disable_tqdm
-        )
-        fingerprint = dataset_fingerprint(dataset, lengths, args.length_column_name)
-    except (ValueError, TypeError, KeyError) as caught:
+        lengths = document_lengths(dataset, columns, progress=groups.rank == 0 and not args.disable_tqdm)
+        fingerprint = dataset_fingerprint(dataset, lengths, columns)
+    except Exception as caught:  # whatever a data set raises: the other ranks must not wait for this one
         error = caught
     groups.raise_together(error)
     others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())))
@@ -48,6 +47,7 @@ def agreed_lengths(dataset: Any, args: DistCATrainingArguments, groups: Groups) 
 def packed_loader(
     dataset: Any,
     lengths: NDArray[np.int64],
+    columns: Columns,
     args: DistCATrainingArguments,
     dispatcher: Dispatcher,
     loader_options: dict[str, Any],
@@ -60,7 +60,7 @@ def packed_loader(
     pieces = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
     seed = args.seed if args.data_seed is None else args.data_seed
     loader = DataLoader(
-        RankDocuments(dataset, lengths, settings, rank, args.length_column_name),
+        RankDocuments(dataset, lengths, settings, rank, columns),
         batch_sampler=GlobalBatchSampler(pieces, capacity, shuffle=shuffle, seed=seed),
         collate_fn=DistCACollator(rank),
         **loader_options,

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, seed_worker
 
+from hf_distca.collator.documents import Columns
 from hf_distca.collator.streaming import StreamPacker
 from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
 from hf_distca.dispatch.pool import Pool
@@ -164,7 +165,7 @@ class DistCATrainer(Trainer):
         if not self._packs:
             return super().get_train_dataloader()
         shuffle = self.args.train_sampling_strategy != "sequential"
-        return self._packed_dataloader(self.train_dataset, "training", shuffle=shuffle)
+        return self._packed_dataloader(self.train_dataset, shuffle=shuffle)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """A loader of this rank's rows of the evaluation data's micro-batches."""
@@ -175,10 +176,18 @@ class DistCATrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
-        loader = self._packed_dataloader(dataset, "evaluation", shuffle=False)
+        loader = self._packed_dataloader(dataset, shuffle=False)
         return PlannedLoader(loader, self.dispatcher) if _is_stream(dataset) else loader
 
-    def _packed_dataloader(self, dataset: Any, description: str, *, shuffle: bool) -> DataLoader:
+    def _columns(self) -> Columns:
+        """Columns of the data that count: with remove_unused_columns those alone that the model takes."""
+        model_inputs = None
+        if self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            model_inputs = frozenset(self._signature_columns)
+        return Columns(self.args.length_column_name, model_inputs)
+
+    def _packed_dataloader(self, dataset: Any, *, shuffle: bool) -> DataLoader:
         args = self.args
         options = {
             "num_workers": args.dataloader_num_workers,
@@ -188,6 +197,7 @@ class DistCATrainer(Trainer):
             "multiprocessing_context": args.dataloader_multiprocessing_context,
             "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
         }
+        columns = self._columns()
         if _is_stream(dataset):
             packer = StreamPacker(
                 dataset,
@@ -195,14 +205,13 @@ class DistCATrainer(Trainer):
                 self.dispatcher.groups.rank,
                 args.tokens_per_rank,
                 args.long_documents,
+                columns,
             )
             return unsharded(DataLoader(packer, batch_size=None, **options), self.dispatcher.device, args)
         if id(dataset) not in self._lengths:
-            self._lengths[id(dataset)] = dataset, agreed_lengths(dataset, args, self.dispatcher.groups)
+            self._lengths[id(dataset)] = dataset, agreed_lengths(dataset, columns, args, self.dispatcher.groups)
         _, lengths = self._lengths[id(dataset)]
-        if hasattr(dataset, "column_names"):
-            dataset = self._remove_unused_columns(dataset, description=description)
-        return packed_loader(dataset, lengths, args, self.dispatcher, options, shuffle=shuffle)
+        return packed_loader(dataset, lengths, columns, args, self.dispatcher, options, shuffle=shuffle)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

@@ -4,6 +4,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from hf_distca.collator import lengths as lengths_module
+from hf_distca.collator.documents import Columns
 from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
 
 TWO = {"input_ids": [[1, 2, 3], [4, 5]]}
@@ -42,7 +43,7 @@ def test_lengths_are_computed(make):
 def test_lengths_come_from_the_column_without_reading_tokens(monkeypatch):
     monkeypatch.setattr(lengths_module, "_stored_lengths", None)
     assert document_lengths(as_dataset({**TWO, "length": [3, 2]})).tolist() == [3, 2]
-    assert document_lengths(as_dataset({**TWO, "tokens": [3, 2]}), length_column="tokens").tolist() == [3, 2]
+    assert document_lengths(as_dataset({**TWO, "tokens": [3, 2]}), Columns("tokens")).tolist() == [3, 2]
 
 
 def test_lengths_respect_an_indices_mapping():
@@ -119,6 +120,20 @@ def test_no_input_ids(make):
 def test_columns_that_would_be_dropped(make):
     with pytest.raises(ValueError, match=r"does not carry: \['token_type_ids'\].*remove_columns"):
         document_lengths(make({**TWO, "token_type_ids": [[0, 0, 0], [0, 0]]}), progress=False)
+
+
+@pytest.mark.parametrize("column", ["labels", "length"])
+def test_columns_that_the_model_does_not_take_are_left_out(make, column):
+    dataset = make({**TWO, "text": ["a b c", "d e"], column: [[1, 2, 3], [4, 5]] if column == "labels" else [3, 2]})
+    columns = Columns(model_inputs=frozenset(["input_ids", "position_ids"]))
+    assert document_lengths(dataset, columns, progress=False).tolist() == [3, 2]
+    assert dataset_fingerprint(dataset, np.array([3, 2]), columns) == fingerprint(make(TWO))
+
+
+def test_columns_that_the_model_takes_are_not_left_out(make):
+    dataset = make({**TWO, "text": ["a b c", "d e"], "position_ids": [[0, 1, 2], [0, 1]]})
+    with pytest.raises(ValueError, match=r"does not carry: \['position_ids'\]"):
+        document_lengths(dataset, Columns(model_inputs=frozenset(["position_ids"])), progress=False)
 
 
 def test_a_wrong_length_column_of_an_example():

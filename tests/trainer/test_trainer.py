@@ -17,7 +17,14 @@ from tests.models import random_documents, reference_step, small_model
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]
 
 
-def make_trainer(folder: str, source: str = "packed", lengths=LENGTHS, model: Any = None, **arguments: Any):
+def make_trainer(
+    folder: str,
+    source: str = "packed",
+    lengths=LENGTHS,
+    model: Any = None,
+    columns: dict[str, Any] | None = None,
+    **arguments: Any,
+):
     """A trainer on CPU, on as many ranks as there are."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -30,11 +37,14 @@ def make_trainer(folder: str, source: str = "packed", lengths=LENGTHS, model: An
         dataloader_pin_memory=False,
         **{"dataloader_num_workers": 0, "balance_block_size": 8, "tokens_per_rank": 160, "seed": 1, **arguments},
     )
-    documents = [{"input_ids": document.tolist()} for document in random_documents(lengths)]
+    documents = [{"input_ids": document.tolist(), **(columns or {})} for document in random_documents(lengths)]
     if source == "stream":
         dataset: Any = datasets.IterableDataset.from_generator(_Documents(documents))
     elif source == "list":
         dataset = documents
+    elif source == "transform":
+        dataset = datasets.Dataset.from_dict({"index": range(len(documents))})
+        dataset.set_transform(lambda batch: {n: [documents[i][n] for i in batch["index"]] for n in documents[0]})
     else:
         dataset = datasets.Dataset.from_list(documents)
     return hf_distca.DistCATrainer(
@@ -93,6 +103,42 @@ def test_logs_of_a_step(rank_pools, tmp_path):
     assert 1.0 <= figures["pairs_max_over_mean"] < 1.05 < figures["pairs_max_over_mean_packed"]
     assert figures["exchange_bytes"] > 0
     assert figures["exchange_wait_seconds"] > 0
+
+
+SOURCES = ["packed", "list", "stream", "transform"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_columns_that_the_model_does_not_take_are_left_out(tmp_path, source):
+    loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    trainer = make_trainer(
+        str(tmp_path),
+        source,
+        columns={"text": "words", "token_type_ids": [0]},
+        max_steps=1,
+        gradient_accumulation_steps=8,
+        save_strategy="no",
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_columns_are_refused_where_they_are_not_to_be_left_out(tmp_path, source):
+    trainer = make_trainer(
+        str(tmp_path), source, columns={"text": "words"}, remove_unused_columns=False, max_steps=1, save_strategy="no"
+    )
+    with pytest.raises(ValueError, match=r"does not carry: \['text'\]"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_length_column_is_not_left_out(tmp_path, source):
+    trainer = make_trainer(
+        str(tmp_path), source, columns={"tokens": 4}, length_column_name="tokens", max_steps=1, save_strategy="no"
+    )
+    with pytest.raises(ValueError, match=r"document 0.* has 150 input_ids, but its column 'tokens' says 4"):
+        trainer.train()
 
 
 def _trained(folder: str, resume: str | None, epochs: int) -> list[float]:

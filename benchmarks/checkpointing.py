@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import AttentionParams, TaskShapes
-from hf_distca.patches.layers import plan_layers
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
 
@@ -34,8 +33,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="steps of each kind")
     parser.add_argument("--tokens", type=int, default=16384, help="length of the document")
     options = parser.parse_args()
-    dispatcher = Dispatcher(PlanSettings(ranks=1, tokens_per_rank=options.tokens), torch.device("cpu"))
-    (plan,) = dispatcher.plan_lengths([[options.tokens]])
+    settings = PlanSettings(ranks=1, tokens_per_rank=options.tokens)
+    dispatchers = {
+        name: Dispatcher(settings, torch.device("cpu"), keep_core_attention=name == "kept")
+        for name in ("recomputed", "kept")
+    }
+    (plan,) = dispatchers["kept"].plan_lengths([[options.tokens]])
     config = LlamaConfig(
         hidden_size=HEADS * HEAD_DIM,
         intermediate_size=352,
@@ -47,18 +50,15 @@ def main() -> None:
         attn_implementation="distca",
         use_cache=False,
     )
-    models = {}
-    for name in ("recomputed", "kept"):
-        torch.manual_seed(0)
-        models[name] = LlamaForCausalLM(config).train()
-        models[name].gradient_checkpointing_enable({"use_reentrant": False})
-        plan_layers(models[name], keep_core_attention=name == "kept")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.randint(0, 512, (1, options.tokens))
     batch = {"input_ids": tokens, "position_ids": torch.arange(options.tokens)[None], "labels": tokens}
 
     def step(name: str) -> None:
-        models[name](**batch, distca_plan=dispatcher.bind(plan)).loss.backward()
-        models[name].zero_grad()
+        model(**batch, distca_plan=dispatchers[name].bind(plan)).loss.backward()
+        model.zero_grad()
 
     qkv = [torch.randn(options.tokens, HEADS, HEAD_DIM) for _ in range(3)]
     shapes = TaskShapes.build([options.tokens], [options.tokens], "cpu")
@@ -66,7 +66,7 @@ def main() -> None:
     ways = {
         "recomputed": lambda: step("recomputed"),
         "kept": lambda: step("kept"),
-        "one core attention forward": lambda: dispatcher.kernel.forward(*qkv, shapes, params),
+        "one core attention forward": lambda: dispatchers["kept"].kernel.forward(*qkv, shapes, params),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds + 1):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hf_distca.dispatch.bound import LayerPlan
+from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
 from hf_distca.dispatch.steps import (
     AttentionCall,
     compute_backward,
@@ -68,35 +69,39 @@ def disaggregated_attention(
         head_dim_v=v_TGE.shape[2],
         params=params,
     )
-    kept_results = plan.bound.kept_results
-    outputs = []
-    halves = (_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE))
-    for nano, q_THD, k_TGD, v_TGE in zip(plan.nano_batches, *halves, strict=True):
+    recomputes = is_recomputation()
+    keeps = plan.bound.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
+    halves = []
+    for nano, *qkv in zip(
+        plan.nano_batches, *(_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE)), strict=True
+    ):
         if params.window not in nano.routes:
             raise ValueError(
                 f"a layer has attention window {params.window}, the plan was made for {list(nano.routes)}; "
                 "give all of them in PlanSettings.windows"
             )
-        # Only a checkpoint runs a forward inside a backward.
-        recomputes = plan.keep_results and torch._C._current_graph_task_id() != -1
-        kept = kept_results.pop((module, nano.number), None) if recomputes else None
+        kept = plan.bound.kept_results.take((module, nano.number)) if recomputes else None
         call = AttentionCall(
             plan.bound,
             nano,
             params,
             # Where results are kept through a checkpoint, what was received is gone with the first forward.
-            keep_received=plan.bound.keep_received and not plan.keep_results,
+            keep_received=plan.bound.keep_received and not keeps and kept is None,
             results_change=sinks_H is not None,
-            takes_turns=plan.takes_turns,
         )
-        # A recomputation takes its turns too: checkpointing finds saved tensors by their order.
-        token = _Send.apply(call, kept, q_THD, k_TGD, v_TGE)
-        plan.pause()
-        token = _Compute.apply(call, kept, token)
-        plan.pause()
-        o_THE, lse_TH = _Receive.apply(call, kept, token, q_THD, k_TGD, v_TGE, sinks_H)
-        if plan.keep_results and not recomputes:
-            kept_results[module, nano.number] = o_THE.detach(), lse_TH
+        halves.append((call, kept, qkv))
+
+    # In the same order whether both nano-batches are here or each in a half of the layer: ranks stay in step even if
+    # only some of them run halves. A recomputation keeps to it too: checkpointing finds saved tensors by their order.
+    tokens = [_Send.apply(call, kept, *qkv) for call, kept, qkv in halves]
+    plan.pause()
+    tokens = [_Compute.apply(call, kept, token) for (call, kept, _), token in zip(halves, tokens, strict=True)]
+    plan.pause()
+    outputs = []
+    for (call, kept, qkv), token in zip(halves, tokens, strict=True):
+        o_THE, lse_TH = _Receive.apply(call, kept, token, *qkv, sinks_H)
+        if keeps:
+            plan.bound.kept_results.keep((module, call.nano.number), (o_THE.detach(), lse_TH))
         outputs.append(o_THE)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -106,7 +111,7 @@ def _by_nano_batch(x_T: Tensor, plan: LayerPlan) -> Sequence[Tensor]:
     return (x_T,) if len(plan.nano_batches) == 1 else x_T.split([nano.rows for nano in plan.nano_batches])
 
 
-Kept = tuple[Tensor, Tensor] | None
+Kept = tuple[Tensor, ...] | None
 """O and LSE of the first forward where this is its recomputation: then nothing is exchanged or computed, and the nodes
 are there for the backward only."""
 

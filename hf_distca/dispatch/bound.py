@@ -7,8 +7,8 @@ from functools import cached_property
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
+from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Traffic
 from hf_distca.dispatch.pool import PooledPlan
 from hf_distca.dispatch.rows import RowIndex, add_rounds, row_index
@@ -149,6 +149,21 @@ class BoundNanoBatch:
         return self._repairs[window, lost]
 
 
+@dataclass
+class Ran:
+    """What a model's layers did in a planned step, recomputations included.
+
+    Attributes:
+        attentions: calls of the attention function.
+        layers: decoder layers that `plan_layers` has prepared.
+        layers_in_turns: of these, how many ran their nano-batches in turns.
+    """
+
+    attentions: int = 0
+    layers: int = 0
+    layers_in_turns: int = 0
+
+
 class BoundPlan:
     """What a planned micro-batch hands to every layer, as the keyword `distca_plan`.
 
@@ -160,11 +175,12 @@ class BoundPlan:
         nano_batches: its nano-batches, bound to this rank.
         exchange: what carries rows between ranks.
         kernel: what computes tasks.
+        device: this rank's.
         pool: the plan as dedicated servers know it; None without servers.
         keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
-        kept_results: O and LSE of checkpointed layers, by attention module and nano-batch, from the first
-            forward to the backward.
-        calls: attention layers that have used the plan so far.
+        keep_core_attention: keep O and LSE of checkpointed layers instead of computing them again.
+        kept_results: these, by attention module and nano-batch.
+        ran: what the layers have done with the plan so far.
     """
 
     def __init__(
@@ -175,9 +191,11 @@ class BoundPlan:
         exchange: Exchange,
         kernel: Kernel,
         keep_received: bool,
+        keep_core_attention: bool = True,
         pool: PooledPlan | None = None,
     ) -> None:
         self.plan = plan
+        self.device = device
         self.nano_batches = tuple(
             BoundNanoBatch(number, nano, rank, device) for number, nano in enumerate(plan.nano_batches)
         )
@@ -185,8 +203,9 @@ class BoundPlan:
         self.kernel = kernel
         self.pool = pool
         self.keep_received = keep_received
-        self.kept_results: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
-        self.calls = 0
+        self.keep_core_attention = keep_core_attention
+        self.kept_results = KeptResults()
+        self.ran = Ran()
 
     @property
     def rows(self) -> int:
@@ -194,7 +213,7 @@ class BoundPlan:
         return sum(nano.rows for nano in self.nano_batches)
 
     def for_layer(self) -> "LayerPlan":
-        """The plan as a layer uses it that runs on all rows at once and is not checkpointed."""
+        """The plan as a layer uses it that runs on all rows at once."""
         return LayerPlan(self, self.nano_batches)
 
 
@@ -212,18 +231,11 @@ class LayerPlan:
         bound: the plan.
         nano_batches: those whose rows the attention is called with.
         pause: called between the start of an exchange and the wait for it; lets the other half run.
-        keep_results: the layer is checkpointed, and its core attention is not to be computed again.
     """
 
     bound: BoundPlan
     nano_batches: tuple[BoundNanoBatch, ...]
     pause: Callable[[], None] = _go_on
-    keep_results: bool = False
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether another half runs where this one pauses."""
-        return self.pause is not _go_on
 
     @property
     def rows(self) -> int:

@@ -35,6 +35,8 @@ class Dispatcher:
         device: the rank's device.
         kernel: name of the attention kernel, see `hf_distca.kernels.get_kernel`.
         keep_received: keep received Q, K and V rows between forward and backward.
+        keep_core_attention: under gradient checkpointing keep O and log-sum-exp of core attention for the backward
+            instead of exchanging and computing again.
         timeout_s: seconds after which an exchange with a silent peer fails.
 
     Attributes:
@@ -51,6 +53,7 @@ class Dispatcher:
         *,
         kernel: str = "auto",
         keep_received: bool = False,
+        keep_core_attention: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
         self.settings = settings
@@ -59,13 +62,14 @@ class Dispatcher:
         self.exchange = Exchange(self.groups)
         self.kernel = get_kernel(kernel, self.device)
         self.keep_received = keep_received
+        self.keep_core_attention = keep_core_attention
         self.pool: Pool | None = None
         self.groups.raise_together(self._wrong_settings(kernel))
 
     def _wrong_settings(self, kernel: str) -> ValueError | None:
         if self.settings.ranks != self.groups.ranks:
             return ValueError(f"PlanSettings.ranks is {self.settings.ranks}, but {self.groups.ranks} ranks run")
-        mine = (self.settings, kernel, self.keep_received)
+        mine = (self.settings, kernel, self.keep_received, self.keep_core_attention)
         others = self.groups.all_gather(mine)
         if any(other != others[0] for other in others):
             return ValueError(f"settings differ between ranks, here they are {mine}; start all ranks alike")
@@ -101,6 +105,7 @@ class Dispatcher:
             self.exchange,
             self.kernel,
             keep_received=self.keep_received,
+            keep_core_attention=self.keep_core_attention,
             pool=pooled,
         )
 

@@ -20,8 +20,8 @@ from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
 Column = tuple[tuple[int, ...], torch.dtype]
 """Shape of one row and dtype of a tensor that travels."""
 
-ALIGNMENT = 8
-"""Bytes. A column begins at a multiple of it, so that its numbers can be used where they lie."""
+ALIGNMENT = 16
+"""Bytes. Columns and rows begin at multiples of it: kernels load so many at once from where the numbers lie."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ Shape suffixes: T local rows, Q query rows of a kernel call, R received rows, K 
 query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -47,7 +48,6 @@ class AttentionCall:
         params: scale, window and softcap of the layer.
         keep_received: keep for the backward what the forward received and computed of it.
         results_change: O and LSE are not final when the worker has computed them (sinks are added by the owner).
-        takes_turns: another half runs where this one pauses.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class AttentionCall:
         *,
         keep_received: bool = False,
         results_change: bool = False,
-        takes_turns: bool = False,
     ) -> None:
         self.bound = bound
         self.nano = nano
@@ -69,7 +68,7 @@ class AttentionCall:
         self.params = params
         self.keep_received = keep_received
         self.keep_results = keep_received and not results_change
-        self.own_forward, self.own_backward = self._when(takes_turns)
+        self.own_forward, self.own_backward = self._when()
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
         self.at_servers: ServerCall | None = None
@@ -77,9 +76,9 @@ class AttentionCall:
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
         self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
 
-    def _when(self, takes_turns: bool) -> tuple[When, When]:
+    def _when(self) -> tuple[When, When]:
         """When the forward and the backward compute own tasks."""
-        if not takes_turns:
+        if len(self.bound.nano_batches) == 1:
             return "at start", "around" if self.routes.receives else "at start"
         # The half that starts first leaves its own tasks until the other half's exchange has started too. In the
         # backward that is the second half; after the first half nothing comes that would hide the return of its
@@ -97,9 +96,20 @@ class AttentionCall:
         self.bound.pool.pool.stopwatch.observed.pairs += repair.routes.pairs
         return repair
 
-    def step(self) -> AbstractContextManager[None]:
-        """Around each step: tells the pool, if there is one, what time lies between them."""
-        return nullcontext() if self.bound.pool is None else self.bound.pool.pool.stopwatch.step()
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each step, never around a pause: numbers are computed in the dtype in which they come.
+
+        Autocast is the thread's: left open across a pause, the other half would run without it. The pool, if there is
+        one, is told what time lies between steps.
+        """
+        device_type = self.bound.device.type
+        autocast = (
+            torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+        )
+        watched = nullcontext() if self.bound.pool is None else self.bound.pool.pool.stopwatch.step()
+        with autocast, watched:
+            yield
 
     def send_queries(self, columns: list[Tensor]) -> None:
         """Send rows of the queries' kind to the workers: of every column those that the routes name."""

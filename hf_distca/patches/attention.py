@@ -62,15 +62,14 @@ def distca_attention(
 
     _check_planned(module, query, attention_mask, dropout, sliding_window, kwargs)
     plan = distca_plan.for_layer() if isinstance(distca_plan, BoundPlan) else distca_plan
-    plan.bound.calls += 1
+    plan.bound.ran.attentions += 1
     dtype = _compute_dtype(query, value)
     # Not x[0], whose backward copies the gradient into zeros.
     q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     params = AttentionParams(
         scale=q_THD.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
     )
-    with torch.autocast(query.device.type, enabled=False):
-        o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module)
+    o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module)
     return o_THE.unsqueeze(0), None
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
 
@@ -22,7 +23,7 @@ class StepMeter:
         self._reset()
 
     def _reset(self) -> None:
-        self._plans: list[MicroBatchPlan] = []
+        self._counted: list[tuple[MicroBatchPlan, Ran]] = []
         self._since = time.perf_counter()
         self._waited_before = self._waited()
 
@@ -39,9 +40,9 @@ class StepMeter:
         pool = self._dispatcher.pool
         return self._dispatcher.exchange.clock.seconds() + (pool.wait_clock.seconds() if pool is not None else 0.0)
 
-    def count(self, plan: MicroBatchPlan) -> None:
+    def count(self, bound: BoundPlan) -> None:
         """Take note of a micro-batch that is about to run."""
-        self._plans.append(plan)
+        self._counted.append((bound.plan, bound.ran))
 
     def figures(self) -> dict[str, float]:
         """Figures since the last call. A collective: every rank calls it when every other does.
@@ -52,26 +53,28 @@ class StepMeter:
                 the same documents packed in order.
             pairs_max_over_mean: the same for the plans.
             exchange_bytes: per layer and micro-batch, bytes in one forward through the busiest rank.
-            ping_pong_share: share of the micro-batches that ran as two nano-batches; the others have a document of
-                more than half of their tokens, or run on one rank.
+            ping_pong_share: share of the decoder layers' runs in which two nano-batches took turns; none do in a
+                micro-batch with a document of more than half of its tokens, or where a hook inside a layer is to see
+                all rows.
             exchange_wait_seconds: time that the rank which waited longest stood in waits, for ranks and servers.
             attention_servers: dedicated servers that take part now, where there may be any.
             memory_peak_bytes, memory_reserved_bytes: on CUDA, of this rank: most memory in use since the last
                 call, and what the allocator holds.
         """
-        if not self._plans:
+        if not self._counted:
             return {}
         elapsed = time.perf_counter() - self._since
         waited_here = self._waited() - self._waited_before
         waited = max(self._dispatcher.groups.all_gather(waited_here))
-        summaries = [plan.summary for plan in self._plans]
+        plans, runs = zip(*self._counted, strict=True)
+        summaries = [plan.summary for plan in plans]
         count = len(summaries)
         figures = {
-            "tokens_per_second": sum(int(plan.tokens.sum()) for plan in self._plans) / elapsed,
+            "tokens_per_second": sum(int(plan.tokens.sum()) for plan in plans) / elapsed,
             "pairs_max_over_mean_packed": sum(s.packed_max_over_mean for s in summaries) / count,
             "pairs_max_over_mean": sum(s.max_over_mean for s in summaries) / count,
             "exchange_bytes": sum(s.bytes_bottleneck for s in summaries) / count,
-            "ping_pong_share": sum(len(plan.nano_batches) == 2 for plan in self._plans) / count,
+            "ping_pong_share": sum(ran.layers_in_turns for ran in runs) / max(sum(ran.layers for ran in runs), 1),
             "exchange_wait_seconds": waited,
         }
         if self._dispatcher.pool is not None:

@@ -106,6 +106,7 @@ class DistCATrainer(Trainer):
             args.device,
             kernel=args.attention_kernel,
             keep_received=args.keep_received,
+            keep_core_attention=args.keep_core_attention,
             timeout_s=args.exchange_timeout,
         )
         self._check_kernel()
@@ -119,8 +120,8 @@ class DistCATrainer(Trainer):
                 ranks_serve=args.trainers_serve,
                 timeout_s=args.attention_server_timeout,
             )
-        if settings.ping_pong or (args.gradient_checkpointing and args.keep_core_attention):
-            layers = plan_layers(self.model, keep_core_attention=args.keep_core_attention)
+        if settings.ping_pong:
+            layers = plan_layers(self.model)
             if self.is_deepspeed_enabled:
                 from deepspeed.utils import set_z3_leaf_modules
 
@@ -237,9 +238,9 @@ class DistCATrainer(Trainer):
         """The inputs on the device, their plan bound to this rank."""
         inputs = super()._prepare_inputs(inputs)
         if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
+            inputs = self.dispatcher.prepare(inputs)
             if self.model_wrapped.training:
                 self.meter.count(inputs[PLAN_KEY])
-            inputs = self.dispatcher.prepare(inputs)
         return inputs
 
     # Steps
@@ -248,7 +249,7 @@ class DistCATrainer(Trainer):
         """The model's loss; raises if the plan did not reach its attention."""
         plan = inputs[PLAN_KEY]
         result = super().compute_loss(model, inputs, *args, **kwargs)
-        if plan.calls == 0:
+        if plan.ran.attentions == 0:
             raise ValueError(
                 f"{type(self.model).__name__} did not hand {PLAN_KEY} to its attention layers, so nothing was "
                 "exchanged and documents attended to one another; this model cannot train with planned attention"

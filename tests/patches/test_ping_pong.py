@@ -31,9 +31,9 @@ def _dispatcher(windows=(None,), **options) -> Dispatcher:
 
 def _step(model_type, fixed, checkpointing, keep_core_attention, keep_received):
     config, windows, _ = MODELS[model_type]
-    dispatcher = _dispatcher(windows, keep_received=keep_received)
+    dispatcher = _dispatcher(windows, keep_received=keep_received, keep_core_attention=keep_core_attention)
     model = small_model(model_type, **config).train()
-    plan_layers(model, keep_core_attention=keep_core_attention)
+    plan_layers(model)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     if fixed:
@@ -74,9 +74,9 @@ def test_three_ranks(rank_pools):
 
 def _events(checkpointing: bool, keep: bool) -> list[str]:
     """Starts and ends of the exchanges of one step of one layer whose K/V rows move only."""
-    dispatcher = _dispatcher()
+    dispatcher = _dispatcher(keep_core_attention=keep)
     model = small_model(num_hidden_layers=1).train()
-    plan_layers(model, keep_core_attention=keep)
+    plan_layers(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # One document over both ranks in each nano-batch: rank 1 needs the K/V rows of rank 0.

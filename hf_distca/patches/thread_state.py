@@ -1,0 +1,65 @@
+"""The state of the thread that the halves of a layer share: each half is to find its own when it goes on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """What contexts such as `torch.autocast` and `torch.no_grad` set for all that runs in a thread.
+
+    Attributes:
+        device_type: whose autocast it is.
+        autocast: whether autocast is on.
+        autocast_dtype: what it computes in.
+        grad: whether gradients are recorded.
+        default_dtype: of new tensors.
+        saved_tensors: the innermost hooks for tensors that autograd saves.
+    """
+
+    device_type: str
+    autocast: bool
+    autocast_dtype: torch.dtype
+    grad: bool
+    default_dtype: torch.dtype
+    saved_tensors: Any
+
+    @staticmethod
+    def now(device_type: str) -> "ThreadState":
+        """The state as it is."""
+        return ThreadState(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True),
+        )
+
+    def inside(self) -> "ThreadState":
+        """The state of a half that is about to pause, where this is the state around its layer.
+
+        Raises:
+            ValueError: a checkpoint or an offloading context inside the layer is open across the attention: what the
+                other half saves would be taken for this half's.
+        """
+        inside = ThreadState.now(self.device_type)
+        if inside.saved_tensors != self.saved_tensors:
+            raise ValueError(
+                "ping-pong cannot pause inside a checkpoint, or a context that handles saved tensors, which a decoder "
+                "layer has around its attention; put it around the whole layer, or set ping_pong=False"
+            )
+        return inside
+
+    def restore(self) -> None:
+        """Make it the thread's state again, saved-tensor hooks aside: those stay as they are across a pause."""
+        if torch.is_autocast_enabled(self.device_type) != self.autocast:
+            torch.set_autocast_enabled(self.device_type, self.autocast)
+        if torch.get_autocast_dtype(self.device_type) != self.autocast_dtype:
+            torch.set_autocast_dtype(self.device_type, self.autocast_dtype)
+        if torch.is_grad_enabled() != self.grad:
+            torch.set_grad_enabled(self.grad)
+        if torch.get_default_dtype() != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)

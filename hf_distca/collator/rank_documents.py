@@ -93,8 +93,5 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
         lengths = micro_batch.lengths.tolist()
-        plan = plan_micro_batch(lengths, self.settings)
-        while without_rows := np.count_nonzero(plan.tokens == 0):
-            lengths += [1] * without_rows
-            plan = plan_micro_batch(lengths, self.settings)
-        return plan
+        fillers = [1] * (self.settings.ranks - sum(lengths))  # of as many tokens as ranks, every rank has one
+        return plan_micro_batch(lengths + fillers, self.settings)

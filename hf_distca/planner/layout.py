@@ -16,13 +16,14 @@ def fixed_layout(
     """The layout of documents that are already placed.
 
     One row of documents per rank, or, when `ranks` is k times the number of rows, one row per k consecutive
-    ranks: such a row is cut wherever one of its ranks is full, so its documents may span ranks.
+    ranks, whose documents may span ranks.
 
     Args:
         rows: rows[r] = lengths of the documents on rank r in order, possibly none.
         ranks: number of ranks; None for one per row.
-        tokens_per_rank: where a row over k ranks is cut; None for its tokens / k, rounded up. With one rank
-            per row, the most tokens a row may hold; None for no limit.
+        tokens_per_rank: a row over k ranks is cut wherever one of them holds so many tokens. None to divide it
+            evenly: its tokens / k on every rank, rounded up on the first ones and down on the others. With one
+            rank per row, the most tokens a row may hold; None for no limit.
 
     Raises:
         ValueError: a length below 1, rows that do not divide the ranks, or a row beyond its ranks' tokens.
@@ -38,24 +39,28 @@ def fixed_layout(
     counts = np.array([len(row) for row in rows], np.int64)
     # All rows of documents in one line of tokens, row after row.
     stops = np.cumsum(lengths)
-    ends = np.append(0, stops)[np.cumsum(counts)]
-    begins = np.append(0, ends[:-1])
-    limit = -(-(ends - begins) // span) if tokens_per_rank is None else np.full(len(rows), tokens_per_rank)
-    over = np.flatnonzero(ends - begins > limit * span)
-    if len(over):
-        row = int(over[0])
-        raise ValueError(
-            f"row {row} holds {int(ends[row] - begins[row])} tokens, but its {span} rank(s) take "
-            f"{int(limit[row])} each; raise tokens_per_rank or move documents to another row"
-        )
-    full = (begins[:, None] + np.arange(1, span) * limit[:, None]).ravel()
-    full = full[full < np.repeat(ends, span - 1)]
-    cuts = np.sort(np.concatenate([stops - lengths, full]))
-    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
+    ends = np.append(0, stops)[np.cumsum(counts)][:, None]
+    begins = np.append(0, ends[:-1])[:, None]
+    number = np.arange(span)
+    if tokens_per_rank is None:
+        share, extra = np.divmod(ends - begins, span)
+        full = begins + number * share + np.minimum(number, extra)
+    else:
+        over = np.flatnonzero(ends - begins > tokens_per_rank * span)
+        if len(over):
+            row = int(over[0])
+            raise ValueError(
+                f"row {row} holds {int(ends[row, 0] - begins[row, 0])} tokens, but its {span} rank(s) take "
+                f"{tokens_per_rank} each; raise tokens_per_rank or move documents to another row"
+            )
+        full = begins + number * tokens_per_rank
+    first_of_rank = np.minimum(full, ends).ravel()
+    cuts = np.union1d(stops - lengths, first_of_rank)
+    cuts = cuts[cuts < lengths.sum()]
     document = np.searchsorted(stops, cuts, "right")
     first = (stops - lengths)[document]
-    row_of = np.searchsorted(ends, cuts, "right")
-    rank = row_of * span + (cuts - begins[row_of]) // limit[row_of]
+    # Of ranks that begin at one token, all but the last are empty.
+    rank = np.searchsorted(first_of_rank, cuts, "right") - 1
     stop = np.append(cuts[1:], stops[-1:])[: len(cuts)]
     return _assemble(lengths, document, cuts - first, stop - first, rank, ranks)
 

@@ -61,13 +61,13 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
     """
     array = np.asarray(lengths, np.int64)
     groups = split_documents(array, settings.ranks) if settings.ping_pong else None
-    layouts = [_layout(array[group], settings) for group in groups or [np.arange(len(array))]]
+    groups = groups or [np.arange(len(array))]
+    layouts = [_layout(array[group], settings) for group in groups]
     if len(layouts) == 2:
-        # Each gives one row more to some ranks, the first ones: mirrored, they do not meet on one rank.
+        # Each gives one row more to some ranks, the first ones. Mirrored, they meet on one rank only where all ranks
+        # hold so many tokens, so that no rank holds more than it would without nano-batches.
         layouts[1] = mirrored(layouts[1])
-        if np.max(layouts[0].tokens + layouts[1].tokens) > settings.tokens_per_rank:
-            groups, layouts = None, [_layout(array, settings)]
-    return _plan(array, groups or [np.arange(len(array))], layouts, settings)
+    return _plan(array, groups, layouts, settings)
 
 
 def plan_rows(rows: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import Layout
 
 SMALLEST_SHARE = 0.25
-"""A nano-batch with a smaller share of the tokens would hide next to nothing and still cost its exchanges."""
+"""A nano-batch with a smaller share of a rank's tokens would hide next to nothing and still cost its exchanges."""
 
 
 def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
@@ -20,7 +20,8 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
 
     Returns:
         The documents of each group in their order, or None where that is not possible: a document of more
-        than half of the tokens fits in no group, and every rank needs a row of each.
+        than half of the tokens fits in no group, and every rank needs a row of each. A group has at least a quarter
+        of the tokens, since groups differ by one document at most.
     """
     total = int(lengths.sum())
     if len(lengths) < 2 or 2 * int(lengths.max()) > total:
@@ -31,7 +32,7 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
         smaller = int(tokens[1] < tokens[0])
         group[document] = smaller
         tokens[smaller] += int(lengths[document])
-    if min(tokens) < max(ranks, SMALLEST_SHARE * total):
+    if min(tokens) < ranks:
         return None
     return [np.flatnonzero(~group), np.flatnonzero(group)]
 
@@ -43,8 +44,8 @@ def split_rows(rows: Sequence[Sequence[int]]) -> list[int] | None:
         rows: lengths of the documents of each rank, in the order of its rows.
 
     Returns:
-        For each rank, how many of its documents are in the first part, or None where some rank's documents
-        cannot be divided.
+        For each rank, how many of its documents are in the first part, or None where on some rank no cut between
+        two documents leaves either part SMALLEST_SHARE of its tokens.
     """
     cuts = []
     for row in rows:

@@ -24,6 +24,17 @@ def test_fixed_layout_cuts_a_row_that_spans_ranks_where_a_rank_is_full():
     ]  # fmt: skip
 
 
+def test_fixed_layout_divides_a_row_evenly():
+    layout = fixed_layout([[], [1], [8]], 9)
+    assert layout.tokens.tolist() == [0, 0, 0, 1, 0, 0, 3, 3, 2]
+    assert segments(layout) == [(0, 0, 1, 3, 0), (1, 0, 3, 6, 0), (1, 3, 6, 7, 0), (1, 6, 8, 8, 0)]
+
+
+def test_fixed_layout_fills_the_ranks_of_a_row_in_turn():
+    layout = fixed_layout([[1], [8]], 6, tokens_per_rank=4)
+    assert segments(layout) == [(0, 0, 1, 0, 0), (1, 0, 4, 3, 0), (1, 4, 8, 4, 0)]
+
+
 def test_packed_layout_fills_rank_after_rank():
     layout = packed_layout([3, 5, 1], 4, 4)
     assert segments(layout) == [
@@ -92,9 +103,21 @@ def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, ranks, win
 
 
 @settings(max_examples=60)
-@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
-def test_fixed_layouts_hold_every_row_once(rows, span):
-    check_layout(fixed_layout(rows, len(rows) * span))
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4), st.none() | st.integers(0, 9))
+def test_fixed_layouts_hold_every_row_once(rows, span, spare):
+    full = None if spare is None else max(1, *(-(-sum(row) // span) for row in rows)) + spare
+    layout = fixed_layout(rows, len(rows) * span, tokens_per_rank=full)
+    check_layout(layout)
+    expected = []
+    for row in rows:
+        share, extra = divmod(sum(row), span)
+        for rank in range(span):
+            in_turn = full and min(full, max(sum(row) - rank * full, 0))
+            expected.append(share + (rank < extra) if full is None else in_turn)
+    assert layout.tokens.tolist() == expected
+    # Row after row, documents lie in their order.
+    placed = [(document, start) for document, start, *_ in segments(layout)]
+    assert placed == sorted(placed)
 
 
 def test_joint_layout_of_documents_cut_at_both_ends():

@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
+from tests.planner.plan_checks import check_plan
+
+LAYOUTS = ["joint", "fixed"]
+
+
+def halves(lengths, ranks, tokens_per_rank, layout):
+    settings = PlanSettings(ranks, tokens_per_rank, document_layout=layout, ping_pong=True)
+    return plan_micro_batch(lengths, settings)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_second_nano_batch_is_mirrored(layout):
+    # 5 rows on 3 ranks are 2, 2, 1, and 4 rows are 2, 1, 1: mirrored, every rank is full.
+    plan = halves([3, 2, 2, 2], 3, 3, layout)
+    assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 3], [1, 2]]
+    assert [nano.layout.tokens.tolist() for nano in plan.nano_batches] == [[2, 2, 1], [1, 1, 2]]
+    assert plan.tokens.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_document_beyond_half_of_the_tokens_leaves_one_nano_batch(layout):
+    plan = halves([5, 3], 2, 4, layout)
+    assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 1]]
+    assert plan.tokens.tolist() == [4, 4]
+
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 200)), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(lengths=LENGTHS, ranks=st.integers(1, 9), ping_pong=st.booleans())
+def test_no_rank_holds_more_than_its_tokens(layout, lengths, ranks, ping_pong):
+    tokens_per_rank = -(-sum(lengths) // ranks)  # the least that takes the documents
+    plan = plan_micro_batch(
+        lengths, PlanSettings(ranks, tokens_per_rank, document_layout=layout, block_size=16, ping_pong=ping_pong)
+    )
+    assert plan.tokens.max() == tokens_per_rank
+    assert plan.tokens.min() == sum(lengths) // ranks
+    numbers = np.concatenate([nano.documents for nano in plan.nano_batches])
+    assert sorted(numbers.tolist()) == list(range(len(lengths)))
+    for nano in plan.nano_batches:
+        assert nano.layout.lengths.tolist() == [lengths[document] for document in nano.documents]
+        check_plan(nano.plans[None])
+        if len(plan.nano_batches) == 2:
+            assert nano.layout.tokens.min() > 0
+
+
+def test_rows_of_every_rank_are_divided():
+    plan = plan_rows([[4, 4], [2, 6], [1, 1, 1]], PlanSettings(3, 8, ping_pong=True))
+    assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 2, 4], [1, 3, 5, 6]]
+    assert [nano.layout.segments.tolist() for nano in plan.nano_batches] == [
+        [(0, 0, 4, 0, 0), (1, 0, 2, 1, 0), (2, 0, 1, 2, 0)],
+        [(0, 0, 4, 0, 0), (1, 0, 6, 1, 0), (2, 0, 1, 2, 0), (3, 0, 1, 2, 1)],
+    ]
+
+
+@pytest.mark.parametrize(("rows", "ping_pong"), [([[4, 4], [8]], True), ([[4, 4], [2, 6]], False)])
+def test_rows_that_are_not_divided(rows, ping_pong):
+    (nano,) = plan_rows(rows, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
+    lengths = [length for row in rows for length in row]
+    assert nano.documents.tolist() == list(range(len(lengths)))
+    assert nano.layout.lengths.tolist() == lengths
+    assert nano.layout.tokens.tolist() == [8, 8]

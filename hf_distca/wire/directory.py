@@ -105,11 +105,7 @@ class Directory:
     def _serve(self, peer: Peer) -> None:
         """Keep one member."""
         channel = peer.channel
-        try:
-            info = _checked(peer.hello.header, next(self._ids), channel.peer_host)
-        except ProtocolError as error:
-            channel.send(Kind.REFUSED, {"reason": str(error)})
-            raise
+        info = _checked(peer.hello.header, next(self._ids), channel.peer_host)
         channel.set_timeout(self._silence_s)
         with self._lock:
             channel.send(Kind.WELCOME, {"id": info.id})
@@ -121,7 +117,8 @@ class Directory:
             while True:
                 frame = channel.receive()
                 if frame.kind is not Kind.ALIVE or frame.payload:
-                    raise ProtocolError(f"a member sends ALIVE and nothing else, got {frame.kind.name}")
+                    got = f"{frame.kind.name} with {frame.payload} bytes"
+                    raise ProtocolError(f"a member sends ALIVE without a payload and nothing else, got {got}")
         finally:
             with self._lock:
                 self._members.pop(info.id, None)

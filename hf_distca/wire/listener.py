@@ -1,5 +1,6 @@
 """Listening for peers: strangers are turned away before anything they say is believed."""
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -8,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_distca.wire.errors import LinkLost, PeerLeft
+from hf_distca.wire.errors import LinkLost, PeerLeft, ProtocolError
 from hf_distca.wire.framing import Channel, Frame, Kind
 from hf_distca.wire.handshake import Steps, accepting_side
 
@@ -114,7 +115,8 @@ class Listener:
         port: TCP port; 0 for any that is free.
         token: the run's token.
         service: what listens here.
-        serve: called with each peer on a thread of its own. LinkLost that it raises is told to the peer and logged.
+        serve: called with each peer on a thread of its own. LinkLost that it raises is logged; of its
+            kinds, ProtocolError is told to the peer too: no message to it may be unfinished then.
         handshake_s: time that a peer has to prove itself, and again for its first message.
 
     Attributes:
@@ -237,7 +239,8 @@ class Listener:
             channel.set_timeout(self._handshake_s)
             hello = channel.receive()
             if hello.kind is not Kind.HELLO or hello.payload:
-                raise LinkLost(f"the first message must be HELLO, got {hello.kind.name}")
+                got = f"{hello.kind.name} with {hello.payload} bytes"
+                raise ProtocolError(f"the first message must be HELLO without a payload, got {got}")
             channel.set_timeout(None)
             self._serve(Peer(channel, hello, name))
         except PeerLeft:
@@ -245,6 +248,10 @@ class Listener:
         except LinkLost as error:
             if not self._closed:
                 self._log.warning(f"ended {name}: {error}")
+            if isinstance(error, ProtocolError):
+                with contextlib.suppress(LinkLost):
+                    channel.set_timeout(self._handshake_s)
+                    channel.send(Kind.REFUSED, {"reason": str(error)[:1000]})
         finally:
             channel.close()
             with self._lock:

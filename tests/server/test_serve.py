@@ -1,6 +1,5 @@
 import signal
 import socket
-import time
 
 import pytest
 
@@ -8,6 +7,7 @@ from hf_distca.cli.main import main
 from hf_distca.wire import Directory, LinkLost, make_token, write_token
 from tests.server.fake_trainers import Data, FakeTrainer, make_call, make_nano_batch, run_calls
 from tests.server.processes import ServerProcess
+from tests.servers import wait_until
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_process_serves_two_trainers_and_ends_with_training(serve, directory, 
     trainers[0].send_plan(0, nano_batches)
     run_calls(trainers, 0, nano_batches)
     directory.end()
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     for trainer in trainers:
         trainer.link.close()
     assert "joined" in server.text()
@@ -59,7 +59,7 @@ def test_a_signal_stops_it_cleanly(serve, token, directory, number):
     trainer.send_plan(0, nano_batches)
     run_calls([trainer], 0, nano_batches)
     server.process.send_signal(number)
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
     trainer.link.close()
     assert server.text().endswith("stopped\n")
     assert "Traceback" not in server.text()
@@ -85,20 +85,17 @@ def test_a_server_that_hangs_or_dies_is_noticed_and_one_that_wakes_up_joins_agai
     trainer.send_plan(0, nano_batches)
     number = run_calls([trainer], 0, nano_batches, number)
     server.process.kill()
-    begin = time.monotonic()
-    with pytest.raises(LinkLost):
+    # While one starts the call, the other thread of its link may already have noticed.
+    with pytest.raises(LinkLost, match=r"closed|reset|Broken pipe"):
         trainer.finish(trainer.start(call, plan, Data(plan, call, 1)), 0)
-    assert time.monotonic() - begin < 5
-    while directory.members():
-        assert time.monotonic() - begin < 5
-        time.sleep(0.05)
+    wait_until(lambda: not directory.members())
 
 
 def test_a_run_that_is_gone_is_waited_for_and_then_given_up(serve, directory):
     server = serve("--wait", "1")
     server.joined()
     directory.close()
-    assert server.process.wait(20) == 2
+    assert server.process.wait(60) == 2
     assert "not joined within 1 s" in server.text()
     assert "Traceback" not in server.text()
 

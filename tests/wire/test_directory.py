@@ -1,6 +1,6 @@
 import socket
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +18,7 @@ from hf_distca.wire import (
 )
 from hf_distca.wire.directory import SERVICE, _checked
 from hf_distca.wire.handshake import connect
+from tests.servers import wait_until
 from tests.wire.strangers import Strangers, message
 
 INFO = {"host": "", "port": 4000, "device": "cpu", "pairs_per_second": 1e9}
@@ -30,20 +31,13 @@ def token():
 
 @pytest.fixture
 def directory(token):
-    directory = Directory("127.0.0.1", 0, token, silence_s=0.8)
+    directory = Directory("127.0.0.1", 0, token, silence_s=60)
     yield directory
     directory.close()
 
 
 def join(directory, token, **info):
-    return Membership.join("127.0.0.1", directory.port, token, {**INFO, **info}, wait_s=2)
-
-
-def until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    return Membership.join("127.0.0.1", directory.port, token, {**INFO, **info}, wait_s=30)
 
 
 def test_servers_join_and_leave_and_ids_are_not_used_again(directory, token):
@@ -54,7 +48,7 @@ def test_servers_join_and_leave_and_ids_are_not_used_again(directory, token):
         ServerInfo(second.id, "10.0.0.7", 4001, "cuda:0", 1e9),
     )
     first.close()
-    until(lambda: [info.id for info in directory.members()] == [second.id])
+    wait_until(lambda: [info.id for info in directory.members()] == [second.id])
     third = join(directory, token)
     assert len({first.id, second.id, third.id}) == 3
     assert third.poll(0) is State.JOINED
@@ -67,9 +61,9 @@ def test_the_end_is_told_to_members_and_to_those_that_come_later(directory, toke
     assert member.poll(0.05) is State.JOINED
     directory.end()
     late = join(directory, token)
-    assert member.poll(5) is State.ENDED
-    assert late.poll(5) is State.ENDED
-    assert member.poll(5) is State.ENDED
+    assert member.poll(60) is State.ENDED
+    assert late.poll(60) is State.ENDED
+    assert member.poll(60) is State.ENDED
     member.close()
     late.close()
 
@@ -79,7 +73,7 @@ def test_a_dropped_server_notices_and_can_come_back(directory, token):
     directory.drop(member.id)
     assert directory.members() == ()
     directory.drop(member.id)
-    assert member.poll(5) is State.LOST
+    assert member.poll(60) is State.LOST
     again = join(directory, token)
     assert again.id != member.id
     member.close()
@@ -89,30 +83,51 @@ def test_a_dropped_server_notices_and_can_come_back(directory, token):
 def test_a_directory_that_is_gone_is_noticed(directory, token):
     member = join(directory, token)
     directory.close()
-    assert member.poll(5) is State.LOST
+    assert member.poll(60) is State.LOST
     member.close()
 
 
-def test_a_silent_member_is_dropped_and_one_that_is_polled_is_not(directory, token, monkeypatch):
-    monkeypatch.setattr("hf_distca.wire.directory.ALIVE_S", 0.2)
-    silent, alive = join(directory, token), join(directory, token)
-    begin = time.monotonic()
-    while time.monotonic() - begin < 1.5:
-        assert alive.poll(0.1) is State.JOINED
+def test_a_silent_member_is_dropped_and_one_that_is_polled_is_not(token, monkeypatch):
+    monkeypatch.setattr("hf_distca.wire.directory.ALIVE_S", 0.1)
+    directory = Directory("127.0.0.1", 0, token, silence_s=3)
+    # Were it taken for silent, the older member would go first.
+    alive, silent = join(directory, token), join(directory, token)
+    wait_until(lambda: alive.poll(0.05) is not State.JOINED or len(directory.members()) < 2)
     assert [info.id for info in directory.members()] == [alive.id]
+    assert silent.poll(0) is State.LOST
+    assert alive.poll(0) is State.JOINED
     silent.close()
     alive.close()
+    directory.close()
+
+
+def test_a_member_says_now_and_then_that_it_is_alive(directory, token, monkeypatch):
+    member = join(directory, token)
+    now = member._said_alive
+    monkeypatch.setattr("hf_distca.wire.directory.time", SimpleNamespace(monotonic=lambda: now))
+    sent = []
+    monkeypatch.setattr(member._channel, "send", lambda *message: sent.append((now, *message)))
+    begin = now
+    for _ in range(9):
+        assert member.poll(0) is State.JOINED
+        now += 0.75
+    assert sent == [(begin + after, Kind.ALIVE, {}) for after in (2.25, 4.5)]
+    member.close()
 
 
 def test_a_server_may_come_before_the_directory(token):
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-    members = []
-    thread = threading.Thread(target=lambda: members.append(Membership.join("127.0.0.1", port, token, INFO, 10)))
+    members, tried = [], threading.Event()
+
+    def come():
+        members.append(Membership.join("127.0.0.1", port, token, INFO, 60, give_up=tried.set))
+
+    thread = threading.Thread(target=come)
     thread.start()
-    time.sleep(0.7)
+    assert tried.wait(60)
     directory = Directory("127.0.0.1", port, token)
-    thread.join(10)
+    thread.join()
     assert [info.id for info in directory.members()] == [members[0].id]
     members[0].close()
     directory.close()
@@ -121,19 +136,16 @@ def test_a_server_may_come_before_the_directory(token):
 def test_waiting_for_a_directory_ends(token):
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-    begin = time.monotonic()
     with pytest.raises(LinkLost, match="not joined within 1 s; the last try: cannot connect"):
         Membership.join("127.0.0.1", port, token, INFO, 1)
-    with pytest.raises(LinkLost):
-        Membership.join("127.0.0.1", port, token, INFO, 60, give_up=lambda: True)
-    assert time.monotonic() - begin < 3
+    answers = iter([False, True])
+    with pytest.raises(LinkLost, match="not joined within 6000 s; the last try: cannot connect"):
+        Membership.join("127.0.0.1", port, token, INFO, 6000, give_up=lambda: next(answers))
 
 
 def test_a_wrong_token_is_not_tried_again(directory):
-    begin = time.monotonic()
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(AuthenticationError, match="another token"):
         Membership.join("127.0.0.1", directory.port, make_token(), INFO, 60)
-    assert time.monotonic() - begin < 2
 
 
 @pytest.mark.parametrize(
@@ -150,10 +162,8 @@ def test_a_wrong_token_is_not_tried_again(directory):
     ],
 )
 def test_nonsense_is_not_listed(directory, token, wrong):
-    begin = time.monotonic()
     with pytest.raises(ProtocolError, match="must give a host"):
         join(directory, token, **wrong)
-    assert time.monotonic() - begin < 1
     assert directory.members() == ()
 
 
@@ -164,18 +174,21 @@ def test_a_server_that_trainers_could_not_reach_is_told_so():
     assert _checked({**INFO, "host": "::1"}, 0, "::1").host == "::1"
 
 
-def test_a_member_that_sends_something_else_is_dropped(directory, token):
-    channel = Channel(connect("127.0.0.1", directory.port, token, SERVICE, 5))
+@pytest.mark.parametrize("wrong", [Kind.CALL, Kind.ALIVE])
+def test_a_member_that_sends_something_else_is_dropped(directory, token, wrong):
+    channel = Channel(connect("127.0.0.1", directory.port, token, SERVICE, 60))
     channel.send(Kind.HELLO, INFO)
     assert channel.receive().kind is Kind.WELCOME
-    channel.send(Kind.CALL, {}, [b"x"])
-    with pytest.raises(LinkLost):
-        channel.receive()
-    until(lambda: directory.members() == ())
+    channel.send(wrong, {}, [b"x"])
+    frame = channel.receive()
+    assert (frame.kind, frame.header["reason"]) == (
+        Kind.REFUSED,
+        f"a member sends ALIVE without a payload and nothing else, got {wrong.name} with 1 bytes",
+    )
+    wait_until(lambda: directory.members() == ())
     channel.close()
 
 
-@pytest.mark.timeout(60)
 def test_strangers_do_not_disturb_the_members(token, caplog):
     directory = Directory("127.0.0.1", 0, token)
     member = join(directory, token)
@@ -189,12 +202,12 @@ def test_strangers_do_not_disturb_the_members(token, caplog):
     # Some joined for a while: they know the token and say nothing wrong.
     assert all(info.port == 4007 for info in directory.members() if info.id != member.id)
     strangers.close()
-    until(lambda: [info.id for info in directory.members()] == [member.id])
-    until(lambda: threading.active_count() == threads)
+    wait_until(lambda: [info.id for info in directory.members()] == [member.id])
+    wait_until(lambda: threading.active_count() == threads)
     late = join(directory, token, port=4001)
     directory.end()
-    assert member.poll(5) is State.ENDED
-    assert late.poll(5) is State.ENDED
+    assert member.poll(60) is State.ENDED
+    assert late.poll(60) is State.ENDED
     member.close()
     late.close()
     directory.close()

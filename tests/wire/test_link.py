@@ -8,6 +8,7 @@ import pytest
 
 from hf_distca.wire import AuthenticationError, Kind, LinkLost, Listener, ServerLink, make_token
 from hf_distca.wire.link import SERVICE
+from tests.servers import wait_until
 
 HEAD = struct.Struct("!4sB3xIQQ")
 
@@ -58,7 +59,7 @@ def server(token):
 
 @pytest.fixture
 def link(server, token):
-    link = ServerLink("127.0.0.1", server.listener.port, token, 1, 2, 5)
+    link = ServerLink("127.0.0.1", server.listener.port, token, 1, 2, 60)
     yield link
     link.close()
 
@@ -70,30 +71,30 @@ def buffer(size=8):
 def test_a_call_gets_its_reply_into_its_buffers(server, link):
     first, rest = buffer(3), buffer(5)
     reply = link.call({}, [b"abcd", b"efgh"], [first, rest])
-    assert reply.wait(5) == {"seconds": 0.5}
+    assert reply.wait(60) == {"seconds": 0.5}
     assert first.tobytes() + rest.tobytes() == b"abcdefgh"
     assert server.hellos == [{"rank": 1, "ranks": 2}]
 
 
 def test_a_payload_leaves_when_it_is_ready(link):
-    payload, came, written = bytearray(2), buffer(2), threading.Event()
-    reply = link.call({}, [payload], [came], lambda: written.wait(5))
-    time.sleep(0.05)
+    payload, came, asked, written = bytearray(2), buffer(2), threading.Event(), threading.Event()
+    reply = link.call({}, [payload], [came], lambda: asked.set() or written.wait(60))
+    assert asked.wait(60)
     payload[:] = b"ok"
     begin = time.perf_counter()
     written.set()
-    reply.wait(5)
+    reply.wait(60)
     assert came.tobytes() == b"ok"
     assert begin <= reply.departed <= reply.arrived
 
 
 def test_a_call_may_have_an_empty_reply(link):
-    assert link.call({}, [], []).wait(5) == {"seconds": 0.5}
+    assert link.call({}, [], []).wait(60) == {"seconds": 0.5}
 
 
 def test_messages_arrive_before_later_calls(server, link):
     link.send(Kind.PLAN, {"plan": 3}, [b"xyz"])
-    link.call({}, [b"1"], [buffer(1)]).wait(5)
+    link.call({}, [b"1"], [buffer(1)]).wait(60)
     assert server.sent == [(Kind.PLAN, {"plan": 3}, b"xyz")]
 
 
@@ -110,20 +111,18 @@ def test_replies_may_come_in_another_order(server, link):
     buffers = [buffer(2) for _ in range(3)]
     replies = [link.call({}, [bytes([n, n])], [buffers[n]]) for n in range(3)]
     for reply in replies:
-        reply.wait(5)
+        reply.wait(60)
     assert [b.tolist() for b in buffers] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_a_caller_never_waits_for_a_slow_server(server, link):
-    server.answer = lambda *_: server.release.wait(20)
-    begin = time.monotonic()
+    server.answer = lambda *_: server.release.wait()
+    # Would a call wait until the server has taken its rows, the second one would wait until the test's end.
     replies = [link.call({}, [bytes(20_000_000)], [buffer()]) for _ in range(3)]
-    assert time.monotonic() - begin < 1
-    with pytest.raises(LinkLost, match="no reply within"):
+    with pytest.raises(LinkLost, match=r"no reply within 0\.3 s"):
         replies[0].wait(0.3)
-    with pytest.raises(LinkLost, match="no reply within"):
-        replies[2].wait(5)
-    assert time.monotonic() - begin < 2
+    with pytest.raises(LinkLost, match=r"no reply within 0\.3 s"):
+        replies[2].wait(60)
 
 
 def failing(kind):
@@ -190,43 +189,44 @@ def failing(kind):
 )
 def test_a_failed_link_says_why_and_stays_failed(server, link, kind):
     server.answer, said = failing(kind)
+    timeout_s = 0.5 if said == "no reply within 0.5 s" else 60
     target, other = buffer(), buffer()
-    begin = time.monotonic()
     first = link.call({}, [b"12345678"], [target])
     second = link.call({}, [b"12345678"], [other])
     with pytest.raises(LinkLost, match=said):
-        first.wait(0.5)
+        first.wait(timeout_s)
     with pytest.raises(LinkLost, match=said):
-        second.wait(5)
+        second.wait(60)
     with pytest.raises(LinkLost, match=said):
         link.call({}, [], [])
     with pytest.raises(LinkLost, match=said):
         link.send(Kind.DROP, {})
     assert said in link.lost
-    assert time.monotonic() - begin < 3
     assert (other == 255).all()
     assert not any(thread.name.endswith(link.name) for thread in threading.enumerate())
 
 
 def test_buffers_are_left_alone_after_a_loss(server, link):
-    parts = iter([b"12", b"34", b"56", b"78"])
+    over = threading.Event()
 
     def answer(channel, frame, payload):
-        channel._sock.sendall(HEAD.pack(b"CAD1", 7, 2, frame.sequence, 8) + b"{}")
+        channel._sock.sendall(HEAD.pack(b"CAD1", 7, 2, frame.sequence, 8) + b"{}1234")
+        server.release.wait()
         with contextlib.suppress(OSError):
-            for part in parts:
-                channel._sock.sendall(part)
-                time.sleep(0.2)
+            channel._sock.sendall(b"5678")
+        over.set()
 
     server.answer = answer
-    target = buffer()
-    reply = link.call({}, [], [target])
-    with pytest.raises(LinkLost):
-        reply.wait(0.3)
-    held = target.copy()
-    time.sleep(0.6)
-    assert np.array_equal(held, target)
-    assert target[-1] == 255
+    first, rest = buffer(4), buffer(4)
+    reply = link.call({}, [], [first, rest])
+    wait_until(lambda: first[-1] != 255)
+    with pytest.raises(LinkLost, match=r"no reply within 0\.1 s"):
+        reply.wait(0.1)
+    assert not any(thread.name.endswith(link.name) for thread in threading.enumerate())  # nobody could write
+    server.release.set()
+    assert over.wait(60)
+    assert first.tobytes() == b"1234"
+    assert (rest == 255).all()
 
 
 def test_closing_ends_what_is_pending(server, link):
@@ -235,7 +235,7 @@ def test_closing_ends_what_is_pending(server, link):
     link.close()
     link.close()
     with pytest.raises(LinkLost, match="closed by this trainer"):
-        reply.wait(5)
+        reply.wait(60)
 
 
 def test_a_wrong_token_is_said_at_once(server):

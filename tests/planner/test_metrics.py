@@ -1,14 +1,12 @@
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_between, loads_of, measure
+from hf_distca.planner.metrics import bytes_between, loads_of, measure, rows_of
+from tests.planner.drawn_plans import drawn_plans
 from tests.planner.plan_checks import bytes_by_row, loads_by_row
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -56,19 +54,8 @@ def test_finishing_time_counts_speed_and_base_load():
 
 
 @settings(max_examples=100)
-@given(st.data())
-def test_bytes_and_loads_are_those_counted_row_by_row(data):
-    row = st.lists(st.integers(1, 12), max_size=4)
-    rows = data.draw(st.lists(row, min_size=1, max_size=3))
-    span = data.draw(st.integers(1, 3))
-    window = data.draw(st.sampled_from([None, 1, 3, 20]))
-    workers = len(rows) * span + data.draw(st.integers(0, 2))
-    layout = fixed_layout(rows, len(rows) * span)
-    tasks = []
-    for document, length in enumerate(layout.lengths.tolist()):
-        cuts = sorted(data.draw(st.sets(st.integers(1, length))) | {0, length})
-        for start, stop in itertools.pairwise(cuts):
-            tasks.append((document, start, stop, data.draw(st.integers(0, workers - 1))))
-    plan = Plan(layout, np.array(sorted(tasks, key=lambda t: (t[3], t[0], t[1])), TASK), workers, window)
+@given(drawn_plans())
+def test_bytes_and_loads_are_those_counted_row_by_row(plan):
     assert loads_of(plan).tolist() == loads_by_row(plan)
+    assert rows_of(plan).sum() == plan.layout.lengths.sum()
     assert tuple(bytes_between(plan, BYTES).tolist()) == bytes_by_row(plan, BYTES)

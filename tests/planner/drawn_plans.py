@@ -1,0 +1,32 @@
+"""Plans of all kinds: documents cut anywhere, their segments and tasks anywhere."""
+
+import itertools
+
+import numpy as np
+from hypothesis import strategies as st
+
+from hf_distca.plan import SEGMENT, TASK, Layout, Plan
+
+
+def cut(draw, length):
+    """[(start, stop)] that cover rows [0, length)."""
+    cuts = sorted(draw(st.sets(st.integers(1, length), max_size=4)) | {0, length})
+    return list(itertools.pairwise(cuts))
+
+
+@st.composite
+def drawn_plans(draw, most_ranks=4, most_servers=2):
+    ranks = draw(st.integers(1, most_ranks))
+    workers = ranks + draw(st.integers(0, most_servers))
+    lengths = draw(st.lists(st.integers(1, 12), max_size=5))
+    pieces, tasks = [], []
+    for document, length in enumerate(lengths):
+        pieces += [(draw(st.integers(0, ranks - 1)), document, *rows) for rows in cut(draw, length)]
+        tasks += [(draw(st.integers(0, workers - 1)), document, *rows) for rows in cut(draw, length)]
+    segments, filled = [], [0] * ranks
+    for rank, document, start, stop in sorted(draw(st.permutations(pieces)), key=lambda piece: piece[0]):
+        segments.append((document, start, stop, rank, filled[rank]))
+        filled[rank] += stop - start
+    layout = Layout(np.array(lengths, np.int64), np.array(segments, SEGMENT), ranks)
+    by_worker = [(document, start, stop, worker) for worker, document, start, stop in sorted(tasks)]
+    return Plan(layout, np.array(by_worker, TASK), workers, draw(st.sampled_from([None, 1, 2, 3, 5, 20])))

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.kernels.contract import AttentionParams
+from hf_distca.patches.adapters import check_adapters
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.micro_batch import PlanSettings
 
@@ -96,8 +97,10 @@ def check_model(model: PreTrainedModel) -> None:
 
     Raises:
         ValueError: the model has no attention interface, does not use attn_implementation="distca", drops
-            attention weights in training, or does not hand the plan to its attention layers.
+            attention weights in training, does not hand the plan to its attention layers, or has an adapter of a
+            kind that packed rows cannot train.
     """
+    check_adapters(model)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = model.config.get_text_config(decoder=True)
     if not getattr(model, "_supports_attention_backend", False):

@@ -70,6 +70,11 @@ class DistCATrainer(Trainer):
                     f"{name}={getattr(args, name)} contradicts tokens_per_rank={args.tokens_per_rank}: a rank's batch "
                     "is one packed row of up to tokens_per_rank tokens; leave it at 1"
                 )
+        if self._packs and args.train_sampling_strategy not in ("random", "sequential"):
+            raise ValueError(
+                f"train_sampling_strategy={args.train_sampling_strategy!r} would be ignored: documents are packed by "
+                "their lengths as it is, drawn at random or in order; choose 'random' or 'sequential'"
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"this one process sees {args.n_gpu} GPUs, which Trainer would use as DataParallel; start one process "

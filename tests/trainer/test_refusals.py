@@ -58,6 +58,12 @@ def test_batch_size_belongs_to_a_collator_of_the_users(tmp_path):
     )
 
 
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_sampling_strategies_that_would_be_ignored(tmp_path, strategy):
+    with pytest.raises(ValueError, match=f"train_sampling_strategy='{strategy}' would be ignored"):
+        trainer(tmp_path, train_sampling_strategy=strategy)
+
+
 def test_stock_arguments(tmp_path):
     with pytest.raises(ValueError, match="args must be DistCATrainingArguments, got NoneType"):
         hf_distca.DistCATrainer(model=small_model(), args=None)

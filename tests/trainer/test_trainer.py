@@ -66,20 +66,27 @@ class _Documents:
         yield from self._documents
 
 
-def _one_step_of_everything(folder: str, source: str, workers: int) -> tuple[list[dict], dict, int]:
+def _one_step_of_everything(folder: str, source: str, workers: int, **arguments: Any) -> tuple[list[dict], dict, int]:
     """One optimizer step over all documents, and an evaluation on them before it."""
     trainer = make_trainer(
         folder,
         source,
         max_steps=1,
-        gradient_accumulation_steps=8,
         learning_rate=0.0,
         save_strategy="no",
         dataloader_num_workers=workers,
+        **{"gradient_accumulation_steps": 8, **arguments},
         **({"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2} if source == "flattened" else {}),
     )
     trainer.train()
     return trainer.state.log_history, trainer.evaluate(), trainer.args.world_size
+
+
+def _one_step_with_strategy(folder: str, strategy: str) -> tuple[list[dict], dict, int]:
+    # Three micro-batches of two documents on each of two ranks: batch_rebalance fills up what is not full.
+    return _one_step_of_everything(
+        folder, "flattened", 0, train_sampling_strategy=strategy, gradient_accumulation_steps=3
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -94,6 +101,13 @@ def test_loss_is_that_of_all_documents(rank_pools, tmp_path, ranks, source, work
         assert world_size == ranks
         assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
         assert evaluation["eval_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance", "sequential"])
+def test_stock_sampling_strategies_hold_with_a_collator_of_the_users(rank_pools, tmp_path, strategy):
+    loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for history, _, _ in rank_pools[2].run(_one_step_with_strategy, str(tmp_path), strategy):
+        assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_logs_of_a_step(rank_pools, tmp_path):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from hf_distca.config import EXTERNAL, DistCAConfig
@@ -34,6 +35,8 @@ class DistCATrainingArguments(DistCAConfig, TrainingArguments):
 
     def __post_init__(self) -> None:
         DistCAConfig.__post_init__(self)
+        # Else TrainingArguments refuses bf16 on the CPU although the launch has said that this is what is wanted.
+        self.use_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         self.attention_server_launch: Launch | None = None
         if self.attention_servers not in ("0", EXTERNAL):
             # Before TrainingArguments looks at the world.

@@ -3,15 +3,17 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
 
 
-class StepMeter:
+class StepMeter(TrainerCallback):
     """Gathers figures from micro-batch to micro-batch and hands them out when the trainer logs.
 
     Args:
@@ -20,6 +22,10 @@ class StepMeter:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+        self._reset()
+
+    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        """Count from now on: lengths, checkpoints and what an earlier training did not log belong to no figure."""
         self._reset()
 
     def _reset(self) -> None:

@@ -133,6 +133,7 @@ class DistCATrainer(Trainer):
                 # Gathers a layer's parameters when the layer begins, not module by module: its halves take turns.
                 set_z3_leaf_modules(self.model, layers)
         self.meter = StepMeter(self.dispatcher)
+        self.add_callback(self.meter)
         self._lengths: dict[int, tuple[Any, Any]] = {}  # with the data set itself, so that its id stays its own
         self._ended: Iterator | None = None
         self._evaluated_loss = self._evaluated_targets = 0.0

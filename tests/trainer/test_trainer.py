@@ -32,10 +32,16 @@ def make_trainer(
         output_dir=folder,
         report_to=[],
         disable_tqdm=True,
-        logging_steps=1,
         lr_scheduler_type="constant",
         dataloader_pin_memory=False,
-        **{"dataloader_num_workers": 0, "balance_block_size": 8, "tokens_per_rank": 160, "seed": 1, **arguments},
+        **{
+            "logging_steps": 1,
+            "dataloader_num_workers": 0,
+            "balance_block_size": 8,
+            "tokens_per_rank": 160,
+            "seed": 1,
+            **arguments,
+        },
     )
     documents = [{"input_ids": document.tolist(), **(columns or {})} for document in random_documents(lengths)]
     if source == "stream":
@@ -153,6 +159,13 @@ def test_the_length_column_is_not_left_out(tmp_path, source):
     )
     with pytest.raises(ValueError, match=r"document 0.* has 150 input_ids, but its column 'tokens' says 4"):
         trainer.train()
+
+
+def test_bf16_where_the_launch_says_cpu(tmp_path):
+    loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    trainer = make_trainer(str(tmp_path), bf16=True, max_steps=1, gradient_accumulation_steps=8, save_strategy="no")
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-2)
 
 
 def _trained(folder: str, resume: str | None, epochs: int) -> list[float]:

@@ -1,0 +1,95 @@
+"""Plans cut at random: every rank gives queries away, computes others' and returns them, as no good plan would do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import TASK, MicroBatchPlan, Plan
+from hf_distca.planner.micro_batch import PlanSettings, plan_rows
+from tests.dispatch.test_equality import planned_step
+from tests.models import random_documents, reference_step, relative_error, small_model
+
+ROWS = [[40, 17, 9, 33], [25, 3, 50, 21], [30, 30, 1, 28]]
+MODELS = {
+    "llama": ({}, (None,), "sdpa"),
+    "gemma2": ({"sliding_window": 12, "query_pre_attn_scalar": 8}, (12, None), "eager"),
+    "gpt_oss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}, (12, None), "eager"),
+}
+
+
+def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
+    """The same layout, each document in up to five tasks for workers drawn at random."""
+    random = np.random.default_rng(seed)
+
+    def tasks(plan: Plan) -> Plan:
+        cut = []
+        for document, length in enumerate(plan.layout.lengths.tolist()):
+            inner = random.choice(np.arange(1, length), min(4, length - 1), replace=False) if length > 1 else []
+            ends = [0, *sorted(inner), length]
+            cut += [
+                (document, start, stop, random.integers(plan.workers))
+                for start, stop in zip(ends, ends[1:], strict=False)
+            ]
+        table = np.array(cut, TASK)
+        return replace(plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
+
+    nano_batches = [
+        replace(nano, plans={kind: tasks(of_kind) for kind, of_kind in nano.plans.items()})
+        for nano in plan.nano_batches
+    ]
+    return replace(plan, nano_batches=tuple(nano_batches))
+
+
+def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong: bool) -> list[tuple[float, dict]]:
+    config, windows, _ = MODELS[model_type]
+    ranks = dist.get_world_size()
+    settings = PlanSettings(ranks=ranks, tokens_per_rank=4096, windows=windows, block_size=8, ping_pong=ping_pong)
+    dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=keep_received)
+    model = small_model(model_type, **config).train()
+    if ping_pong:
+        plan_layers(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    rows = ROWS[:ranks]
+    documents = random_documents([length for row in rows for length in row])
+    results = []
+    for seed in range(2):
+        plan = cut_at_random(plan_rows(rows, settings), seed)
+        assert len(plan.nano_batches) == 1 + ping_pong
+        model.zero_grad()
+        loss = planned_step(model, plan, dispatcher, documents)
+        results.append((loss, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Loss and gradients of one process, by model and ranks."""
+    return {
+        (model_type, ranks): reference_step(
+            small_model(model_type, other, **config),
+            random_documents([length for row in ROWS[:ranks] for length in row]),
+        )
+        for model_type, (config, _, other) in MODELS.items()
+        for ranks in (2, 3)
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("keep_received", [False, True], ids=["sent-again", "keep-received"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])
+def test_equals_one_process(rank_pools, expected, ranks, model_type, keep_received, checkpointing, ping_pong):
+    loss, grads = expected[model_type, ranks]
+    for steps in rank_pools[ranks].run(_steps, model_type, keep_received, checkpointing, ping_pong):
+        for got_loss, got in steps:
+            assert got_loss == pytest.approx(loss, rel=1e-6)
+            assert got.keys() == grads.keys()
+            for name in grads:
+                assert relative_error(got[name], grads[name]) < 1e-5, name

@@ -103,6 +103,30 @@ def test_does_not_change_its_inputs() -> None:
         assert torch.equal(got, want)
 
 
+def test_no_sum_is_written_to_twice_at_once() -> None:
+    """Blocks of a window share keys; adding to all blocks in one operation is a race between its threads."""
+    case = Case((600,), (700,), heads=2, kv_heads=1, head_dim_qk=8, head_dim_v=8, params=AttentionParams(0.2, 100))
+    inputs = make_inputs(case, torch.float32)
+    added = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal added
+            if func is torch.ops.aten.add_.Tensor:
+                added += 1
+                target = args[0]
+                places = torch.arange(target.untyped_storage().nbytes() // target.itemsize)
+                written = places.as_strided(target.shape, target.stride(), target.storage_offset())
+                assert written.unique().numel() == target.numel()
+            return func(*args, **(kwargs or {}))
+
+    args = inputs.q, inputs.k, inputs.v
+    o, lse = CpuKernel().forward(*args, inputs.shapes, case.params)
+    with Watch():
+        CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, case.params)
+    assert added > 3
+
+
 def test_same_result_every_time() -> None:
     case = CASES["window_blocks"]
     inputs = make_inputs(case, torch.float32)

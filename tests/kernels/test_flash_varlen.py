@@ -140,6 +140,42 @@ def test_matches_reference_around_a_stand_in(name: str, stand_in: StandIn) -> No
     assert_matches_reference(get_kernel("flash_attn", CUDA), CASES[name], torch.bfloat16)
 
 
+@pytest.fixture(scope="module")
+def aten_stand_in():
+    """`aten::_flash_attention_forward` and `_backward` for CPU tensors, behind torch's own schemas."""
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options):
+        assert dropout_p == 0
+        asked = {"causal": is_causal, "softmax_scale": options["scale"], "softcap": 0.0}
+        shapes, params = StandIn.read(asked | windows(options), q, k, v, (cu_q, cu_k), (max_q, max_k))
+        o, lse = ReferenceKernel().forward(q, k, v, shapes, params)
+        return o, lse.T.contiguous(), torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
+
+    def backward(do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, **options):
+        assert dropout_p == 0
+        asked = {"causal": is_causal, "softmax_scale": options["scale"], "softcap": 0.0}
+        shapes, params = StandIn.read(asked | windows(options), q, k, v, (cu_q, cu_k), (max_q, max_k))
+        return ReferenceKernel().backward(do, q, k, v, o, lse.T, shapes, params)
+
+    def windows(options: dict) -> dict:
+        """Left out, they are none."""
+        return {
+            f"window_size_{side}": -1 if options.get(f"window_size_{side}") is None else options[f"window_size_{side}"]
+            for side in ("left", "right")
+        }
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "softcap" not in name])
+def test_torch_varlen_matches_reference_around_a_stand_in(name: str, aten_stand_in: None) -> None:
+    assert_matches_reference(get_kernel("torch_varlen", CUDA), CASES[name], torch.bfloat16)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_when_torch_is(stand_in: StandIn, deterministic: bool) -> None:
     before = torch.are_deterministic_algorithms_enabled()

@@ -1,5 +1,6 @@
 """Plans cut at random: every rank gives queries away, computes others' and returns them, as no good plan would do."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -31,10 +32,7 @@ def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
         for document, length in enumerate(plan.layout.lengths.tolist()):
             inner = random.choice(np.arange(1, length), min(4, length - 1), replace=False) if length > 1 else []
             ends = [0, *sorted(inner), length]
-            cut += [
-                (document, start, stop, random.integers(plan.workers))
-                for start, stop in zip(ends, ends[1:], strict=False)
-            ]
+            cut += [(document, start, stop, random.integers(plan.workers)) for start, stop in itertools.pairwise(ends)]
         table = np.array(cut, TASK)
         return replace(plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
 

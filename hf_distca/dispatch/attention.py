@@ -12,10 +12,11 @@ Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of qu
 """
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from hf_distca.dispatch.bound import LayerPlan
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
@@ -108,7 +109,8 @@ def disaggregated_attention(
 
 def _by_nano_batch(x_T: Tensor, plan: LayerPlan) -> Sequence[Tensor]:
     """The rows of each nano-batch. Split and not sliced: the backward of slices copies each into zeros of all rows."""
-    return (x_T,) if len(plan.nano_batches) == 1 else x_T.split([nano.rows for nano in plan.nano_batches])
+    rows = [nano.rows for nano in plan.nano_batches]
+    return (x_T,) if len(rows) == 1 else torch.split(x_T, rows)
 
 
 Kept = tuple[Tensor, ...] | None
@@ -116,11 +118,21 @@ Kept = tuple[Tensor, ...] | None
 are there for the backward only."""
 
 
+class _Context(Protocol):
+    """What autograd keeps of a node from its forward to its backward. Sinks that a layer does not have are None."""
+
+    call: AttentionCall
+    saved_tensors: tuple[Any, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, call: AttentionCall, kept: Kept, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor
-    ) -> Tensor:
+    def forward(ctx: _Context, call: AttentionCall, kept: Kept, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
         ctx.call = call
         if kept is None:
             with call.step():
@@ -129,14 +141,14 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, _token: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, _token: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.call.step():
             return None, None, *finish_backward(ctx.call)
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, call: AttentionCall, kept: Kept, token: Tensor) -> Tensor:
+    def forward(ctx: _Context, call: AttentionCall, kept: Kept, token: Tensor) -> Tensor:
         ctx.call = call
         if kept is None:
             with call.step():
@@ -145,7 +157,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, token: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, token: Tensor) -> tuple[Tensor | None, ...]:
         with ctx.call.step():
             compute_backward(ctx.call, ctx.saved_tensors)
         return None, None, token.new_empty(0)
@@ -154,7 +166,7 @@ class _Compute(torch.autograd.Function):
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: _Context,
         call: AttentionCall,
         kept: Kept,
         token: Tensor,
@@ -174,10 +186,10 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, o_THE, lse_TH, sinks_H = ctx.saved_tensors
+    def backward(ctx: _Context, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H = ctx.saved_tensors
         with ctx.call.step():
-            start_backward(ctx.call, do_THE, *tensors, o_THE, lse_TH)
+            start_backward(ctx.call, do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
         d_sinks_H = None
         if sinks_H is not None and ctx.needs_input_grad[6]:
             share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # of the softmax that lies on the sink

@@ -146,7 +146,7 @@ class Exchange:
             role: what the rows are; two exchanges that are on their way or in use at once have different ones.
             rows: the rows to send, of every column, ordered by receiving rank.
         """
-        kinds = [(column.shape[1:], column.dtype) for column in columns]
+        kinds: list[Column] = [(column.shape[1:], column.dtype) for column in columns]
         buffers = self._laid_out(role, kinds, traffic, columns[0].device)
         if any(traffic.sent):
             for target, column in zip(buffers.sent, columns, strict=True):

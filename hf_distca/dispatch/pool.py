@@ -193,7 +193,7 @@ class Pool:
             if self.groups.rank == 0:
                 header, tables = encode_plan(number, self.groups.ranks + index, nano_batches)
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
-                    self._links[server].send(Kind.PLAN, header, tables)
+                    self._links[server].send(Kind.PLAN, header, [table.data for table in tables])
         return PooledPlan(self, number, self.servers)
 
 

@@ -229,7 +229,7 @@ def start_backward(
     columns = {"q": q_THD, "do": do_THE, "o": o_THE, "lse": lse_TH, "k": k_TGD, "v": v_TGE}
     _start_servers(call, "backward", columns)
     call.local = (do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
-    call.sums = tuple(RowSum(tuple(x.shape), x) for x in (q_THD, k_TGD, v_TGE))
+    call.sums = RowSum(q_THD.shape, q_THD), RowSum(k_TGD.shape, k_TGD), RowSum(v_TGE.shape, v_TGE)
     if call.own_backward == "at start":
         _own_backward(call, call.routes.own)
 
@@ -257,7 +257,7 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
     else:
         do_QHE, o_QHE, lse_QH, q_QHD = received
         k_RGD, v_RGE = call.keys_on_the_way.wait()
-    came_dk, came_dv = RowSum(tuple(k_RGD.shape), k_RGD), RowSum(tuple(v_RGE.shape), v_RGE)
+    came_dk, came_dv = RowSum(k_RGD.shape, k_RGD), RowSum(v_RGE.shape, v_RGE)
 
     dq_QHD = q_QHD
     if not routes.visiting.empty:
@@ -265,16 +265,8 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
     call.return_queries([dq_QHD])
     if not routes.prefix.empty:
         rows = routes.prefix.q_rows
-        dq_QHD = _backward(
-            call,
-            routes.prefix,
-            *(take(x, rows) for x in (do_THE, q_THD)),
-            k_RGD,
-            v_RGE,
-            *(take(x, rows) for x in (o_THE, lse_TH)),
-            came_dk,
-            came_dv,
-        )
+        do_QHE, q_QHD, o_QHE, lse_QH = (take(x, rows) for x in (do_THE, q_THD, o_THE, lse_TH))
+        dq_QHD = _backward(call, routes.prefix, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH, came_dk, came_dv)
         call.sums[0].add(rows, dq_QHD)
     call.return_keys([came_dk.result(), came_dv.result()])
     if call.own_backward == "last":
@@ -323,16 +315,14 @@ def _own_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tenso
     """O and LSE of the local rows, filled in as far as own tasks go."""
     own = call.routes.own
     rows, heads, head_dim = q_THD.shape[0], q_THD.shape[1], v_TGE.shape[2]
-    if own.empty:
-        o_QHE = lse_QH = None
-    else:
+    if not own.empty:
         k_KGD, v_KGE = take(k_TGD, own.k_rows), take(v_TGE, own.k_rows)
         o_QHE, lse_QH = call.kernel.forward(take(q_THD, own.q_rows), k_KGD, v_KGE, own.shapes, call.params)
         if own.q_rows == slice(0, rows):
             return o_QHE, lse_QH
     o_THE = q_THD.new_empty((rows, heads, head_dim))
     lse_TH = q_THD.new_empty((rows, heads), dtype=_lse_dtype(q_THD))
-    if o_QHE is not None:
+    if not own.empty:
         put(o_THE, own.q_rows, o_QHE)
         put(lse_TH, own.q_rows, lse_QH)
     return o_THE, lse_TH

@@ -118,7 +118,7 @@ def _by_head(x_SGD: Tensor) -> Tensor:
 
 def _by_query_head(x_RHD: Tensor, kv_heads: int) -> Tensor:
     """[G, N, R, D] in the dtype to compute in."""
-    return _by_head(x_RHD).unflatten(0, (kv_heads, -1))
+    return torch.unflatten(_by_head(x_RHD), 0, (kv_heads, -1))
 
 
 def _rows_first(x_GNRE: Tensor) -> Tensor:

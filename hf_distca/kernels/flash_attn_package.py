@@ -95,4 +95,5 @@ def _package() -> ModuleType:
     if not hasattr(flash_attn_interface, "_wrapped_flash_attn_varlen_forward"):
         # 2.7 made them custom ops, with the window as two numbers.
         raise ImportError("kernel 'flash_attn' needs flash-attn 2.7 or later: pip install -U flash-attn")
-    return flash_attn_interface
+    package: ModuleType = flash_attn_interface
+    return package

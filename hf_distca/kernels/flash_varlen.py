@@ -132,8 +132,8 @@ class FlashVarlenKernel(ABC):
         if not shapes.max_q or not shapes.max_k:
             lse_QH = q_QHD.new_full((rows, heads), -torch.inf, dtype=torch.float32)
             return q_QHD.new_zeros(rows, heads, v_KGE.shape[2]), lse_QH
-        padded = _one_head_dim(q_QHD, k_KGD, v_KGE)
-        o_QHP, lse_HQ = self._call_forward(*padded, VarlenCall.build(shapes, params))
+        q_QHP, k_KGP, v_KGP = _one_head_dim(q_QHD, k_KGD, v_KGE)
+        o_QHP, lse_HQ = self._call_forward(q_QHP, k_KGP, v_KGP, VarlenCall.build(shapes, params))
         o_QHE, lse_QH = o_QHP[..., : v_KGE.shape[2]].contiguous(), lse_HQ.T.contiguous()
         for start, stop in _spans(shapes.q_lens, without=shapes.k_lens):
             o_QHE[start:stop] = 0
@@ -156,9 +156,9 @@ class FlashVarlenKernel(ABC):
         if not shapes.max_q or not shapes.max_k:
             dq_QHD, dk_KGD, dv_KGE = (x.new_zeros(x.shape) for x in (q_QHD, k_KGD, v_KGE))
             return dq_QHD, dk_KGD, dv_KGE
-        padded = _one_head_dim(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE)
-        call = VarlenCall.build(shapes, params)
-        dq_QHP, dk_KGP, dv_KGP = self._call_backward(*padded, lse_QH.T.contiguous(), call)
+        do_QHP, q_QHP, k_KGP, v_KGP, o_QHP = _one_head_dim(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE)
+        call, lse_HQ = VarlenCall.build(shapes, params), lse_QH.T.contiguous()
+        dq_QHP, dk_KGP, dv_KGP = self._call_backward(do_QHP, q_QHP, k_KGP, v_KGP, o_QHP, lse_HQ, call)
         dq_QHD = dq_QHP[..., : q_QHD.shape[2]].contiguous()
         dk_KGD = dk_KGP[..., : k_KGD.shape[2]].contiguous()
         dv_KGE = dv_KGP[..., : v_KGE.shape[2]].contiguous()

@@ -101,8 +101,8 @@ def _repeated(part: Part, tasks: int, q_len: int, k_len: int) -> Iterator[Part]:
         yield replace(part, count=part.count * tasks)
     elif part.count < tasks:
         for b in range(part.count):
-            first = {"q_first": part.q_first + b * part.q_step, "k_first": part.k_first + b * part.k_step}
-            yield replace(part, **first, count=tasks, q_step=q_len, k_step=k_len)
+            q_first, k_first = part.q_first + b * part.q_step, part.k_first + b * part.k_step
+            yield replace(part, q_first=q_first, k_first=k_first, count=tasks, q_step=q_len, k_step=k_len)
     else:
         for i in range(tasks):
             yield replace(part, q_first=part.q_first + i * q_len, k_first=part.k_first + i * k_len)

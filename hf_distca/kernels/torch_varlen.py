@@ -48,7 +48,7 @@ class TorchVarlenKernel(FlashVarlenKernel):
         lse_HQ: Tensor,
         call: VarlenCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.aten._flash_attention_backward.default(
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward.default(
             do_QHP,
             q_QHP,
             k_KGP,
@@ -68,3 +68,4 @@ class TorchVarlenKernel(FlashVarlenKernel):
             window_size_left=call.window_left,
             window_size_right=call.window_right,
         )
+        return grads

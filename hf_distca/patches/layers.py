@@ -47,7 +47,7 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     """
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and any(map(is_attention, layer.modules())):
+        if _is_decoder_layer(layer):
             cls = type(layer)
             if cls not in subclasses and not issubclass(cls, _PlannedLayer):
                 # accelerate and PEFT find layers by the name of their class.
@@ -62,7 +62,11 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     return list(subclasses.values())
 
 
-class _PlannedLayer:
+def _is_decoder_layer(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer) and any(map(is_attention, module.modules()))
+
+
+class _PlannedLayer(nn.Module):
     """Comes before a decoder layer's own class."""
 
     _inner_hooks: "list[tuple[str, dict[int, Callable[..., Any]]]] | None" = None

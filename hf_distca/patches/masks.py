@@ -40,7 +40,7 @@ def distca_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,

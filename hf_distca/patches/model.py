@@ -101,7 +101,8 @@ def check_model(model: PreTrainedModel) -> None:
             kind that packed rows cannot train.
     """
     check_adapters(model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     config = model.config.get_text_config(decoder=True)
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(

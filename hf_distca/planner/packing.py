@@ -9,7 +9,8 @@ Only cut documents cost bytes: a piece that starts at row s needs K/V rows [0, s
 2. The rest stays whole, longest first, on the rank whose remaining pairs per remaining token are highest:
    every rank's need falls towards the shortest documents, which come last. Once what is left no longer
    matters in pairs, it goes to the rank with the most room.
-3. The cuts of phase 1 move until the ranks that share a document have equal pairs.
+3. The cuts of phase 1 move until the ranks that share a document have equal pairs, where that leaves nothing to
+   balance there.
 4. Ranks then differ by less than a short document. The ends of short documents make their tokens equal.
 
 What pairs still differ is left to `balance`.
@@ -328,6 +329,8 @@ class _Packing:
             whole_rows: [ranks] rows that each rank has of whole documents.
         """
         share = sum(self.need[self.cuts[index][3]] for index in chain) / len(chain)
+        if abs(share) > self.mean * self.slack:  # one rank's large surplus or room costs fewer bytes than many small
+            return
         doc, first, stop, _ = self.cuts[chain[-1]]
         stop = self.cuts[chain[0]][2]
         moved: list[Piece] = []

@@ -98,8 +98,9 @@ class Pool:
         told = self.groups.all_gather((members, lost, self.stopwatch.read()))
         self._speeds.learn([observed for _, _, observed in told])
         self.stopwatch.begin()
-        present = {info.id: info for info in told[0][0]}
-        self.lose({server for _, gone, _ in told for server in gone}, "between steps; nothing was under way")
+        gone = {server for _, lost, _ in told for server in lost}
+        present = {info.id: info for info in told[0][0] if info.id not in gone}  # it may come back as a new member
+        self.lose(gone, "between steps; nothing was under way")
         self.lose(set(self._links) - set(present), "it left the directory")
         joined = [info for server, info in sorted(present.items()) if server not in self._links]
         if joined:

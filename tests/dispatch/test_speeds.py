@@ -1,8 +1,10 @@
 """What trainers learn of speeds, in round numbers: 50 pairs/s measured are 100 pairs/s in one direction."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from hf_distca.dispatch.speeds import Observed, Served, Speeds
+from hf_distca.dispatch.speeds import Observed, Served, Speeds, Stopwatch
 
 
 @pytest.fixture
@@ -47,3 +49,28 @@ def test_a_server_that_was_far_once_is_tried_again(speeds):
     speeds.learn([Observed(pairs=200, seconds=2.0)])
     assert away == 500.0
     assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 450.0
+
+
+def test_a_stopwatch_counts_the_kernel_and_what_lies_between_steps_while_servers_compute(monkeypatch):
+    now, kernel_s = 0.0, 100.0
+    monkeypatch.setattr("hf_distca.dispatch.speeds.time", SimpleNamespace(perf_counter=lambda: now))
+    watch = Stopwatch(SimpleNamespace(clock=SimpleNamespace(seconds=lambda: kernel_s)))
+    # When a step begins and ends, and the calls to servers that are under way then.
+    for begins, ends, under_way in [(1, 2, 0), (5, 6, 0), (7, 9, 1), (13, 14, 2), (20, 30, 1), (40, 41, 0)]:
+        now, watch.under_way = begins, under_way
+        with watch.step():
+            now = ends
+    kernel_s += 7.0
+    assert watch.read() == Observed(seconds=7.0, between_s=1 + 4 + 6)
+    watch.begin()
+    kernel_s += 2.0
+    assert watch.read() == Observed(seconds=2.0)
+
+
+def test_a_way_is_never_negative():
+    # The clocks of two hosts need not run alike.
+    watch = Stopwatch(SimpleNamespace(clock=SimpleNamespace(seconds=lambda: 0.0)))
+    watch.served(7, 10, 1.0, -0.5)
+    watch.served(7, 20, 1.0, 2.0)
+    watch.served(7, 30, 1.0, None)
+    assert watch.read() == Observed(servers={7: Served(pairs=60, seconds=3.0, alone=2, way_s=2.0)})

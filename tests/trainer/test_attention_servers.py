@@ -53,10 +53,8 @@ class Served:
 
 
 def test_servers_that_come_and_go(expected, tmp_path):
-    port, token_file, both, killed, again = (
-        free_port(),
-        *(tmp_path / name for name in ("token", "both", "killed", "again")),
-    )
+    names = ("token", "both", "killed", "alone", "again")
+    port, (token_file, both, killed, alone, again) = free_port(), (tmp_path / name for name in names)
     write_token(token_file, make_token())
     arguments = ARGUMENTS | {
         "attention_servers": "external",
@@ -66,7 +64,7 @@ def test_servers_that_come_and_go(expected, tmp_path):
     options = {
         "lengths": LENGTHS,
         "arguments": arguments,
-        "pauses": {1: str(both), 3: str(killed), STEPS // 2: str(again)},
+        "pauses": {1: str(both), 3: str(killed), 4: str(alone), STEPS // 2: str(again)},
     }
     first, second = Served(port, token_file), Served(port, token_file)
     third, results = second, []
@@ -80,18 +78,19 @@ def test_servers_that_come_and_go(expected, tmp_path):
         wait_until(killed.with_suffix(".reached").exists, 100)
         first.process.kill()
         killed.touch()
+        wait_until(alone.with_suffix(".reached").exists, 100)
+        alone.touch()
         third = Served(port, token_file)
         third.wait_for("joined")
         again.touch()
-        training.join(200)
+        training.join()
         (result,) = results
         assert result["losses"] == pytest.approx(expected, rel=2e-5)
         numbers = attention_servers(result)
-        # A server takes seconds to start: step 4, which follows the kill at once, has one.
         assert (numbers[1:4], numbers[-1]) == ([2, 2, 1], 2)
         for server in (second, third):
             server.wait_for("training has ended")
-            assert server.process.wait(20) == 0
+            assert server.process.wait(60) == 0
     finally:
         for server in (first, second, third):
             server.process.kill()

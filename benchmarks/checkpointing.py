@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import AttentionParams, TaskShapes
+from hf_distca.plan import AttentionKind
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
 
@@ -33,7 +34,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="steps of each kind")
     parser.add_argument("--tokens", type=int, default=16384, help="length of the document")
     options = parser.parse_args()
-    settings = PlanSettings(ranks=1, tokens_per_rank=options.tokens)
+    kinds = (AttentionKind(None, HEADS, HEADS, HEAD_DIM, HEAD_DIM),)
+    settings = PlanSettings(ranks=1, tokens_per_rank=options.tokens, kinds=kinds)
     dispatchers = {
         name: Dispatcher(settings, torch.device("cpu"), keep_core_attention=name == "kept")
         for name in ("recomputed", "kept")

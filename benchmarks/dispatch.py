@@ -32,6 +32,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.kernels import AttentionParams, TaskShapes
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
 
 ROWS = [[96, 32], [16] * 8]
@@ -91,7 +92,7 @@ def both_ways(attention: Callable[..., Tensor], rows: int) -> list[float]:
 
 def measure(layout: str, rounds: int) -> dict[str, float]:
     """Medians in milliseconds, on this rank."""
-    settings = PlanSettings(ranks=2, tokens_per_rank=128, block_size=8)
+    settings = PlanSettings(ranks=2, tokens_per_rank=128, kinds=(AttentionKind(None, 1, 1, 8, 8),), block_size=8)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     dispatcher.kernel = NoKernel()
     make, documents = (

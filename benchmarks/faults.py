@@ -39,6 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.server import AttentionServer
 from hf_distca.wire import Directory
@@ -162,7 +163,8 @@ def train(port: int | None, steps: int | None, enough: str) -> tuple[list[float]
     )
     model = LlamaForCausalLM(config).double()
     plan_layers(model)
-    settings = PlanSettings(ranks, 4096, block_size=8, ping_pong=True)
+    kinds = (AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=8, dim_v=8),)
+    settings = PlanSettings(ranks, 4096, kinds, block_size=8, ping_pong=True)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     seen, pool = Losses(), None
     logging.getLogger("hf_distca.dispatch.pool").addHandler(seen)

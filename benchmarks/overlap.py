@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.dispatch.exchange import Exchange, PendingRows
 from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 HOSTS = ("distca-a", "distca-b")
@@ -66,7 +67,8 @@ class Ranks:
             attn_implementation="distca",
             use_cache=False,
         )
-        settings = PlanSettings(ranks=2, tokens_per_rank=tokens, ping_pong=True)
+        kinds = (AttentionKind(None, q_heads=4, kv_heads=4, dim_qk=64, dim_v=64),)
+        settings = PlanSettings(ranks=2, tokens_per_rank=tokens, kinds=kinds, bytes_per_value=4, ping_pong=True)
         self.dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("blocking", "ping-pong")}
         blocking = self.dispatchers["blocking"]
         blocking.exchange = BlockingExchange(blocking.groups)

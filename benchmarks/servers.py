@@ -40,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import MicroBatchPlan, NanoBatch
+from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch
 from hf_distca.planner.micro_batch import plan_rows
 from hf_distca.server import AttentionServer
 from hf_distca.wire import Directory, make_token
@@ -95,7 +95,12 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
     plan_layers(model)
     kernel = get_kernel("cpu", torch.device("cpu"))
     settings = PlanSettings(
-        ranks=1, tokens_per_rank=sum(lengths), row_overhead=kernel.row_overhead, gather_cost=kernel.gather_cost
+        ranks=1,
+        tokens_per_rank=sum(lengths),
+        kinds=(AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=64, dim_v=64),),
+        bytes_per_value=4,
+        row_overhead=kernel.row_overhead,
+        gather_cost=kernel.gather_cost,
     )
     dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("alone", "server")}
     pool = dispatchers["server"].use_pool(token, directory, ranks_serve=True, timeout_s=60)

@@ -17,6 +17,7 @@ Run: python benchmarks/step_time.py [--rounds 16]
 import argparse
 import random
 import statistics
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import get_kernel
-from hf_distca.planner.cost import RowBytes, pairs
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.cost import pairs
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
 
 TOKENS = 8192
@@ -65,11 +67,12 @@ def measure_steps(rounds: int) -> tuple[dict[str, list[float]], dict[str, list[f
     settings = PlanSettings(
         ranks=2,
         tokens_per_rank=TOKENS,
-        row_bytes=RowBytes.of_heads(4, 4, 64, 4),
+        kinds=(AttentionKind(q_heads=4, kv_heads=4, dim_qk=64, dim_v=64),),
+        bytes_per_value=4,
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
     )
-    unmoved = PlanSettings(ranks=2, tokens_per_rank=TOKENS, tolerance=UNBALANCED)
+    unmoved = replace(settings, tolerance=UNBALANCED)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     plans = {
         "ddp": plan_rows(ROWS, unmoved),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_distca.collator.sampler import GlobalBatchSampler
     from hf_distca.config import DistCAConfig
     from hf_distca.dispatch.dispatcher import Dispatcher
+    from hf_distca.patches.layers import plan_layers
     from hf_distca.patches.model import plan_settings
     from hf_distca.planner.micro_batch import PlanSettings
     from hf_distca.trainer.arguments import DistCATrainingArguments
@@ -26,6 +27,7 @@ __all__ = [
     "DistCATrainingArguments",
     "GlobalBatchSampler",
     "PlanSettings",
+    "plan_layers",
     "plan_settings",
 ]
 
@@ -38,6 +40,7 @@ _MODULES = {
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",
     "PlanSettings": "planner.micro_batch",
+    "plan_layers": "patches.layers",
     "plan_settings": "patches.model",
 }
 

@@ -9,6 +9,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from hf_distca.plan import AttentionKind
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Names of the dtypes that may travel, and bytes of a number."""
 
@@ -76,6 +78,11 @@ class Call:
     def header(self) -> dict[str, Any]:
         """The call as a message's header."""
         return asdict(self)
+
+    @property
+    def kind(self) -> AttentionKind:
+        """The layer's kind of attention."""
+        return AttentionKind(self.window, self.q_heads, self.kv_heads, self.dim_qk, self.dim_v)
 
     @classmethod
     def read(cls, header: dict[str, Any]) -> "Call":

@@ -30,6 +30,47 @@ TASK = np.dtype(
 """Core attention of query rows [start, stop) of a document, computed by one worker."""
 
 
+@dataclass(frozen=True)
+class AttentionKind:
+    """What sets the core attention of one layer apart from that of another: each kind has plans of its own.
+
+    The default is a layer of Llama-3-8B.
+
+    Attributes:
+        window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
+        q_heads: query heads.
+        kv_heads: key-value heads, which divide the query heads.
+        dim_qk: numbers of a head of queries and keys.
+        dim_v: numbers of a head of values.
+
+    Raises:
+        ValueError: a number is not positive, or kv_heads does not divide q_heads.
+    """
+
+    window: int | None = None
+    q_heads: int = 32
+    kv_heads: int = 8
+    dim_qk: int = 128
+    dim_v: int = 128
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads must divide q_heads, got q_heads={self.q_heads} and kv_heads={self.kv_heads}; "
+                "each key-value head serves the same number of query heads"
+            )
+
+    def __str__(self) -> str:
+        reach = "full attention" if self.window is None else f"a window of {self.window}"
+        return (
+            f"{reach} with {self.q_heads} query and {self.kv_heads} key-value heads of {self.dim_qk} "
+            f"(values of {self.dim_v})"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """All segments of one micro-batch.
@@ -91,12 +132,12 @@ class NanoBatch:
         documents: [documents] int64: which of the micro-batch's documents the layout's documents are. A
             document lies in one nano-batch only.
         layout: where the rows are.
-        plans: for each attention window of the model (None: full causal attention), its plan.
+        plans: for each kind of attention of the model, its plan.
     """
 
     documents: NDArray[np.int64]
     layout: Layout
-    plans: dict[int | None, Plan]
+    plans: dict[AttentionKind, Plan]
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
 """The PLAN message: a micro-batch's plan as a small JSON header and raw tables, and back with every number checked.
 
 Tables are 64-bit integers in little-endian order, one after another: for each nano-batch the documents' lengths, the
-segments, and the tasks of every window.
+segments, and the tasks of every kind of attention.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import SEGMENT, TASK, Layout, NanoBatch, Plan
+from hf_distca.call_codec import HEAD_LIMIT
+from hf_distca.plan import SEGMENT, TASK, AttentionKind, Layout, NanoBatch, Plan
 
 TABLE_LIMIT = 2**20
 """Rows of a table, at most."""
@@ -23,7 +24,7 @@ KEYS_PER_TOKEN = 4
 """K/V rows that all tasks of a worker may read, over TOKEN_LIMIT; a row that two tasks read counts twice."""
 
 _NANO_BATCHES = 8
-_WINDOWS = 16
+_KINDS = 16
 _RANKS = 2**16
 
 
@@ -36,15 +37,15 @@ class PlanHeader:
         ranks: number of trainers.
         workers: number of workers, trainers first.
         worker: which of them the receiver is; it holds no rows.
-        windows: attention windows that there are tasks for; None: full attention.
-        tables: for each nano-batch how many documents, segments, and tasks of every window it has.
+        kinds: kinds of attention that there are tasks for.
+        tables: for each nano-batch how many documents, segments, and tasks of every kind it has.
     """
 
     plan: int
     ranks: int
     workers: int
     worker: int
-    windows: tuple[int | None, ...]
+    kinds: tuple[AttentionKind, ...]
     tables: tuple[tuple[int, ...], ...]
 
     @property
@@ -54,7 +55,7 @@ class PlanHeader:
 
     def _columns(self) -> list[tuple[int, int, np.dtype[Any]]]:
         """Nano-batch, rows and dtype of every table."""
-        dtypes = (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.windows))
+        dtypes = (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds))
         return [
             (number, count, dtype)
             for number, counts in enumerate(self.tables)
@@ -70,15 +71,15 @@ def encode_plan(
     Args:
         number: of the plan; later plans have larger ones.
         worker: which worker of the plans the server is.
-        nano_batches: of the micro-batch, all with the same windows.
+        nano_batches: of the micro-batch, all with the same kinds of attention.
 
     Returns:
         Header and payload.
     """
-    windows = list(nano_batches[0].plans)
-    plan = nano_batches[0].plans[windows[0]]
+    kinds = list(nano_batches[0].plans)
+    plan = nano_batches[0].plans[kinds[0]]
     tables = [
-        [nano.layout.lengths, nano.layout.segments, *(nano.plans[window].tasks for window in windows)]
+        [nano.layout.lengths, nano.layout.segments, *(nano.plans[kind].tasks for kind in kinds)]
         for nano in nano_batches
     ]
     header = {
@@ -86,7 +87,7 @@ def encode_plan(
         "ranks": plan.layout.ranks,
         "workers": plan.workers,
         "worker": worker,
-        "windows": windows,
+        "kinds": [astuple(kind) for kind in kinds],
         "tables": [[len(table) for table in row] for row in tables],
     }
     return header, [np.ascontiguousarray(table).view(np.uint8) for row in tables for table in row]
@@ -100,22 +101,15 @@ def read_plan_header(header: dict[str, Any]) -> PlanHeader:
     """
     ranks = _number(header, "ranks", 1, _RANKS)
     workers = _number(header, "workers", ranks + 1, 2 * _RANKS)
-    windows, tables = header.get("windows"), header.get("tables")
-    if (
-        not isinstance(windows, list)
-        or not 1 <= len(windows) <= _WINDOWS
-        or not all(window is None or (type(window) is int and 1 <= window <= TOKEN_LIMIT * 128) for window in windows)
-        or len(set(windows)) != len(windows)
-    ):
-        raise ValueError(f"a plan must list its windows, 1 to {_WINDOWS} different ones, got {windows!r:.100}")
+    kinds, tables = _read_kinds(header.get("kinds")), header.get("tables")
     if (
         not isinstance(tables, list)
         or not 1 <= len(tables) <= _NANO_BATCHES
-        or not all(isinstance(counts, list) and len(counts) == 2 + len(windows) for counts in tables)
+        or not all(isinstance(counts, list) and len(counts) == 2 + len(kinds) for counts in tables)
         or not all(type(count) is int and 0 <= count <= TABLE_LIMIT for counts in tables for count in counts)
     ):
         raise ValueError(
-            f"a plan must give the sizes of its tables for 1 to {_NANO_BATCHES} nano-batches, {2 + len(windows)} each "
+            f"a plan must give the sizes of its tables for 1 to {_NANO_BATCHES} nano-batches, {2 + len(kinds)} each "
             f"of at most {TABLE_LIMIT} rows, got {tables!r:.100}"
         )
     return PlanHeader(
@@ -123,7 +117,7 @@ def read_plan_header(header: dict[str, Any]) -> PlanHeader:
         ranks=ranks,
         workers=workers,
         worker=_number(header, "worker", ranks, workers - 1),
-        windows=tuple(windows),
+        kinds=kinds,
         tables=tuple(tuple(counts) for counts in tables),
     )
 
@@ -151,12 +145,31 @@ def decode_plan(header: PlanHeader, payload: bytes | bytearray) -> tuple[NanoBat
         _check_offsets(segments, header.ranks)
         layout = Layout(lengths, segments, header.ranks)
         plans = {}
-        for window, table in zip(header.windows, tasks, strict=True):
+        for kind, table in zip(header.kinds, tasks, strict=True):
             _check_rows(table, lengths, "worker", header.workers)
-            plans[window] = Plan(layout, table, header.workers, window)
-            _check_keys(plans[window], header.worker)
+            plans[kind] = Plan(layout, table, header.workers, kind.window)
+            _check_keys(plans[kind], header.worker)
         nano_batches.append(NanoBatch(np.arange(len(lengths)), layout, plans))
     return tuple(nano_batches)
+
+
+def _read_kinds(listed: Any) -> tuple[AttentionKind, ...]:
+    """The kinds of attention that a header lists, each as the five numbers of an AttentionKind."""
+    error = ValueError(f"a plan must list its kinds of attention, 1 to {_KINDS} different ones, got {listed!r:.100}")
+    if not isinstance(listed, list) or not 1 <= len(listed) <= _KINDS:
+        raise error
+    for numbers in listed:
+        if not isinstance(numbers, list) or len(numbers) != 5:
+            raise error
+        window, *sizes = numbers
+        if not (window is None or (type(window) is int and 1 <= window <= TOKEN_LIMIT * 128)):
+            raise error
+        if not all(type(size) is int and 1 <= size <= HEAD_LIMIT for size in sizes):
+            raise error
+    kinds = tuple(AttentionKind(*numbers) for numbers in listed)
+    if len(set(kinds)) != len(kinds):
+        raise error
+    return kinds
 
 
 def _number(header: dict[str, Any], name: str, least: int, most: int) -> int:

@@ -1,12 +1,16 @@
 """Small models and global batches for tests, and the single process they are compared with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hf_distca.plan import AttentionKind
+
+SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -20,6 +24,11 @@ SMALL = {
     "eos_token_id": 2,
     "use_cache": False,
 }
+
+
+def small_kinds(*windows: int | None) -> tuple[AttentionKind, ...]:
+    """The kinds of attention of a small model with layers of these windows, by default full attention."""
+    return tuple(replace(SMALL_KIND, window=window) for window in windows or (None,))
 
 
 def small_model(model_type: str = "llama", implementation: str = "distca", **config: Any) -> PreTrainedModel:

@@ -14,14 +14,14 @@ CODECS = {"plan_codec", "call_codec"}
 PURE = {"plan", "planner"}
 ALLOWED = {
     "plan": set(),
-    "plan_codec": {"plan"},
-    "call_codec": set(),
+    "plan_codec": {"plan", "call_codec"},
+    "call_codec": {"plan"},
     "planner": {"plan"},
     "kernels": set(),
     "wire": set(),
     "config": {"kernels"},
     "dispatch": PURE | CODECS | {"kernels", "wire"},
-    "patches": PURE | {"kernels", "dispatch"},
+    "patches": PURE | {"config", "kernels", "dispatch"},
     "collator": PURE,
     "server": PURE | CODECS | {"kernels", "dispatch", "wire"},
     "trainer": PURE | {"config", "kernels", "dispatch", "patches", "collator", "wire"},

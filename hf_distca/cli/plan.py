@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.cli.lengths_file import InputError, read_lengths
-from hf_distca.plan import Layout, Plan
+from hf_distca.plan import AttentionKind, Layout, Plan
 from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.layout import fixed_layout, joint_layout, packed_layout
@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> None:
     """
     lengths = read_lengths(options.lengths)
     try:
-        row_bytes = RowBytes.of_heads(options.q_heads, options.kv_heads, options.head_dim, BYTES[options.dtype])
+        kind = AttentionKind(options.window, options.q_heads, options.kv_heads, options.head_dim, options.head_dim)
+        row_bytes = RowBytes.of_kind(kind, BYTES[options.dtype])
         began = time.perf_counter()
         layout = _layout(lengths, options)
         plan = balance(layout, window=options.window, tolerance=options.tolerance, row_bytes=row_bytes)

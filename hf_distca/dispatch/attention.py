@@ -30,6 +30,7 @@ from hf_distca.dispatch.steps import (
     start_forward,
 )
 from hf_distca.kernels.contract import AttentionParams
+from hf_distca.plan import AttentionKind
 
 
 def disaggregated_attention(
@@ -56,7 +57,7 @@ def disaggregated_attention(
         o_THE.
 
     Raises:
-        ValueError: the rows, or the layer's window, are not those of the plan, or the kernel cannot do it.
+        ValueError: the rows, or the layer's kind of attention, are not those of the plan, or the kernel cannot do it.
     """
     if q_THD.shape[0] != plan.rows:
         raise ValueError(
@@ -70,21 +71,23 @@ def disaggregated_attention(
         head_dim_v=v_TGE.shape[2],
         params=params,
     )
+    kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2])
     recomputes = is_recomputation()
     keeps = plan.bound.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
     halves = []
     for nano, *qkv in zip(
         plan.nano_batches, *(_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE)), strict=True
     ):
-        if params.window not in nano.routes:
+        if kind not in nano.routes:
             raise ValueError(
-                f"a layer has attention window {params.window}, the plan was made for {list(nano.routes)}; "
-                "give all of them in PlanSettings.windows"
+                f"a layer has {kind}; the plan was made for {'; '.join(map(str, nano.routes))}: "
+                "give all of them in PlanSettings.kinds"
             )
         kept = plan.bound.kept_results.take((module, nano.number)) if recomputes else None
         call = AttentionCall(
             plan.bound,
             nano,
+            kind,
             params,
             # Where results are kept through a checkpoint, what was received is gone with the first forward.
             keep_received=plan.bound.keep_received and not keeps and kept is None,

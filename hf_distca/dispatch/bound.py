@@ -13,7 +13,7 @@ from hf_distca.dispatch.exchange import Exchange, Traffic
 from hf_distca.dispatch.pool import PooledPlan
 from hf_distca.dispatch.rows import RowIndex, add_rounds, row_index
 from hf_distca.kernels.contract import Kernel, TaskShapes
-from hf_distca.plan import MicroBatchPlan, NanoBatch, Plan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.routes import Messages, Routes, TaskGroup, make_routes, tasks_at_home
 
@@ -120,33 +120,33 @@ class BoundRoutes:
 
 
 class BoundNanoBatch:
-    """One nano-batch's routes, one set for every attention window of the model.
+    """One nano-batch's routes, one set for every kind of attention of the model.
 
     Attributes:
         number: 0 or 1.
         rows: rows of it that this rank holds.
-        routes: by window.
+        routes: by kind of attention.
     """
 
     def __init__(self, number: int, nano_batch: NanoBatch, rank: int, device: torch.device) -> None:
         self.number = number
         self.rows = int(nano_batch.layout.tokens[rank])
-        self.routes = {window: BoundRoutes(plan, rank, device) for window, plan in nano_batch.plans.items()}
+        self.routes = {kind: BoundRoutes(plan, rank, device) for kind, plan in nano_batch.plans.items()}
         self._plans, self._rank, self._device = nano_batch.plans, rank, device
-        self._repairs: dict[tuple[int | None, frozenset[int]], BoundRoutes] = {}
+        self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
 
-    def repair(self, window: int | None, lost: frozenset[int]) -> BoundRoutes:
+    def repair(self, kind: AttentionKind, lost: frozenset[int]) -> BoundRoutes:
         """Routes by which the ranks compute what some lost servers were to compute.
 
         Args:
-            window: of the layer.
+            kind: of the layer.
             lost: the plan's servers that are lost.
         """
-        if (window, lost) not in self._repairs:
-            plan = self._plans[window]
+        if (kind, lost) not in self._repairs:
+            plan = self._plans[kind]
             rest = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
-            self._repairs[window, lost] = BoundRoutes(rest, self._rank, self._device)
-        return self._repairs[window, lost]
+            self._repairs[kind, lost] = BoundRoutes(rest, self._rank, self._device)
+        return self._repairs[kind, lost]
 
 
 @dataclass

@@ -31,6 +31,7 @@ from hf_distca.dispatch.pool import ServerCall
 from hf_distca.dispatch.rows import RowSum, put, take
 from hf_distca.kernels.contract import AttentionParams
 from hf_distca.kernels.merge import merge
+from hf_distca.plan import AttentionKind
 
 When = Literal["at start", "before waiting", "around", "last"]
 """When own tasks are computed: once the exchange has started; before the wait for it, when the other half's has
@@ -45,6 +46,7 @@ class AttentionCall:
     Args:
         bound: the plan, with the exchange and the kernel.
         nano: the nano-batch, with the routes of this rank.
+        kind: of the layer's attention.
         params: scale, window and softcap of the layer.
         keep_received: keep for the backward what the forward received and computed of it.
         results_change: O and LSE are not final when the worker has computed them (sinks are added by the owner).
@@ -54,6 +56,7 @@ class AttentionCall:
         self,
         bound: BoundPlan,
         nano: BoundNanoBatch,
+        kind: AttentionKind,
         params: AttentionParams,
         *,
         keep_received: bool = False,
@@ -61,7 +64,8 @@ class AttentionCall:
     ) -> None:
         self.bound = bound
         self.nano = nano
-        self.routes = nano.routes[params.window]
+        self.kind = kind
+        self.routes = nano.routes[kind]
         self.number = nano.number  # sets the buffers of the exchange apart
         self.exchange = bound.exchange
         self.kernel = bound.kernel
@@ -89,8 +93,8 @@ class AttentionCall:
 
     def to_repair(self, lost: frozenset[int]) -> "AttentionCall":
         """The call of what lost servers were to compute, by the ranks that hold the rows."""
-        repair = AttentionCall(self.bound, self.nano, self.params)
-        repair.routes = self.nano.repair(self.params.window, lost)
+        repair = AttentionCall(self.bound, self.nano, self.kind, self.params)
+        repair.routes = self.nano.repair(self.kind, lost)
         repair.number = 2 + self.number
         assert self.bound.pool is not None  # who lost servers has a pool
         self.bound.pool.pool.stopwatch.observed.pairs += repair.routes.pairs

@@ -1,9 +1,11 @@
 """Splitting a decoder layer's arguments into the rows of two nano-batches, and joining what comes back."""
 
+from collections import UserDict
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from hf_distca.patches.masks import DeferredMask
 
@@ -14,8 +16,8 @@ PLAIN = (bool, int, float, str, type(None), DeferredMask)
 def split_argument(name: str, value: Any, part: slice, rows: int) -> Any:
     """One half's share of an argument of a decoder layer.
 
-    A tensor is taken to have a row per token where its shape says so beyond doubt: [1, T, ...], or [T] as
-    positions in a row have it. Tuples, lists and dicts are taken apart.
+    A tensor is taken to have a row per token where its shape says so beyond doubt: [1, T, ...], [N, 1, T, ...] as
+    Gemma 3n stacks hidden states, or [T] as positions in a row have it. Tuples, lists and dicts are taken apart.
 
     Args:
         name: of the argument, for errors.
@@ -29,6 +31,8 @@ def split_argument(name: str, value: Any, part: slice, rows: int) -> Any:
     if isinstance(value, Tensor):
         if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == rows:
             return value[:, part]
+        if _is_stacked(value) and value.shape[2] == rows:
+            return value[:, :, part]
         if value.dim() == 1 and value.shape[0] == rows:
             return value[part]
         if value.dim() == 0:
@@ -37,8 +41,12 @@ def split_argument(name: str, value: Any, part: slice, rows: int) -> Any:
         return {key: split_argument(f"{name}[{key!r}]", item, part, rows) for key, item in value.items()}
     elif type(value) in (tuple, list):
         return type(value)(split_argument(f"{name}[{i}]", item, part, rows) for i, item in enumerate(value))
+    elif isinstance(value, UserDict):
+        return HalfStates(value, part)
     elif isinstance(value, PLAIN):
         return value
+    elif isinstance(value, Cache):
+        raise ValueError("a planned step has no use for cached keys and values; set model.config.use_cache = False")
     described = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ValueError(
         f"ping-pong cannot divide the decoder layer's {name} ({described}) into nano-batches of its {rows} rows; "
@@ -59,6 +67,8 @@ def join_halves(name: str, halves: tuple[Any, ...], sizes: tuple[int, int]) -> A
     """
     first, second = halves
     if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if _is_stacked(first) and (first.shape[2], second.shape[2]) == sizes:
+            return torch.cat(halves, 2)
         for dim in (1, 0):  # [1, T, ...], or [T, ...] as MoE routers have it
             leading_one = dim == 0 or first.shape[0] == 1
             if first.dim() > dim and leading_one and (first.shape[dim], second.shape[dim]) == sizes:
@@ -73,6 +83,40 @@ def join_halves(name: str, halves: tuple[Any, ...], sizes: tuple[int, int]) -> A
         f"ping-pong cannot join the decoder layer's {name} of two nano-batches of {sizes} rows: got "
         f"{_described(first)} and {_described(second)}; set ping_pong=False for this model"
     )
+
+
+def _is_stacked(value: Tensor) -> bool:
+    """Whether it is several batches of one row of tokens, [N, 1, T, D]; a mask or a bias would be [1, N, T, T]."""
+    return value.dim() == 4 and value.shape[0] > 1 and value.shape[1] == 1
+
+
+class HalfStates(UserDict[str, tuple[Tensor, ...]]):
+    """What one half of a layer sees of the keys and values that layers leave to later ones, and what it leaves itself.
+
+    Args:
+        whole: of all rows, each tensor [1, heads, T, head dim] (transformers' KVSharingDict).
+        part: rows of the half.
+    """
+
+    def __init__(self, whole: UserDict[str, tuple[Tensor, ...]], part: slice) -> None:
+        super().__init__()
+        self._whole, self._part = whole, part
+
+    def __missing__(self, key: str) -> tuple[Tensor, ...]:
+        return tuple(state[:, :, self._part] for state in self._whole[key])
+
+
+def join_states(value: Any, halves: tuple[Any, ...]) -> None:
+    """Leave to later layers what both halves of a layer left, where the argument is for that.
+
+    Args:
+        value: an argument of the layer.
+        halves: what `split_argument` made of it for either half.
+    """
+    if isinstance(value, UserDict):
+        first, second = halves
+        for key, states in first.data.items():
+            value[key] = tuple(torch.cat(pair, 2) for pair in zip(states, second.data[key], strict=True))
 
 
 def _described(value: Any) -> str:

@@ -22,8 +22,8 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_distca.dispatch.bound import BoundPlan, LayerPlan
 from hf_distca.dispatch.dispatcher import PLAN_KEY
-from hf_distca.patches.halves import join_halves, split_argument
-from hf_distca.patches.model import is_attention
+from hf_distca.patches.halves import join_halves, join_states, split_argument
+from hf_distca.patches.kinds import is_attention
 from hf_distca.patches.thread_state import ThreadState
 
 logger = logging.get_logger(__name__)
@@ -90,7 +90,12 @@ class _PlannedLayer(nn.Module):
             half_kwargs = {name: split_argument(name, value, part, rows) for name, value in kwargs.items()}
             half_kwargs[PLAN_KEY] = LayerPlan(bound, (nano,), pause=_pause(getcurrent(), outside))
             halves.append((half_args, half_kwargs))
-        return _take_turns(run, halves, first, rows, outside)
+        result = _take_turns(run, halves, first, rows, outside)
+        for i, value in enumerate(args):
+            join_states(value, tuple(half_args[i] for half_args, _ in halves))
+        for name, value in kwargs.items():
+            join_states(value, tuple(half_kwargs[name] for _, half_kwargs in halves))
+        return result
 
     def _is_watched(self) -> bool:
         """Whether a module inside the layer has a hook of the user's, which is to see all rows in one call."""

@@ -11,6 +11,9 @@ from typing import Any
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+CHANGING_MASKS = ("doge",)
+"""Types of models whose layers compute a mask of their own from the one they get."""
+
 
 class DeferredMask:
     """A boolean attention mask [1, 1, T, T] that is made when an attention layer first asks for it.
@@ -20,7 +23,7 @@ class DeferredMask:
         added_by_model: the model overlays a mask of its own, beyond causality, windows and packing.
     """
 
-    def __init__(self, local_size: int | None, added_by_model: bool, make: Callable[[], Tensor | None]) -> None:
+    def __init__(self, local_size: int | None, added_by_model: bool, make: Callable[..., Tensor | None]) -> None:
         self.local_size = local_size
         self.added_by_model = added_by_model
         self._make = make
@@ -32,6 +35,18 @@ class DeferredMask:
         if not self._made:
             self._mask, self._made = self._make(), True
         return self._mask
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "DeferredMask | Tensor":
+        """The mask of some rows, made now (Gemma 4: those whose logits are asked for); that of all stays deferred."""
+        if all(part in (slice(None), slice(0, None)) for part in index):
+            return self
+        whole = self._make(allow_is_causal_skip=False)
+        assert whole is not None
+        return whole[index]
+
+    def contiguous(self) -> "DeferredMask":
+        """As it is: generation asks for it, and the mask will be contiguous when it is made."""
+        return self
 
 
 def distca_mask(
@@ -49,12 +64,12 @@ def distca_mask(
     """The mask that "sdpa" uses, made later where the step may be a planned one.
 
     A planned step has one row of whole tokens: batch size 1, no padding, no cache. Everything else gets
-    its mask at once.
+    its mask at once, and so does a model that goes on computing with it.
 
     Args: see `transformers.masking_utils.sdpa_mask`.
     """
 
-    def make() -> Tensor | None:
+    def make(**changed: Any) -> Tensor | None:
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -65,9 +80,11 @@ def distca_mask(
             attention_mask=attention_mask,
             local_size=local_size,
             use_vmap=use_vmap,
-            **kwargs,
+            **{**kwargs, **changed},
         )
 
+    if getattr(kwargs.get("config"), "model_type", None) in CHANGING_MASKS:
+        return make()
     may_be_planned = batch_size == 1 and attention_mask is None and q_length == kv_length
     if not may_be_planned or isinstance(q_offset, Tensor) or q_offset != 0:
         return make()

@@ -1,92 +1,75 @@
-"""What a transformers model tells about its attention: windows, sizes, and whether it can be planned."""
+"""Whether a transformers model can be planned, and with which settings."""
 
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_distca.kernels.contract import AttentionParams
+from hf_distca.config import DistCAConfig
+from hf_distca.kernels import get_kernel
 from hf_distca.patches.adapters import check_adapters
-from hf_distca.planner.cost import RowBytes
+from hf_distca.patches.dropout import check_dropout
+from hf_distca.patches.kinds import attention_kinds, attention_params, attention_windows, decoder_attentions
+from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.planner.micro_batch import PlanSettings
 
 ATTENTION_NAME = "distca"
 
 
-def attention_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """The attention windows of a model's layers; None stands for full causal attention.
-
-    Raises:
-        ValueError: a layer is neither full nor sliding-window attention (chunked or linear attention,
-            state space): its result for a document cut across ranks would be wrong.
-    """
-    config = config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    if layer_types is None:
-        return (window,)
-    known = {"full_attention": None, "attention": None, "sliding_attention": window}
-    unknown = sorted(set(layer_types) - set(known))
-    if unknown:
-        raise ValueError(
-            f"{type(config).__name__} has layers of type {unknown}; core attention can be moved between "
-            f"ranks only where every layer is one of {sorted(known)}"
-        )
-    return tuple(dict.fromkeys(known[layer_type] for layer_type in layer_types))
-
-
-def head_dims(config: PreTrainedConfig) -> tuple[int, int]:
-    """Head dim of queries and keys, and that of values (another one with latent attention)."""
-    config = config.get_text_config(decoder=True)
-    if getattr(config, "qk_nope_head_dim", None) is not None:
-        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return head_dim, head_dim
-
-
-def attention_params(config: PreTrainedConfig, window: int | None) -> AttentionParams:
-    """What the model's layers of one window ask of a kernel."""
-    softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    return AttentionParams(scale=1.0, window=window, softcap=softcap)
-
-
-def row_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> RowBytes:
-    """Bytes of a row of Q, K and V, and O in one layer of the model, at the given dtype."""
-    qk_dim, v_dim = head_dims(config)
-    config = config.get_text_config(decoder=True)
-    q_heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
-    size = dtype.itemsize
-    return RowBytes(q=q_heads * qk_dim * size, kv=kv_heads * (qk_dim + v_dim) * size, o=q_heads * v_dim * size)
-
-
 def plan_settings(
-    model: PreTrainedModel, ranks: int, tokens_per_rank: int, dtype: torch.dtype | None = None, **options: Any
+    model: PreTrainedModel,
+    config: DistCAConfig,
+    *,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> PlanSettings:
     """The settings of plans that fit a model, once it is known that it can be planned.
 
     Args:
         model: a model with attn_implementation="distca".
+        config: how documents are packed and balanced.
         ranks: ranks that train together.
-        tokens_per_rank: the most rows that a rank holds in a micro-batch.
+        device: the rank's device; the attention kernel there says what balances best.
         dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
-        options: the other fields of PlanSettings.
 
     Raises:
-        ValueError: the model cannot be planned, see `check_model`.
+        ValueError: the model cannot be planned, see `check_model`, or the kernel cannot compute its attention.
     """
     check_model(model)
+    model = base_model(model)
+    kernel = get_kernel(config.attention_kernel, device)
+    dtype = model.dtype if dtype is None else dtype
+    kinds = attention_kinds(model)
+    for kind in kinds:
+        kernel.check(
+            device=device,
+            dtype=dtype,
+            head_dim_qk=kind.dim_qk,
+            head_dim_v=kind.dim_v,
+            params=attention_params(model.config, kind),
+        )
     return PlanSettings(
         ranks=ranks,
-        tokens_per_rank=tokens_per_rank,
-        windows=attention_windows(model.config),
-        row_bytes=row_bytes(model.config, model.dtype if dtype is None else dtype),
-        **options,
+        tokens_per_rank=config.tokens_per_rank,
+        kinds=kinds,
+        bytes_per_value=dtype.itemsize,
+        document_layout=config.document_layout,
+        tolerance=config.balance_tolerance,
+        block_size=config.balance_block_size,
+        row_overhead=kernel.row_overhead,
+        gather_cost=kernel.gather_cost,
+        ping_pong=config.ping_pong and (ranks > 1 or config.attention_servers != "0"),
     )
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, without PEFT around it."""
+    inner: Any = model
+    base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return base
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -96,13 +79,12 @@ def check_model(model: PreTrainedModel) -> None:
         model: a transformers model, or a PEFT model around one.
 
     Raises:
-        ValueError: the model has no attention interface, does not use attn_implementation="distca", drops
-            attention weights in training, does not hand the plan to its attention layers, or has an adapter of a
-            kind that packed rows cannot train.
+        ValueError: the model has no attention interface, does not use attn_implementation="distca", masks by a rule
+            of its own, drops attention weights in training, does not hand the plan to its attention layers, or has an
+            adapter of a kind that packed rows cannot train.
     """
     check_adapters(model)
-    inner: Any = model
-    model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    model = base_model(model)
     config = model.config.get_text_config(decoder=True)
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
@@ -116,15 +98,16 @@ def check_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} runs attn_implementation={name!r}; load it with "
             f'attn_implementation="{ATTENTION_NAME}" or call model.set_attn_implementation("{ATTENTION_NAME}")'
         )
-    dropout = getattr(config, "attention_dropout", 0.0) or 0.0
-    if dropout > 0:
+    if config.model_type in CHANGING_MASKS:
         raise ValueError(
-            f"attention_dropout is {dropout}; dropped attention weights cannot be drawn alike on every worker. "
-            "Set model.config.attention_dropout = 0.0 (and that of the attention modules)"
+            f"the layers of {type(model).__name__} lay a mask of their own over the causal one, made from the values; "
+            f"a plan cannot express it. This model can train with {_other_implementations(model)}"
         )
+    attentions = decoder_attentions(model)
+    check_dropout(config, attentions)
     attention_windows(model.config)
-    for module_name, module in model.named_modules():
-        if is_attention(module) and not _takes_keywords(module):
+    for module_name, module in attentions.items():
+        if not _takes_keywords(module):
             raise ValueError(
                 f"{type(model).__name__} does not pass extra keywords on to {module_name} "
                 f"({type(module).__name__}.forward has no **kwargs), so the plan would not reach its attention; "
@@ -132,9 +115,19 @@ def check_model(model: PreTrainedModel) -> None:
             )
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention layer of a decoder, as transformers names them."""
-    return type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+def check_reentrant(model: PreTrainedModel) -> None:
+    """Raise if reentrant checkpointing would lose gradients of the model, as it does without hf_distca too.
+
+    Raises:
+        ValueError: later layers read the keys and values of earlier ones, through which a reentrant checkpoint passes
+            no gradient.
+    """
+    for name, module in decoder_attentions(base_model(model)).items():
+        if getattr(module, "is_kv_shared_layer", False):
+            raise ValueError(
+                f"{name} reads the keys and values of an earlier layer, and a reentrant checkpoint passes no gradient "
+                "back to them; set gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
 
 
 def _takes_keywords(module: nn.Module) -> bool:

@@ -8,6 +8,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_distca.plan import AttentionKind
+
 FINEST = 0.01
 """The balance that tolerance 0 stands for: every worker within 1 % of its share.
 
@@ -40,23 +42,18 @@ class RowBytes:
             raise ValueError(f"bytes of a row must be positive, got {self}")
 
     @classmethod
-    def of_heads(cls, q_heads: int, kv_heads: int, head_dim: int, bytes_per_value: int) -> "RowBytes":
-        """Bytes of the rows of an attention with these heads.
+    def of_kind(cls, kind: AttentionKind, bytes_per_value: int) -> "RowBytes":
+        """Bytes of the rows of a kind of attention.
 
-        Raises:
-            ValueError: a number is not positive, or kv_heads does not divide q_heads.
+        Args:
+            kind: gives heads and head dims.
+            bytes_per_value: of the dtype that it is computed in.
         """
-        given = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "bytes": bytes_per_value}
-        for name, value in given.items():
-            if value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if q_heads % kv_heads:
-            raise ValueError(
-                f"kv_heads must divide q_heads, got q_heads={q_heads} and kv_heads={kv_heads}; "
-                "each key-value head serves the same number of query heads"
-            )
-        head = head_dim * bytes_per_value
-        return cls(q=q_heads * head, kv=2 * kv_heads * head, o=q_heads * head)
+        return cls(
+            q=kind.q_heads * kind.dim_qk * bytes_per_value,
+            kv=kind.kv_heads * (kind.dim_qk + kind.dim_v) * bytes_per_value,
+            o=kind.q_heads * kind.dim_v * bytes_per_value,
+        )
 
 
 @overload

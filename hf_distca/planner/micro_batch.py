@@ -1,13 +1,13 @@
 """From the document lengths of a global micro-batch to its plan: the planner's front door."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
+from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
 from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import RowBytes, Workers, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
@@ -22,8 +22,8 @@ class PlanSettings:
     Attributes:
         ranks: ranks that hold tokens.
         tokens_per_rank: the most rows that a rank holds.
-        windows: the attention windows of the model's layers; None stands for full causal attention.
-        row_bytes: size of a row of Q, of K and V, and of O, in one layer.
+        kinds: the kinds of attention of the model's layers.
+        bytes_per_value: of the dtype that core attention is computed in.
         document_layout: "joint" places tokens and attention together; "fixed" packs documents in order, with
             equal tokens per rank.
         tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
@@ -35,9 +35,9 @@ class PlanSettings:
 
     ranks: int
     tokens_per_rank: int
-    windows: tuple[int | None, ...] = (None,)
-    row_bytes: RowBytes = field(default_factory=RowBytes)
-    document_layout: Literal["joint", "fixed"] = "joint"
+    kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
+    bytes_per_value: int = 2
+    document_layout: str = "joint"
     tolerance: float = 0.0
     block_size: int = 128
     row_overhead: int = 0
@@ -45,11 +45,16 @@ class PlanSettings:
     ping_pong: bool = False
 
     @property
-    def dominant_window(self) -> int | None:
-        """The window of the layers that cost the most, for which the joint layout is made."""
-        if None in self.windows:
-            return None
-        return max(window for window in self.windows if window is not None)
+    def dominant_kind(self) -> AttentionKind:
+        """The kind of the layers that cost the most, for which the joint layout is made."""
+        return max(
+            self.kinds,
+            key=lambda kind: (inf if kind.window is None else kind.window, kind.q_heads * (kind.dim_qk + kind.dim_v)),
+        )
+
+    def row_bytes(self, kind: AttentionKind) -> RowBytes:
+        """Size of a row of Q, of K and V, and of O, in one layer of a kind."""
+        return RowBytes.of_kind(kind, self.bytes_per_value)
 
 
 def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBatchPlan:
@@ -105,28 +110,28 @@ def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:
         lengths,
         settings.ranks,
         settings.tokens_per_rank,
-        window=settings.dominant_window,
+        window=settings.dominant_kind.window,
         tolerance=settings.tolerance,
         block_size=settings.block_size,
     )
 
 
-def plan_tasks(layout: Layout, window: int | None, settings: PlanSettings, workers: Workers | None = None) -> Plan:
+def plan_tasks(layout: Layout, kind: AttentionKind, settings: PlanSettings, workers: Workers | None = None) -> Plan:
     """Balance the core attention of one kind of layer on a layout.
 
     Args:
         layout: where the rows are.
-        window: of the layer.
+        kind: of the layer.
         settings: see PlanSettings.
         workers: as in `balance`.
     """
     return balance(
         layout,
         workers=workers,
-        window=window,
+        window=kind.window,
         tolerance=settings.tolerance,
         block_size=settings.block_size,
-        row_bytes=settings.row_bytes,
+        row_bytes=settings.row_bytes(kind),
         row_overhead=settings.row_overhead,
         gather_cost=settings.gather_cost,
     )
@@ -140,19 +145,19 @@ def _plan(
 ) -> MicroBatchPlan:
     nano_batches = []
     for group, layout in zip(groups, layouts, strict=True):
-        plans = {window: plan_tasks(layout, window, settings) for window in settings.windows}
+        plans = {kind: plan_tasks(layout, kind, settings) for kind in settings.kinds}
         nano_batches.append(NanoBatch(group, layout, plans))
     return MicroBatchPlan(tuple(nano_batches), _summary(lengths, nano_batches, settings))
 
 
 def _summary(lengths: NDArray[np.int64], nano_batches: list[NanoBatch], settings: PlanSettings) -> PlanSummary:
-    window = settings.dominant_window
+    kind = settings.dominant_kind
     packed = fixed_layout([lengths.tolist()], settings.ranks)
-    cost = pairs(packed.segments["start"], packed.segments["stop"], window)
+    cost = pairs(packed.segments["start"], packed.segments["stop"], kind.window)
     as_packed = np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks)
-    plans = [nano.plans[window] for nano in nano_batches]
+    plans = [nano.plans[kind] for nano in nano_batches]
     planned = np.sum([loads_of(plan) for plan in plans], axis=0)
-    moved = np.sum([bytes_between(plan, settings.row_bytes) for plan in plans], axis=0)
+    moved = np.sum([bytes_between(plan, settings.row_bytes(kind)) for plan in plans], axis=0)
     return PlanSummary(
         packed_max_over_mean=float(as_packed.max() / as_packed.mean()),
         max_over_mean=float(planned.max() / planned.mean()),

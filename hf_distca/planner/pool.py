@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_distca.plan import Layout, MicroBatchPlan, Plan
+from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, Plan
 from hf_distca.planner.balance import merged
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.metrics import bytes_between, loads_of, rows_of
@@ -15,13 +15,13 @@ IDLE = 1e-9
 
 
 def balance_over_pool(
-    layout: Layout, window: int | None, workers: Workers, settings: PlanSettings, *, ranks_serve: bool = True
+    layout: Layout, kind: AttentionKind, workers: Workers, settings: PlanSettings, *, ranks_serve: bool = True
 ) -> Plan:
     """Choose tasks so that ranks and servers finish together.
 
     Args:
         layout: where the rows are.
-        window: of the layer.
+        kind: of the layer.
         workers: the ranks, and after them at least one server; ranks carry the base load of what they do besides core
             attention while servers compute.
         settings: see PlanSettings.
@@ -35,7 +35,7 @@ def balance_over_pool(
         raise ValueError(f"{len(workers)} workers for {layout.ranks} ranks leave no server")
     if not ranks_serve:
         workers = Workers((IDLE,) * layout.ranks + workers.speed[layout.ranks :], (0.0,) * len(workers))
-    plan = plan_tasks(layout, window, settings, workers)
+    plan = plan_tasks(layout, kind, settings, workers)
     return plan if ranks_serve else _without_ranks(plan, workers)
 
 
@@ -54,17 +54,18 @@ def plan_for_pool(
         replace(
             nano,
             plans={
-                window: balance_over_pool(nano.layout, window, workers, settings, ranks_serve=ranks_serve)
-                for window in nano.plans
+                kind: balance_over_pool(nano.layout, kind, workers, settings, ranks_serve=ranks_serve)
+                for kind in nano.plans
             },
         )
         for nano in plan.nano_batches
     ]
-    plans = [nano.plans[settings.dominant_window] for nano in nano_batches]
+    kind = settings.dominant_kind
+    plans = [nano.plans[kind] for nano in nano_batches]
     loads = np.sum([loads_of(plan) + settings.row_overhead * rows_of(plan) for plan in plans], axis=0)
     working = np.arange(len(workers)) >= (0 if ranks_serve else settings.ranks)
     every = Workers(workers.speed, tuple(len(plans) * load for load in workers.base_load))
-    moved = np.sum([bytes_between(plan, settings.row_bytes) for plan in plans], axis=0)
+    moved = np.sum([bytes_between(plan, settings.row_bytes(kind)) for plan in plans], axis=0)
     summary = replace(
         plan.summary,
         max_over_mean=float(every.finishing(loads)[working].max() / every.finishing(loads)[working].mean()),

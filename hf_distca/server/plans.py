@@ -19,7 +19,7 @@ KEPT = 8
 
 
 class ServedTasks:
-    """This server's tasks of one plan: one nano-batch, one window.
+    """This server's tasks of one plan: one nano-batch, one kind of attention.
 
     Attributes:
         group: the tasks, as index tensors.
@@ -54,15 +54,15 @@ class ServedPlan:
 
     Attributes:
         ranks: number of trainers.
-        tasks: by nano-batch and window.
+        tasks: by nano-batch and kind of attention.
     """
 
     def __init__(self, header: PlanHeader, nano_batches: tuple[NanoBatch, ...], device: torch.device) -> None:
         self.ranks = header.ranks
         self.tasks = {
-            (number, window): ServedTasks(plan, header.worker, device)
+            (number, kind): ServedTasks(plan, header.worker, device)
             for number, nano in enumerate(nano_batches)
-            for window, plan in nano.plans.items()
+            for kind, plan in nano.plans.items()
         }
 
 

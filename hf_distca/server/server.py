@@ -30,8 +30,8 @@ class AttentionServer:
     """Computes core attention for the trainers of one run. It keeps plans, and nothing between calls.
 
     All trainers connect before the first call that needs their rows. Trainer 0 sends PLAN and DROP messages; every
-    trainer that has rows for this server in a plan's nano-batch and window sends a CALL message for each direction of
-    each layer. Whatever does not fit the plan ends the connection that it came on, and no other.
+    trainer that has rows for this server in a plan's nano-batch and kind of attention sends a CALL message for each
+    direction of each layer. Whatever does not fit the plan ends the connection that it came on, and no other.
 
     Args:
         token: the run's token.
@@ -187,9 +187,9 @@ class AttentionServer:
     def _take_call(self, link: TrainerLink, frame: Frame) -> None:
         call = Call.read(frame.header)
         plan = self._plans.get(call.plan, self._plan_wait_s, link.is_gone)
-        tasks = plan.tasks.get((call.nano, call.window))
+        tasks = plan.tasks.get((call.nano, call.kind))
         if tasks is None or link.rank >= plan.ranks:
-            raise ProtocolError(f"plan {call.plan} has no tasks of nano-batch {call.nano}, window {call.window}")
+            raise ProtocolError(f"plan {call.plan} has no tasks of nano-batch {call.nano}, {call.kind}")
         self._kernel.check(
             device=self._device,
             dtype=getattr(torch, call.dtype),

@@ -16,9 +16,8 @@ from hf_distca.collator.documents import Columns
 from hf_distca.collator.streaming import StreamPacker
 from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
 from hf_distca.dispatch.pool import Pool
-from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
-from hf_distca.patches.model import attention_params, head_dims, plan_settings
+from hf_distca.patches.model import check_reentrant, plan_settings
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.trainer.arguments import DistCATrainingArguments
 from hf_distca.trainer.attention_servers import TOKEN_FILE, open_pool
@@ -88,19 +87,11 @@ class DistCATrainer(Trainer):
                     f"{kind} parallelism of size {size} divides what a plan already places; every rank must hold "
                     "whole rows of its own: leave it at 1"
                 )
-        kernel = get_kernel(args.attention_kernel, args.device)
         settings = plan_settings(
-            self.model,
-            ranks=args.world_size,
-            tokens_per_rank=args.tokens_per_rank,
-            dtype=self._attention_dtype(),
-            document_layout=args.document_layout,
-            tolerance=args.balance_tolerance,
-            block_size=args.balance_block_size,
-            row_overhead=kernel.row_overhead,
-            gather_cost=kernel.gather_cost,
-            ping_pong=args.ping_pong and (args.world_size > 1 or args.attention_servers != "0"),
+            self.model, args, ranks=args.world_size, device=args.device, dtype=self._attention_dtype()
         )
+        if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            check_reentrant(self.model)
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
                 f"{type(self.model).__name__} does not take num_items_in_batch, without which ranks with different "
@@ -114,7 +105,6 @@ class DistCATrainer(Trainer):
             keep_core_attention=args.keep_core_attention,
             timeout_s=args.exchange_timeout,
         )
-        self._check_kernel()
         self.pool: Pool | None = None
         if args.attention_servers != "0":
             self.pool = open_pool(
@@ -137,18 +127,6 @@ class DistCATrainer(Trainer):
         self._lengths: dict[int, tuple[Any, Any]] = {}  # with the data set itself, so that its id stays its own
         self._ended: Iterator | None = None
         self._evaluated_loss = self._evaluated_targets = 0.0
-
-    def _check_kernel(self) -> None:
-        """Raise if the kernel cannot compute the model's attention."""
-        qk_dim, v_dim = head_dims(self.model.config)
-        for window in self.dispatcher.settings.windows:
-            self.dispatcher.kernel.check(
-                device=self.args.device,
-                dtype=self._attention_dtype(),
-                head_dim_qk=qk_dim,
-                head_dim_v=v_dim,
-                params=attention_params(self.model.config, window),
-            )
 
     def _attention_dtype(self) -> torch.dtype:
         if self.args.bf16:

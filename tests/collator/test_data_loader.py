@@ -11,6 +11,7 @@ from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.packing import DistCACollator
 from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings
 
 RANKS, TOKENS = 2, 100
@@ -87,4 +88,4 @@ def test_the_plan_arrives_whole_from_a_worker(dataset):
     for one, other in zip(here, there, strict=True):
         for nano, same in zip(one.nano_batches, other.nano_batches, strict=True):
             assert nano.layout.segments.tolist() == same.layout.segments.tolist()
-            assert nano.plans[None].tasks.tolist() == same.plans[None].tasks.tolist()
+            assert nano.plans[AttentionKind()].tasks.tolist() == same.plans[AttentionKind()].tasks.tolist()

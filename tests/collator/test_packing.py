@@ -13,6 +13,7 @@ from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.packing import DistCACollator
 from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalMicroBatch
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings
 
 NAMES = ("input_ids", "position_ids", "labels", "shift_labels")
@@ -208,4 +209,4 @@ def test_every_rank_has_the_same_plan():
     for batch in batches[1:]:
         (other,) = batch["distca_plan"].nano_batches
         assert other.layout.segments.tolist() == first.layout.segments.tolist()
-        assert other.plans[None].tasks.tolist() == first.plans[None].tasks.tolist()
+        assert other.plans[AttentionKind()].tasks.tolist() == first.plans[AttentionKind()].tasks.tolist()

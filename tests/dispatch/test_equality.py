@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
 # Models cannot run on no rows at all: a rank without documents holds one token without a target.
 FILLER = [1]
@@ -58,7 +58,8 @@ def run_case(
 ) -> tuple[float, dict[str, torch.Tensor], float]:
     """One planned step on every rank."""
     ranks = dist.get_world_size()
-    settings = PlanSettings(ranks=ranks, tokens_per_rank=4096, windows=windows, document_layout="joint", block_size=8)
+    kinds = small_kinds(*windows)
+    settings = PlanSettings(ranks=ranks, tokens_per_rank=4096, kinds=kinds, document_layout="joint", block_size=8)
     dispatcher = Dispatcher(settings, torch.device("cpu"), **options)
     if layout == "joint":
         plan = plan_micro_batch(lengths, settings)

@@ -1,6 +1,7 @@
 """A planned step with gradient checkpointing, LoRA, autocast, sinks and accumulation; and what it refuses."""
 
 import copy
+import re
 
 import peft
 import pytest
@@ -10,18 +11,18 @@ import torch.distributed as dist
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from tests.dispatch.test_equality import cut_rows, planned_step
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models import SMALL_KIND, random_documents, reference_step, relative_error, small_kinds, small_model
 
 LENGTHS = [120, 7, 1, 33, 64]
 
 
 def dispatcher_of_all_ranks(**settings) -> Dispatcher:
-    settings = {"tokens_per_rank": 4096, "block_size": 8, **settings}
+    settings = {"tokens_per_rank": 4096, "block_size": 8, "kinds": small_kinds(), **settings}
     return Dispatcher(PlanSettings(ranks=dist.get_world_size(), **settings), torch.device("cpu"))
 
 
 def _step(checkpointing: bool | None, lora: bool, model_type: str, config: dict, windows: tuple) -> tuple[float, dict]:
-    dispatcher = dispatcher_of_all_ranks(windows=windows)
+    dispatcher = dispatcher_of_all_ranks(kinds=small_kinds(*windows))
     model = prepared_model(checkpointing, lora, model_type, "distca", config)
     plan = plan_micro_batch(LENGTHS, dispatcher.settings)
     loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
@@ -128,7 +129,7 @@ def _attend_without_rows() -> list[list[int]]:
         torch.testing.assert_close(output, expected[0].transpose(0, 1))
         for got, other in zip(mine, (q, k, v), strict=True):
             torch.testing.assert_close(got.grad, other.grad.transpose(0, 1))
-    moved = plan.nano_batches[0].plans[None].tasks["worker"]
+    moved = plan.nano_batches[0].plans[SMALL_KIND].tasks["worker"]
     return [list(output.shape), moved.tolist()]
 
 
@@ -141,7 +142,7 @@ def test_rank_without_rows_still_serves(rank_pools):
 @pytest.fixture
 def bound_step():
     model = small_model()
-    dispatcher = Dispatcher(PlanSettings(ranks=1, tokens_per_rank=64), torch.device("cpu"))
+    dispatcher = Dispatcher(PlanSettings(ranks=1, tokens_per_rank=64, kinds=(SMALL_KIND,)), torch.device("cpu"))
     tokens = torch.arange(3, 15)[None]
     batch = {"input_ids": tokens, "position_ids": torch.arange(12)[None]}
     return model, batch, dispatcher.bind(dispatcher.plan_lengths([[12]])[0])
@@ -170,10 +171,21 @@ def test_plan_of_another_batch(bound_step):
         model(**shorter, distca_plan=plan)
 
 
-def test_window_that_was_not_planned(bound_step):
+@pytest.mark.parametrize(
+    ("model_type", "config", "kind"),
+    [
+        ("mistral", {"sliding_window": 4}, "a window of 4 with 4 query and 2 key-value heads of 8 (values of 8)"),
+        ("llama", {"head_dim": 16}, "full attention with 4 query and 2 key-value heads of 16 (values of 16)"),
+        ("llama", {"num_key_value_heads": 1}, "full attention with 4 query and 1 key-value heads of 8 (values of 8)"),
+    ],
+    ids=["window", "head-dim", "heads"],
+)
+def test_kind_that_was_not_planned(bound_step, model_type, config, kind):
     _, batch, plan = bound_step
-    with pytest.raises(ValueError, match=r"attention window 4, the plan was made for \[None\]"):
-        small_model("mistral", sliding_window=4)(**batch, distca_plan=plan)
+    planned = "full attention with 4 query and 2 key-value heads of 8 (values of 8)"
+    message = f"a layer has {kind}; the plan was made for {planned}: give all of them in PlanSettings.kinds"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        small_model(model_type, **config)(**batch, distca_plan=plan)
 
 
 def test_model_is_left_as_it_was(bound_step):

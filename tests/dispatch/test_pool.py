@@ -18,9 +18,9 @@ from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.wire.directory import Directory, ServerInfo
 from hf_distca.wire.errors import LinkLost
 from tests.dispatch.test_equality import planned_step
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 from tests.ranks import free_port
-from tests.server.fake_trainers import make_nano_batch
+from tests.server.fake_trainers import FULL, make_nano_batch
 from tests.servers import TOKEN, Fault, ServerProcess
 
 LENGTHS = [120, 7, 1, 33, 64, 90]
@@ -40,7 +40,7 @@ def pooled_steps(
     settings = PlanSettings(
         ranks=dist.get_world_size(),
         tokens_per_rank=4096,
-        windows=windows,
+        kinds=small_kinds(*windows),
         block_size=8,
         ping_pong=options.get("ping_pong", False),
     )
@@ -254,7 +254,7 @@ def pool(monkeypatch):
 @pytest.fixture
 def routes():
     """Of one trainer and one server."""
-    routes = BoundRoutes(make_nano_batch([64], 1, 1, 0, windows=(None,)).plans[None], 0, torch.device("cpu"))
+    routes = BoundRoutes(make_nano_batch([64], 1, 1, 0, kinds=(FULL,)).plans[FULL], 0, torch.device("cpu"))
     assert routes.pairs > 0
     return routes
 

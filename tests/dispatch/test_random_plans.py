@@ -13,7 +13,7 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.micro_batch import PlanSettings, plan_rows
 from tests.dispatch.test_equality import planned_step
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
 ROWS = [[40, 17, 9, 33], [25, 3, 50, 21], [30, 30, 1, 28]]
 MODELS = {
@@ -46,7 +46,7 @@ def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
 def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong: bool) -> list[tuple[float, dict]]:
     config, windows, _ = MODELS[model_type]
     ranks = dist.get_world_size()
-    settings = PlanSettings(ranks=ranks, tokens_per_rank=4096, windows=windows, block_size=8, ping_pong=ping_pong)
+    settings = PlanSettings(ranks, 4096, small_kinds(*windows), block_size=8, ping_pong=ping_pong)
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=keep_received)
     model = small_model(model_type, **config).train()
     if ping_pong:

@@ -18,13 +18,14 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from tests.dispatch.test_equality import cut_rows, planned_step
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 
 
 def _dispatcher(ping_pong: bool = True, **options) -> Dispatcher:
-    settings = PlanSettings(ranks=dist.get_world_size(), tokens_per_rank=4096, block_size=8, ping_pong=ping_pong)
+    ranks, kinds = dist.get_world_size(), small_kinds()
+    settings = PlanSettings(ranks, tokens_per_rank=4096, kinds=kinds, block_size=8, ping_pong=ping_pong)
     return Dispatcher(settings, torch.device("cpu"), **options)
 
 

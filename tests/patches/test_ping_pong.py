@@ -1,38 +1,54 @@
 """Ping-pong execution: same loss and gradients, exchanges in the order that hides them, one call of one layer."""
 
+from collections import UserDict
+
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import DynamicCache
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.halves import join_halves, split_argument
+from hf_distca.patches.halves import join_halves, join_states, split_argument
+from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
 from tests.dispatch.test_equality import cut_rows, planned_step
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 ROWS = [[64, 30, 60], [100, 40, 2, 31, 77]]
-MODELS = {
-    "llama": ({}, (None,), "sdpa"),
-    "qwen3": ({}, (None,), "sdpa"),
-    "mistral": ({"sliding_window": 24}, (24,), "sdpa"),
-    "gemma2": ({"sliding_window": 24, "query_pre_attn_scalar": 8}, (24, None), "eager"),
-    "mixtral": ({"num_local_experts": 4}, (None,), "sdpa"),
+GEMMA = {
+    "sliding_window": 24,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
 }
+MODELS = {
+    "llama": ({}, "sdpa"),
+    "qwen3": ({}, "sdpa"),
+    "mistral": ({"sliding_window": 24}, "sdpa"),
+    "gemma2": ({"sliding_window": 24, "query_pre_attn_scalar": 8}, "eager"),
+    "mixtral": ({"num_local_experts": 4}, "sdpa"),
+}
+SHARING = {  # the last layers read keys and values that earlier ones made
+    "gemma3n_text": ({**GEMMA, "num_kv_shared_layers": 2, "laurel_rank": 4}, "sdpa"),
+    "gemma4_text": ({**GEMMA, "num_kv_shared_layers": 2, "global_head_dim": 16}, "sdpa"),
+}
+GLOBAL_HEADS = ({**GEMMA, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}, "sdpa")
 
 
-def _dispatcher(windows=(None,), **options) -> Dispatcher:
+def _dispatcher(model=None, **options) -> Dispatcher:
+    kinds = small_kinds() if model is None else attention_kinds(model)
     settings = PlanSettings(
-        ranks=dist.get_world_size(), tokens_per_rank=4096, windows=windows, block_size=8, ping_pong=True
+        ranks=dist.get_world_size(), tokens_per_rank=4096, kinds=kinds, block_size=8, ping_pong=True
     )
     return Dispatcher(settings, torch.device("cpu"), **options)
 
 
-def _step(model_type, fixed, checkpointing, keep_core_attention, keep_received):
-    config, windows, _ = MODELS[model_type]
-    dispatcher = _dispatcher(windows, keep_received=keep_received, keep_core_attention=keep_core_attention)
+def _step(model_type, config, fixed, checkpointing, keep_core_attention, keep_received):
     model = small_model(model_type, **config).train()
+    dispatcher = _dispatcher(model, keep_received=keep_received, keep_core_attention=keep_core_attention)
     plan_layers(model)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
@@ -44,7 +60,16 @@ def _step(model_type, fixed, checkpointing, keep_core_attention, keep_received):
         documents = random_documents(LENGTHS)
     assert len(plan.nano_batches) == 2
     loss = planned_step(model, plan, dispatcher, documents)
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _assert_equals_one_process(rank_pools, model_type, config, other, fixed, *options):
+    lengths = [length for row in ROWS for length in row] if fixed else LENGTHS
+    loss, grads = reference_step(small_model(model_type, other, **config), random_documents(lengths))
+    for got_loss, got in rank_pools[2].run(_step, model_type, config, fixed, *options):
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert got.keys() == grads.keys()
+        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -55,19 +80,25 @@ def _step(model_type, fixed, checkpointing, keep_core_attention, keep_received):
     ids=["plain", "keep-received", "checkpoint", "checkpoint-recompute", "reentrant"],
 )
 def test_equals_one_process(rank_pools, model_type, fixed, checkpointing, keep_core_attention, keep_received):
-    config, _, other = MODELS[model_type]
-    lengths = [length for row in ROWS for length in row] if fixed else LENGTHS
-    loss, grads = reference_step(small_model(model_type, other, **config), random_documents(lengths))
-    for got_loss, got in rank_pools[2].run(
-        _step, model_type, fixed, checkpointing, keep_core_attention, keep_received
-    ):
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+    options = (fixed, checkpointing, keep_core_attention, keep_received)
+    _assert_equals_one_process(rank_pools, model_type, *MODELS[model_type], *options)
+
+
+@pytest.mark.parametrize("model_type", SHARING)
+@pytest.mark.parametrize(("checkpointing", "keep_core_attention"), [(None, True), (False, True), (False, False)])
+def test_layers_that_share_keys_and_values(rank_pools, model_type, checkpointing, keep_core_attention):
+    options = (False, checkpointing, keep_core_attention, False)
+    _assert_equals_one_process(rank_pools, model_type, *SHARING[model_type], *options)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_layers_with_heads_of_their_own(rank_pools, checkpointing):
+    _assert_equals_one_process(rank_pools, "gemma4_text", *GLOBAL_HEADS, True, checkpointing, True, False)
 
 
 def test_three_ranks(rank_pools):
     loss, grads = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    for got_loss, got in rank_pools[3].run(_step, "llama", False, None, True, False):
+    for got_loss, got in rank_pools[3].run(_step, "llama", {}, False, None, True, False):
         assert got_loss == pytest.approx(loss, rel=1e-6)
         assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
 
@@ -225,6 +256,30 @@ def test_arguments_are_split_by_shape():
 def test_argument_that_cannot_be_split(value, described):
     with pytest.raises(ValueError, match=rf"layer's memory \({described}\).*set ping_pong=False"):
         split_argument("memory", value, slice(0, 2), 6)
+
+
+def test_stacked_hidden_states():
+    whole = torch.arange(4 * 6 * 3).view(4, 1, 6, 3)
+    halves = tuple(split_argument("x", whole, part, 6) for part in (slice(0, 2), slice(2, 6)))
+    assert [list(half.shape) for half in halves] == [[4, 1, 2, 3], [4, 1, 4, 3]]
+    assert torch.equal(halves[1], whole[:, :, 2:])
+    assert torch.equal(join_halves("x", halves, (2, 4)), whole)
+
+
+def test_states_that_layers_leave_to_later_ones():
+    whole = UserDict({"old": (torch.arange(6).view(1, 1, 6, 1),)})
+    first, second = (split_argument("x", whole, part, 6) for part in (slice(0, 2), slice(2, 6)))
+    assert second["old"][0].flatten().tolist() == [2, 3, 4, 5]
+    first["new"] = (torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
+    second["new"] = (torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1))
+    join_states(whole, (first, second))
+    assert [state.flatten().tolist() for state in whole["new"]] == [[0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
+    assert list(whole) == ["old", "new"]
+
+
+def test_cache():
+    with pytest.raises(ValueError, match=r"no use for cached keys and values; set model\.config\.use_cache = False"):
+        split_argument("past_key_values", DynamicCache(), slice(0, 2), 6)
 
 
 def test_output_that_cannot_be_joined():

@@ -8,7 +8,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.attention import distca_attention
 from hf_distca.patches.masks import DeferredMask, distca_mask
 from hf_distca.planner.micro_batch import PlanSettings
-from tests.models import small_model
+from tests.models import small_kinds, small_model
 
 
 class LlamaAttention(nn.Module):
@@ -19,7 +19,7 @@ class LlamaAttention(nn.Module):
 
 @pytest.fixture
 def plan():
-    dispatcher = Dispatcher(PlanSettings(ranks=1, tokens_per_rank=64), torch.device("cpu"))
+    dispatcher = Dispatcher(PlanSettings(ranks=1, tokens_per_rank=64, kinds=small_kinds()), torch.device("cpu"))
     return dispatcher.bind(dispatcher.plan_lengths([[5, 7]])[0])
 
 

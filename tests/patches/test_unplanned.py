@@ -10,6 +10,17 @@ from tests.models import small_model
 SINKS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
 
 
+GEMMA = {
+    "sliding_window": 4,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "num_kv_shared_layers": 2,
+}
+
+
 def pair(model_type="llama", other="sdpa", **config):
     return small_model(model_type, **config).eval(), small_model(model_type, other, **config).eval()
 
@@ -21,8 +32,10 @@ def pair(model_type="llama", other="sdpa", **config):
         ("mistral", "sdpa", {"sliding_window": 4}),
         ("gemma2", "eager", {"sliding_window": 4, "query_pre_attn_scalar": 8}),
         ("gpt_oss", "eager", SINKS),
+        ("doge", "sdpa", {"keep_window_size": 6}),
+        ("gemma4_text", "sdpa", GEMMA),
     ],
-    ids=["llama", "window", "softcap", "sinks"],
+    ids=["llama", "window", "softcap", "sinks", "mask", "shared"],
 )
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 def test_batches(model_type, other, config, padding):
@@ -50,8 +63,9 @@ def test_generate_with_cache(padded):
     assert torch.equal(model.generate(tokens, **options), reference.generate(tokens, **options))
 
 
-def test_single_row_generate_and_static_cache():
-    model, reference = pair(use_cache=True)
+@pytest.mark.parametrize(("model_type", "config"), [("llama", {}), ("doge", {}), ("gemma4_text", GEMMA)])
+def test_single_row_generate_and_static_cache(model_type, config):
+    model, reference = pair(model_type, use_cache=True, **config)
     tokens = torch.arange(3, 9)[None]
     for options in ({}, {"cache_implementation": "static"}):
         got = model.generate(tokens, max_new_tokens=5, do_sample=False, **options)
@@ -85,6 +99,15 @@ def test_training_gradients():
         each(input_ids=tokens, labels=tokens).loss.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5])
+def test_logits_of_the_last_rows(kept):
+    model, reference = pair("gemma4_text", **GEMMA)
+    tokens = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        got, expected = (each(tokens, logits_to_keep=kept).logits for each in (model, reference))
+    torch.testing.assert_close(got, expected)
 
 
 def test_mask_is_made_only_where_it_is_needed():

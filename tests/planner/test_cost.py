@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
 
 
@@ -33,16 +34,33 @@ def test_row_reaching_inverts_pairs(window):
 
 
 def test_row_bytes_of_llama_3_8b_are_the_default():
-    assert RowBytes.of_heads(32, 8, 128, 2) == RowBytes()
+    assert RowBytes.of_kind(AttentionKind(), 2) == RowBytes()
 
 
 @pytest.mark.parametrize(
-    ("heads", "message"),
-    [((32, 5, 128, 2), "kv_heads must divide q_heads"), ((32, 8, 0, 2), "head_dim must be positive")],
+    ("kind", "bytes_per_value", "expected"),
+    [
+        (AttentionKind(None, q_heads=4, kv_heads=4, dim_qk=8, dim_v=8), 4, RowBytes(q=128, kv=256, o=128)),
+        (AttentionKind(40, q_heads=14, kv_heads=2, dim_qk=64, dim_v=64), 2, RowBytes(q=1792, kv=512, o=1792)),
+        (AttentionKind(None, q_heads=16, kv_heads=16, dim_qk=192, dim_v=128), 2, RowBytes(6144, 10240, 4096)),
+    ],
+    ids=["heads", "groups", "latent"],
 )
-def test_row_bytes_refuse(heads, message):
+def test_row_bytes_of_a_kind(kind, bytes_per_value, expected):
+    assert RowBytes.of_kind(kind, bytes_per_value) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"q_heads": 32, "kv_heads": 5}, "kv_heads must divide q_heads, got q_heads=32 and kv_heads=5"),
+        ({"dim_v": 0}, "dim_v must be positive, got 0"),
+        ({"window": 0}, "window must be positive, got 0"),
+    ],
+)
+def test_kinds_that_do_not_exist(sizes, message):
     with pytest.raises(ValueError, match=message):
-        RowBytes.of_heads(*heads)
+        AttentionKind(**sizes)
 
 
 def test_ideal_time_fills_workers_up_to_one_level():

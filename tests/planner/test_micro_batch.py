@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
 from tests.planner.plan_checks import check_plan
 
@@ -46,7 +47,7 @@ def test_no_rank_holds_more_than_its_tokens(layout, lengths, ranks, ping_pong):
     assert sorted(numbers.tolist()) == list(range(len(lengths)))
     for nano in plan.nano_batches:
         assert nano.layout.lengths.tolist() == [lengths[document] for document in nano.documents]
-        check_plan(nano.plans[None])
+        check_plan(nano.plans[AttentionKind()])
         if len(plan.nano_batches) == 2:
             assert nano.layout.tokens.min() > 0
 

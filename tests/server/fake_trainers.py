@@ -4,6 +4,7 @@ Shape suffixes: T rows of one trainer, L rows of a document, H query heads, G ke
 """
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from hf_distca.call_codec import Call
 from hf_distca.dispatch.columns import as_bytes
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
-from hf_distca.plan import TASK, NanoBatch, Plan
+from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
 from hf_distca.plan_codec import encode_plan
 from hf_distca.planner.balance import merged
 from hf_distca.planner.layout import packed_layout
@@ -20,28 +21,31 @@ from hf_distca.planner.routes import make_routes
 from hf_distca.server.compute import params_of
 from hf_distca.wire import Kind, ServerLink
 
-WINDOWS = (None, 40)
+FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
+KINDS = (FULL, replace(FULL, window=40))
+SLIM = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
 
 
-def make_nano_batch(lengths, ranks, servers, seed, windows=WINDOWS):
+def make_nano_batch(lengths, ranks, servers, seed, kinds=KINDS):
     """Documents packed onto ranks, their rows cut at random and given to random workers."""
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths)
     layout = packed_layout(lengths, ranks, -(-int(lengths.sum()) // ranks))
     plans = {}
-    for window in windows:
+    for kind in kinds:
         tasks = []
         for document, length in enumerate(lengths):
             cuts = np.unique(rng.integers(0, length, 5))
             cuts = np.unique(np.concatenate([[0], cuts, [length]]))
             for start, stop in itertools.pairwise(cuts):
                 tasks.append((document, start, stop, rng.integers(ranks + servers)))
-        plans[window] = Plan(layout, merged(np.array(tasks, TASK)), ranks + servers, window)
+        plans[kind] = Plan(layout, merged(np.array(tasks, TASK)), ranks + servers, kind.window)
     return NanoBatch(np.arange(len(lengths)), layout, plans)
 
 
-def make_call(plan, number, nano, window, direction, *, dtype="float32", heads=(4, 2), dims=(16, 24), softcap=None):
-    return Call(plan, number, nano, window, direction, 0.3, softcap, *heads, *dims, dtype)
+def make_call(plan, number, nano, kind, direction, *, dtype="float32", softcap=None):
+    heads, dims = (kind.q_heads, kind.kv_heads), (kind.dim_qk, kind.dim_v)
+    return Call(plan, number, nano, kind.window, direction, 0.3, softcap, *heads, *dims, dtype)
 
 
 class Data:
@@ -147,12 +151,12 @@ class FakeTrainer:
 
 
 def run_calls(trainers, plan_number, nano_batches, first_call=0, tolerance=2e-4, **options):
-    """Every nano-batch and window forward and backward on all trainers; returns the number after the last call."""
+    """Every nano-batch and kind of attention, both directions, on all trainers; the number after the last call."""
     number = first_call
     for nano, nano_batch in enumerate(nano_batches):
-        for window, plan in nano_batch.plans.items():
+        for kind, plan in nano_batch.plans.items():
             for direction in ("forward", "backward"):
-                call = make_call(plan_number, number, nano, window, direction, **options)
+                call = make_call(plan_number, number, nano, kind, direction, **options)
                 data = Data(plan, call, trainers[0].worker, seed=number)
                 started = [trainer.start(call, plan, data) for trainer in trainers]
                 for trainer, each in zip(trainers, started, strict=True):

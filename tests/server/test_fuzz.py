@@ -6,7 +6,7 @@ import time
 from hf_distca.plan_codec import encode_plan
 from hf_distca.wire import Directory, make_token
 from hf_distca.wire.link import SERVICE
-from tests.server.fake_trainers import FakeTrainer, make_call, make_nano_batch, run_calls
+from tests.server.fake_trainers import SLIM, FakeTrainer, make_call, make_nano_batch, run_calls
 from tests.server.processes import ServerProcess
 from tests.wire.strangers import Strangers, message
 
@@ -17,7 +17,7 @@ WARM_UP = 1_500
 def strangers_at(port, token, nano_batches):
     """Those that know the token claim to be trainer 7 of 8, which the plan does not know."""
     header, tables = encode_plan(0, 2, nano_batches)
-    call = make_call(0, 5, 0, None, "forward").header()
+    call = make_call(0, 5, 0, SLIM, "forward").header()
     hello = message(1, {"rank": 7, "ranks": 8})
     valid = [
         hello,
@@ -37,7 +37,7 @@ def test_ten_thousand_random_inputs(tmp_path):
     server = ServerProcess(directory, token, tmp_path)
     try:
         port = server.joined().port
-        nano_batches = [make_nano_batch([120, 37, 1, 90], 2, 1, 1)]
+        nano_batches = [make_nano_batch([120, 37, 1, 90], 2, 1, 1, kinds=(SLIM,))]
         trainers = [FakeTrainer(port, token, rank, 2, 2) for rank in range(2)]
         trainers[0].send_plan(0, nano_batches)
         served, failures, over = [0], [], threading.Event()
@@ -45,7 +45,7 @@ def test_ten_thousand_random_inputs(tmp_path):
         def train():
             try:
                 while not over.is_set():
-                    served[0] = run_calls(trainers, 0, nano_batches, served[0], heads=(2, 1), dims=(8, 8))
+                    served[0] = run_calls(trainers, 0, nano_batches, served[0])
                     time.sleep(0.05)
             except BaseException as error:
                 failures.append(error)

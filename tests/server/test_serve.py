@@ -5,7 +5,7 @@ import pytest
 
 from hf_distca.cli.main import main
 from hf_distca.wire import Directory, LinkLost, make_token, write_token
-from tests.server.fake_trainers import Data, FakeTrainer, make_call, make_nano_batch, run_calls
+from tests.server.fake_trainers import FULL, Data, FakeTrainer, make_call, make_nano_batch, run_calls
 from tests.server.processes import ServerProcess
 from tests.servers import wait_until
 
@@ -73,8 +73,8 @@ def test_a_server_that_hangs_or_dies_is_noticed_and_one_that_wakes_up_joins_agai
     trainer.send_plan(0, nano_batches)
     number = run_calls([trainer], 0, nano_batches)
     server.process.send_signal(signal.SIGSTOP)
-    plan = nano_batches[0].plans[None]
-    call = make_call(0, number, 0, None, "forward")
+    plan = nano_batches[0].plans[FULL]
+    call = make_call(0, number, 0, FULL, "forward")
     with pytest.raises(LinkLost, match="no reply within"):
         trainer.finish(trainer.start(call, plan, Data(plan, call, 1)), 0, timeout_s=0.5)
     directory.drop(first.id)

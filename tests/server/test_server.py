@@ -14,7 +14,7 @@ from hf_distca.server import AttentionServer
 from hf_distca.server.calls import IN_FLIGHT
 from hf_distca.server.plans import KEPT
 from hf_distca.wire import Directory, Kind, LinkLost, make_token
-from tests.server.fake_trainers import Data, FakeTrainer, make_call, make_nano_batch, run_calls
+from tests.server.fake_trainers import FULL, SLIM, Data, FakeTrainer, make_call, make_nano_batch, run_calls
 from tests.servers import wait_until
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_every_dtype_travels(token, dtype, tolerance, nano_batches):
     server = AttentionServer(token, CPU, get_kernel("reference", CPU))
     trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
     trainers[0].send_plan(0, nano_batches[:1])
-    run_calls(trainers, 0, nano_batches[:1], dtype=dtype, tolerance=tolerance, dims=(8, 8))
+    run_calls(trainers, 0, nano_batches[:1], dtype=dtype, tolerance=tolerance)
     for trainer in trainers:
         trainer.link.close()
     server.close()
@@ -81,10 +81,10 @@ def test_pairs_are_those_of_the_tasks(trainers, nano_batches):
     trainers[0].send_plan(0, nano_batches[:1])
     run_calls(trainers, 0, nano_batches[:1])
     by_hand = []
-    for window, plan in nano_batches[0].plans.items():
+    for kind, plan in nano_batches[0].plans.items():
         mine = [task for task in plan.tasks.tolist() if task[3] == 2]
         by_hand.append(
-            sum(min(row + 1, window or row + 1) for _, start, stop, _ in mine for row in range(start, stop))
+            sum(min(row + 1, kind.window or row + 1) for _, start, stop, _ in mine for row in range(start, stop))
         )
     assert [reply["pairs"] for reply in trainers[0].replies] == [by_hand[0]] * 2 + [by_hand[1]] * 2
 
@@ -93,16 +93,20 @@ def test_many_random_plans(trainers):
     number = 0
     for seed in range(12):
         rng = np.random.default_rng(seed)
-        nano_batches = [make_nano_batch(rng.integers(1, 90, rng.integers(1, 6)), 2, 2, seed)]
+        nano_batches = [
+            make_nano_batch(
+                rng.integers(1, 90, rng.integers(1, 6)), 2, 2, seed, kinds=(SLIM, replace(SLIM, window=40))
+            )
+        ]
         trainers[0].send_plan(seed, nano_batches)
-        number = run_calls(trainers, seed, nano_batches, number, heads=(2, 1), dims=(8, 8))
+        number = run_calls(trainers, seed, nano_batches, number)
 
 
 def test_a_call_may_overtake_its_plan(server, trainers, nano_batches, monkeypatch):
     asked, get = threading.Event(), server._plans.get
     monkeypatch.setattr(server._plans, "get", lambda *args: asked.set() or get(*args))
-    plan = nano_batches[0].plans[None]
-    call = make_call(0, 0, 0, None, "forward")
+    plan = nano_batches[0].plans[FULL]
+    call = make_call(0, 0, 0, FULL, "forward")
     data = Data(plan, call, 2)
     second = trainers[1].start(call, plan, data)
     assert asked.wait(30)
@@ -122,9 +126,9 @@ def test_more_calls_than_are_taken_at_once_in_any_order_of_trainers(server, trai
         return assembly
 
     monkeypatch.setattr(server._calls, "begin", noted_begin)
-    plan = nano_batches[0].plans[None]
+    plan = nano_batches[0].plans[FULL]
     trainers[0].send_plan(0, nano_batches)
-    calls = [make_call(0, number, 0, None, "forward") for number in range(3 * IN_FLIGHT)]
+    calls = [make_call(0, number, 0, FULL, "forward") for number in range(3 * IN_FLIGHT)]
     data = Data(plan, calls[0], 2)
     waiting = [trainers[0].start(call, plan, data) for call in calls]
     wait_until(lambda: len(asked) > IN_FLIGHT)  # the other has sent nothing: none of these can be answered
@@ -138,10 +142,10 @@ def test_more_calls_than_are_taken_at_once_in_any_order_of_trainers(server, trai
 
 @pytest.mark.parametrize("fields", [{"scale": 0.5}, {"softcap": 3.0}, {"plan": 1}, {"nano": 1}])
 def test_another_call_under_the_same_number_is_refused(server, trainers, nano_batches, fields):
-    plan = nano_batches[0].plans[None]
+    plan = nano_batches[0].plans[FULL]
     for number in range(2):
         trainers[0].send_plan(number, [nano_batches[0]] * 2)
-    call = make_call(0, 3, 0, None, "forward")
+    call = make_call(0, 3, 0, FULL, "forward")
     started = trainers[0].start(call, plan, Data(plan, call, 2))
     wait_until(lambda: server._calls._open)
     other = trainers[1].start(replace(call, **fields), plan, Data(plan, call, 2))
@@ -152,9 +156,9 @@ def test_another_call_under_the_same_number_is_refused(server, trainers, nano_ba
 
 
 def test_a_call_made_twice_is_refused(trainers, nano_batches):
-    plan = nano_batches[0].plans[None]
+    plan = nano_batches[0].plans[FULL]
     trainers[0].send_plan(0, nano_batches)
-    call = make_call(0, 3, 0, None, "forward")
+    call = make_call(0, 3, 0, FULL, "forward")
     started = [trainers[0].start(call, plan, Data(plan, call, 2)) for _ in range(2)]
     for each in started:
         with pytest.raises(LinkLost, match="call 3 is not the one that others made, or was made twice"):
@@ -200,8 +204,8 @@ def test_a_call_without_all_its_trainers_is_refused(server, trainers, nano_batch
 def test_a_trainer_that_leaves_in_a_call_is_told_to_the_others_who_may_connect_again(
     server, token, trainers, nano_batches
 ):
-    plan = nano_batches[0].plans[None]
-    call = make_call(0, 0, 0, None, "forward")
+    plan = nano_batches[0].plans[FULL]
+    call = make_call(0, 0, 0, FULL, "forward")
     trainers[0].send_plan(0, nano_batches)
     started = trainers[0].start(call, plan, Data(plan, call, 2))
     wait_until(lambda: server._calls._open)
@@ -234,7 +238,7 @@ def changed(call, **fields):
         ({"plan": "0"}, "plan of a call"),
         ({"number": -1}, "number of a call"),
         ({"nano": 2}, "no tasks of nano-batch 2"),
-        ({"window": 41}, "window 41"),
+        ({"window": 41}, "no tasks of nano-batch 0, a window of 41"),
         ({"window": 0}, "window of a call"),
         ({"direction": "sideways"}, "direction of a call"),
         ({"direction": "backward"}, "bytes"),
@@ -246,7 +250,7 @@ def changed(call, **fields):
         ({"kv_heads": 0}, "kv_heads of a call"),
         ({"kv_heads": None}, "kv_heads of a call"),
         ({"dim_qk": 2**40}, "dim_qk of a call"),
-        ({"dim_v": 25}, "bytes"),
+        ({"dim_v": 25}, "values of 25"),
         ({"dtype": "int8"}, "dtype of a call"),
         ({"dtype": ["float32"]}, "dtype of a call"),
         ({"dtype": "float64"}, "bytes"),
@@ -258,8 +262,8 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token
     good = FakeTrainer(server.port, token, 0, 1, 1)
     good.send_plan(0, nano_batches)
     run_calls([good], 0, nano_batches)
-    plan = nano_batches[0].plans[None]
-    call = make_call(0, 10, 0, None, "forward")
+    plan = nano_batches[0].plans[FULL]
+    call = make_call(0, 10, 0, FULL, "forward")
     bad = FakeTrainer(server.port, token, 1, 2, 1)
     started = good.start(call, plan, Data(plan, call, 1))
     with pytest.raises(LinkLost, match=f"{said}|has no tasks of"):
@@ -277,9 +281,14 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token
         (lambda header, tables: header.update(plan=-1), "plan of a plan"),
         (lambda header, tables: header.update(workers=2), "workers of a plan"),
         (lambda header, tables: header.update(worker=1), "worker of a plan"),
-        (lambda header, tables: header.update(windows=[]), "windows"),
-        (lambda header, tables: header.update(windows=[None, None]), "windows"),
-        (lambda header, tables: header.update(windows=[None, 0]), "windows"),
+        (lambda header, tables: header.update(kinds=[]), "kinds of attention"),
+        (lambda header, tables: header.update(kinds=[[None, 4, 2, 16, 24]] * 2), "kinds of attention"),
+        (lambda header, tables: header.update(kinds=[None, 40]), "kinds of attention"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16]), "kinds of attention"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [0, 4, 2, 16, 24]), "kinds of attention"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16, 1025]), "kinds of attention"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16.0, 24]), "kinds of attention"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 3, 16, 24]), "kv_heads must divide q_heads"),
         (lambda header, tables: header.update(tables=[[1, 2]]), "sizes of its tables"),
         (lambda header, tables: header.update(tables=[[2**40] * 4]), "sizes of its tables"),
         (lambda header, tables: header["tables"][0].__setitem__(0, 3), "bytes of tables"),
@@ -306,10 +315,10 @@ def test_a_plan_that_is_none_is_refused(trainers, nano_batches, change, said):
 
 def test_tasks_that_read_far_too_many_keys_are_refused(trainers):
     # 4096 rows of the longest document, each a task of the same server: more rows of keys than it can hold.
-    nano = make_nano_batch([2**23], 1, 1, 0, windows=(None,))
+    nano = make_nano_batch([2**23], 1, 1, 0, kinds=(FULL,))
     tasks = [(0, 0, 2**23 - 4096, 0)] + [(0, 2**23 - n, 2**23 - n + 1, 1) for n in range(4096, 0, -1)]
-    plan = nano.plans[None]
-    nano.plans[None] = type(plan)(plan.layout, np.array(tasks, TASK), 2, None)
+    plan = nano.plans[FULL]
+    nano.plans[FULL] = type(plan)(plan.layout, np.array(tasks, TASK), 2, None)
     trainers[0].link.send(Kind.PLAN, *encode_plan(0, 1, [nano]))
     with pytest.raises(LinkLost, match="read more than"):
         trainers[0].link.call({}, [], []).wait(30)
@@ -386,7 +395,7 @@ def test_the_server_says_what_it_is_doing_and_ends_with_training(server, token, 
 
 
 def test_call_headers_survive_the_wire():
-    call = make_call(1, 2, 0, 64, "backward", dtype="bfloat16", softcap=30.0)
+    call = make_call(1, 2, 0, replace(FULL, window=64), "backward", dtype="bfloat16", softcap=30.0)
     assert Call.read(call.header()) == call
     assert [column.name for column in call.request()] == ["q", "do", "o", "lse", "k", "v"]
     assert [column.row_bytes for column in call.reply()] == [4 * 16 * 2, 2 * 16 * 2, 2 * 24 * 2]

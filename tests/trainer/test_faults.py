@@ -22,7 +22,7 @@ from hf_distca.planner.cost import Workers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.wire.directory import Directory
 from tests.dispatch.test_equality import cut_rows
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 from tests.ranks import free_port
 from tests.servers import TOKEN, Fault, ServerProcess, wait_until
 
@@ -72,7 +72,8 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train with servers on every rank; `options["moment"]` says when the faults are triggered."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     faults: list[Fault] = options["faults"]
-    settings = PlanSettings(ranks, 4096, options["windows"], block_size=8, ping_pong=options.get("ping_pong", False))
+    kinds = small_kinds(*options["windows"])
+    settings = PlanSettings(ranks, 4096, kinds, block_size=8, ping_pong=options.get("ping_pong", False))
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
     log, logger = Messages(), logging.getLogger("hf_distca.dispatch.pool")

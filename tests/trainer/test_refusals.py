@@ -2,9 +2,11 @@
 
 import datasets
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 import hf_distca
+from hf_distca.patches.kinds import decoder_attentions
 from tests.models import SMALL, small_model
 from tests.ranks import RankPool
 
@@ -80,9 +82,51 @@ def test_prediction(tmp_path):
         trainer(tmp_path).predict(None)
 
 
-def test_attention_dropout(tmp_path):
-    with pytest.raises(ValueError, match=r"attention_dropout is 0\.1"):
-        trainer(tmp_path, model=small_model(attention_dropout=0.1))
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("llama", "attention_dropout"), ("gpt2", "attn_pdrop"), ("bert", "attention_probs_dropout_prob")],
+)
+def test_attention_dropout_in_the_config(tmp_path, model_type, name):
+    with pytest.raises(ValueError, match=rf"^{name} is 0\.1; .* Load the model with {name}=0\.0"):
+        trainer(tmp_path, model=small_model(model_type, **{name: 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "name", "dropout"),
+    [
+        ("llama", {}, "attention_dropout", 0.2),
+        ("gpt2", {"attn_pdrop": 0.0}, "attn_dropout", torch.nn.Dropout(0.2)),
+        ("bert", {"attention_probs_dropout_prob": 0.0, "is_decoder": True}, "dropout", torch.nn.Dropout(0.2)),
+    ],
+)
+def test_attention_dropout_in_a_layer(tmp_path, model_type, config, name, dropout):
+    model = small_model(model_type, **config)
+    layer_name, layer = list(decoder_attentions(model).items())[-1]
+    setattr(layer, name, dropout)
+    with pytest.raises(ValueError, match=rf"^{name} of {layer_name} is 0\.2; "):
+        trainer(tmp_path, model=model)
+
+
+def test_other_dropout_is_none_of_attention(tmp_path):
+    model = small_model("gpt2", attn_pdrop=0.0)
+    assert model.config.resid_pdrop == model.config.embd_pdrop == 0.1
+    trainer(tmp_path, model=model)
+
+
+def test_model_that_computes_a_mask(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"DogeForCausalLM lay a mask of their own .*can train with \['eager', 'sdpa'"
+    ):
+        trainer(tmp_path, model=small_model("doge"))
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_reentrant_checkpoints_of_layers_that_share_keys(tmp_path, ping_pong):
+    sharing = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 64}
+    model = small_model("gemma4_text", **sharing)
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match=r"layers.1.self_attn reads the keys .*'use_reentrant': False"):
+        trainer(tmp_path, model=model, ping_pong=ping_pong, **options)
 
 
 def test_other_attention_implementation(tmp_path):

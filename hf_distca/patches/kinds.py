@@ -1,0 +1,87 @@
+"""The kinds of attention of a transformers model: what it tells of them in its config and its attention modules."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_distca.kernels.contract import AttentionParams
+from hf_distca.plan import AttentionKind
+
+
+def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The attention layers of a model's decoder by name, as transformers names them."""
+    of_decoder = _attentions(model.get_decoder())  # those of towers for images or sound are others
+    return of_decoder or _attentions(model)  # some models call another module their decoder
+
+
+def _attentions(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if is_attention(module)}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention layer of a decoder, as transformers names them."""
+    return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
+
+
+def attention_kinds(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
+    """The different kinds of attention of a model's layers, in the order of the first layer of each.
+
+    Raises:
+        ValueError: a layer is neither full nor sliding-window attention (chunked or linear attention,
+            state space): its result for a document cut across ranks would be wrong. Or there is no layer.
+    """
+    config = model.config.get_text_config(decoder=True)
+    windows = attention_windows(config)
+    kinds: dict[AttentionKind, None] = {}
+    for module in decoder_attentions(model).values():
+        layer: Any = module.layer_idx
+        own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+        kinds[_kind(own, module, windows[(layer or 0) % len(windows)])] = None
+    if not kinds:
+        raise ValueError(
+            f"{type(model).__name__} has no attention layers that are named as transformers names them: of a class "
+            "...Attention and with a layer_idx"
+        )
+    return tuple(kinds)
+
+
+def attention_windows(config: PreTrainedConfig) -> list[int | None]:
+    """The attention window of each layer, or a single one that all layers have; None stands for full attention.
+
+    Raises:
+        ValueError: see `attention_kinds`.
+    """
+    config = config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if layer_types is None:
+        return [window]
+    known = {"full_attention": None, "attention": None, "sliding_attention": window}
+    unknown = sorted(set(layer_types) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{type(config).__name__} has layers of type {unknown}; core attention can be moved between "
+            f"ranks only where every layer is one of {sorted(known)}"
+        )
+    return [known[layer_type] for layer_type in layer_types]
+
+
+def _kind(config: PreTrainedConfig, module: nn.Module, window: int | None) -> AttentionKind:
+    """The kind of one attention layer, whose own config this is."""
+    q_heads = config.num_attention_heads
+    if getattr(config, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
+        return AttentionKind(
+            window, q_heads, q_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        )
+    kv_heads = q_heads // getattr(module, "num_key_value_groups", 1)  # so often does eager attention repeat them
+    head_dim = getattr(module, "head_dim", None) or config.hidden_size // q_heads
+    return AttentionKind(window, q_heads, kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim)
+
+
+def attention_params(config: PreTrainedConfig, kind: AttentionKind) -> AttentionParams:
+    """What the model's layers of one kind ask of a kernel."""
+    softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return AttentionParams(scale=1.0, window=kind.window, softcap=softcap)

@@ -98,13 +98,23 @@ def test_both_halves_and_what_follows_see_the_thread_as_without_ping_pong(rank_p
         assert calls == plain[name] * 2, name
 
 
-def _step_in_company(strategy: str, lora: bool) -> tuple[float, dict]:
+def _step_in_company(strategy: str, lora: bool) -> tuple[float, dict, set[bool]]:
     dispatcher = _dispatcher()
     model = _model(strategy, lora)
+    autocast: set[bool] = set()  # what the kernel finds
+    kernel = dispatcher.kernel
+    for direction in ("forward", "backward"):
+        compute = getattr(kernel, direction)
+
+        def watched(*args, compute=compute):
+            autocast.add(torch.is_autocast_enabled("cpu"))
+            return compute(*args)
+
+        setattr(kernel, direction, watched)
     with torch.autocast("cpu", torch.bfloat16):
         plan = plan_micro_batch(LENGTHS, dispatcher.settings)
         loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
-    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}, autocast
 
 
 def _model(strategy: str, lora: bool, implementation: str = "distca"):
@@ -128,7 +138,8 @@ def test_bfloat16_autocast(rank_pools, strategy, lora):
     exact_loss, exact = reference_step(_model("plain", lora, "sdpa"), random_documents(LENGTHS))
     with torch.autocast("cpu", torch.bfloat16):
         stock_loss, stock = reference_step(_model("plain", lora, "sdpa"), random_documents(LENGTHS))
-    for got_loss, got in rank_pools[2].run(_step_in_company, strategy, lora):
+    for got_loss, got, autocast in rank_pools[2].run(_step_in_company, strategy, lora):
+        assert autocast == {False}
         assert abs(got_loss - exact_loss) < 2 * abs(stock_loss - exact_loss) + 1e-3
         assert got.keys() == exact.keys()
         for name in exact:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from torch.cuda import is_available
+from torch.cuda import device_count, is_available
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.pool import Pool
@@ -55,7 +55,8 @@ def split_launch(servers: int, timeout_s: float, *, cpu: bool) -> Launch:
         cpu: servers compute on the CPU even where there is a GPU.
 
     Raises:
-        ValueError: this is no launch with more processes than that, or something has looked at the world already.
+        ValueError: this is no launch with more processes than that, or something has looked at the world already; or,
+            on every process, a server's host has no GPU left for it.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     trainers = world - servers
@@ -80,8 +81,14 @@ def split_launch(servers: int, timeout_s: float, *, cpu: bool) -> Launch:
             multi_tenant=own_store,
         ),
     )
+    device = _server_device(cpu=cpu)
     if rank >= trainers:
-        _be_server(store, timeout_s, cpu=cpu)
+        store.set(f"wrong with {rank}", _without_device(rank, device))
+    wrong = [store.get(f"wrong with {server}").decode() for server in range(trainers, world)]
+    if any(wrong):
+        raise ValueError(next(filter(None, wrong)))
+    if rank >= trainers:
+        _be_server(store, timeout_s, device)
     os.environ["WORLD_SIZE"] = str(trainers)
     if "LOCAL_WORLD_SIZE" in os.environ:
         first = rank - int(os.environ["LOCAL_RANK"])  # of this host
@@ -89,7 +96,23 @@ def split_launch(servers: int, timeout_s: float, *, cpu: bool) -> Launch:
     return Launch(servers, store)
 
 
-def _be_server(store: dist.Store, timeout_s: float, *, cpu: bool) -> NoReturn:
+def _server_device(*, cpu: bool) -> str:
+    """What a server of this launch computes on: of its host's GPUs the one of its number, as it is for trainers."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_available() and not cpu else "cpu"
+
+
+def _without_device(rank: int, device: str) -> str:
+    """What is to be said of a server whose device does not exist; nothing if it does."""
+    if device == "cpu" or int(device.removeprefix("cuda:")) < (count := device_count()):
+        return ""
+    return (
+        f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and on one "
+        "that it shares with a trainer it would add nothing; start no more processes on a host than it has GPUs, "
+        "servers included, or let servers join from other hosts: attention_servers='external' and hf-distca serve"
+    )
+
+
+def _be_server(store: dist.Store, timeout_s: float, device: str) -> NoReturn:
     """Run a server until training ends, then end this process.
 
     The server is a process of its own: the launcher ends all ranks when one of its processes fails, and a lost
@@ -97,7 +120,6 @@ def _be_server(store: dist.Store, timeout_s: float, *, cpu: bool) -> NoReturn:
     """
     # Trainers load their model first; if they fail instead, the launcher ends this process.
     store.set_timeout(timedelta(days=1))
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_available() and not cpu else "cpu"
     address, token = (store.get(name).decode() for name in ("address", "token"))
     command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
     command += ["--device", device, "--wait", f"{timeout_s:g}"]

@@ -1,17 +1,23 @@
 """Training with dedicated attention servers under `accelerate launch`, against one process with "sdpa"."""
 
+import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from accelerate import PartialState
 
+from hf_distca.trainer import attention_servers as launches
+from hf_distca.trainer.attention_servers import TOKEN_FILE, Launch, split_launch
 from hf_distca.wire.token import make_token, write_token
 from tests.launch import ROOT, launch, run_launch
 from tests.ranks import free_port
 from tests.servers import wait_until
 from tests.trainer.test_launch import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
+from tests.trainer.test_trainer import make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +108,49 @@ def test_more_servers_than_processes(tmp_path):
     )
     assert process.returncode != 0
     assert "attention_servers=2 of 2 processes leaves no trainer" in process.stdout
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Runs `split_launch` as if on processes of a launch, on one host with so many GPUs."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **kwargs: store)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr(launches, "is_available", lambda: True)
+    monkeypatch.setattr(launches, "_be_server", lambda store, timeout_s, device: sys.exit(f"serves on {device}"))
+
+    def run(rank: int, world: int, servers: int, gpus: int, cpu: bool = False) -> Launch:
+        monkeypatch.setattr(launches, "device_count", lambda: gpus)
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        return split_launch(servers, 60, cpu=cpu)
+
+    return run
+
+
+def test_a_server_without_a_gpu_is_refused_on_every_process(processes):
+    for rank in (3, 0, 1, 2):  # the server first: the others wait for its word
+        with pytest.raises(ValueError, match="server of rank 3 would compute on cuda:3, but its host has 3 GPUs"):
+            processes(rank, 4, 1, gpus=3)
+
+
+@pytest.mark.parametrize(("cpu", "gpus", "device"), [(False, 2, "cuda:1"), (True, 1, "cpu")])
+def test_a_server_takes_the_gpu_of_its_number(processes, cpu, gpus, device):
+    with pytest.raises(SystemExit, match=f"serves on {device}"):
+        processes(1, 2, 1, gpus, cpu)
+    assert processes(0, 2, 1, gpus, cpu).servers == 1
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
+
+
+def test_settings_reach_the_pool(tmp_path):
+    trainer = make_trainer(
+        str(tmp_path), attention_servers="external", trainers_serve=False, attention_server_timeout=7.0
+    )
+    try:
+        assert trainer.pool is trainer.dispatcher.pool
+        assert (trainer.pool.ranks_serve, trainer.pool.timeout_s) == (False, 7.0)
+        assert (tmp_path / TOKEN_FILE).exists()
+    finally:
+        trainer.pool.close()

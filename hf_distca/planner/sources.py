@@ -99,7 +99,8 @@ class Source:
         return np.where(available >= amount, cost, np.inf), cost, part
 
     def _ends(self, amount: float) -> tuple[int, float, float]:
-        """(tasks, level, bytes): the ends of the longest tasks, all cut at the row that `level` pairs reach.
+        """(tasks, level, bytes): the ends of the longest tasks, all cut at the row that `level` pairs reach; at least
+        a row of each, since less would be rounded away.
 
         At one row s a further row costs the same bytes per pair in every document, so cutting several of them
         at the same s is the cheapest way to share `amount`: n·pairs(0, s) = Σ pairs(0, stop) − amount.
@@ -108,7 +109,7 @@ class Source:
         count = np.arange(1, len(stop) + 1)
         level = (np.cumsum(self.high) - amount) / count
         row = row_reaching(level, self.window)
-        usable = (count > 1) & (row < stop) & (level >= np.maximum.accumulate(self.low))
+        usable = (count > 1) & (row <= stop - 1) & (level >= np.maximum.accumulate(self.low))
         first = np.full(len(row), float(self.price.origin))
         if self.price.window is not None:
             first = np.maximum(row - self.price.window + 1, first)

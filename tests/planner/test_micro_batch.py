@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.plan import AttentionKind
+from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
-from tests.planner.plan_checks import check_plan
+from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
 
 LAYOUTS = ["joint", "fixed"]
 
@@ -31,6 +31,18 @@ def test_a_document_beyond_half_of_the_tokens_leaves_one_nano_batch(layout):
     assert plan.tokens.tolist() == [4, 4]
 
 
+def test_the_summary_counts_both_nano_batches():
+    # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
+    summary = halves([3, 2, 2, 2], 3, 3, "fixed").summary
+    assert summary.packed_max_over_mean == pytest.approx(6 / 5)
+    plan = halves([1500, 1200, 900, 700, 400, 300], 2, 2500, "fixed")
+    plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
+    loads = np.sum([loads_by_row(each) for each in plans], axis=0)
+    moved = np.sum([bytes_by_row(each, RowBytes()) for each in plans], axis=0)
+    assert plan.summary.max_over_mean == pytest.approx(loads.max() / loads.mean())
+    assert plan.summary.bytes_bottleneck == moved.max() > 0
+
+
 LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 200)), min_size=1, max_size=12)
 
 
@@ -47,7 +59,8 @@ def test_no_rank_holds_more_than_its_tokens(layout, lengths, ranks, ping_pong):
     assert sorted(numbers.tolist()) == list(range(len(lengths)))
     for nano in plan.nano_batches:
         assert nano.layout.lengths.tolist() == [lengths[document] for document in nano.documents]
-        check_plan(nano.plans[AttentionKind()])
+        (plan_of_kind,) = nano.plans.values()
+        check_plan(plan_of_kind)
         if len(plan.nano_batches) == 2:
             assert nano.layout.tokens.min() > 0
 

@@ -45,3 +45,7 @@ def test_more_than_there_is_takes_everything():
 def test_the_taker_that_has_the_keys_gets_them():
     near = source([5000, 5000], Price(16384, 4096, None)).take(1e5, {1: 5000})
     assert list(near) == [1]
+
+
+def test_parts_of_rows_are_not_collected_from_several_tasks():
+    assert source([1, 1, 1], Price(16384, 4096, 1)).take(0.7572, {}) == {0: 0.7572}

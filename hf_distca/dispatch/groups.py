@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_distca.dispatch.failures import Failures
+
 
 class Groups:
     """The ranks that train together, with a group for tensors and one for small Python objects.
@@ -19,6 +21,9 @@ class Groups:
     Args:
         device: where the exchanged tensors live; CUDA exchanges go through NCCL, all others through gloo.
         timeout_s: seconds after which an exchange with a silent peer fails.
+
+    Attributes:
+        failures: tells each rank why another failed.
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -26,11 +31,14 @@ class Groups:
         self.rank = dist.get_rank() if self.distributed else 0
         self.ranks = dist.get_world_size() if self.distributed else 1
         self.exchange = self._words = None
+        store = None
         if self.distributed:
             timeout = timedelta(seconds=timeout_s)
             backend = "nccl" if device.type == "cuda" else "gloo"
             self.exchange = dist.new_group(backend=backend, timeout=timeout)
             self._words = dist.new_group(backend="gloo", timeout=timeout)
+            store = self._words.get_group_store()
+        self.failures = Failures(store, self.rank, self.ranks)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks. A collective on the CPU."""

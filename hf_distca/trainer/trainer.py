@@ -134,12 +134,23 @@ class DistCATrainer(Trainer):
         return torch.float16 if self.args.fp16 else self.model.dtype
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer.train`. Dedicated attention servers are let go when it ends."""
+        """See `Trainer.train`. Dedicated attention servers are let go when it ends.
+
+        Raises:
+            RuntimeError: another rank failed; says which and why.
+        """
         try:
-            return super().train(*args, **kwargs)
+            with self.dispatcher.groups.failures.told():
+                return super().train(*args, **kwargs)
         finally:
             if self.pool is not None:
                 self.pool.close()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See `Trainer.evaluate`; the loss is the mean over all targets."""
+        with self.dispatcher.groups.failures.told():
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+            return metrics
 
     # Data
 

@@ -1,0 +1,53 @@
+"""A rank whose partner failed in the middle of a training reports the partner's error."""
+
+import pytest
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_distca.dispatch.failures import Failures
+from tests.trainer.test_trainer import make_trainer
+
+
+class FullDisk(TrainerCallback):
+    """Fails on rank 1 before the first step."""
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        if dist.get_rank() == 1:
+            raise OSError("disk full")
+
+
+def _fail(folder: str) -> tuple[str, str]:
+    # The processes of a pool stay, so that no connection closes: rank 0 loses its partner by the timeout of exchanges,
+    # and DDP's group, which has a longer one, must not be what it waits for.
+    trainer = make_trainer(folder, max_steps=1, save_strategy="no", exchange_timeout=10.0, ddp_broadcast_buffers=False)
+    trainer.add_callback(FullDisk())
+    try:
+        trainer.train()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_a_rank_that_waits_in_vain_says_what_failed_elsewhere(rank_pools, tmp_path):
+    told, own = rank_pools[2].run(_fail, str(tmp_path))
+    assert own == ("OSError", "disk full")
+    assert told == ("RuntimeError", "rank 1 failed: OSError: disk full")
+
+
+class LostDocuments(list):
+    """Documents that this rank cannot read because another rank is gone."""
+
+    def __getitem__(self, index):
+        raise dist.DistBackendError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("method", ["train", "evaluate"])
+def test_training_and_evaluation_tell(tmp_path, method):
+    store = dist.HashStore()
+    with pytest.raises(ValueError, match="boom"), Failures(store, 1, 2).told():
+        raise ValueError("boom")
+    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
+    trainer.dispatcher.groups.failures = Failures(store, 0, 2, wait_s=0.2)
+    trainer.train_dataset = trainer.eval_dataset = LostDocuments([{"input_ids": [1, 2]}])
+    with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
+        getattr(trainer, method)()

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -14,6 +15,19 @@ WAIT_S = 5.0
 """How long a rank that lost its partners looks for their errors. A partner's is there before its connections close."""
 _PAUSE_S = 0.05
 _LOST_PARTNER = re.compile(r"gloo|NCCL|connection (closed|reset) by peer|timed out waiting", re.IGNORECASE)
+
+
+class Store(Protocol):
+    """What is used of a store of torch.distributed."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Leave a value."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all the keys have values."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value, once there is one."""
 
 
 class Failures:
@@ -28,7 +42,7 @@ class Failures:
         wait_s: how long a rank that lost its partners looks for their errors.
     """
 
-    def __init__(self, store: dist.Store | None, rank: int, ranks: int, wait_s: float = WAIT_S) -> None:
+    def __init__(self, store: Store | None, rank: int, ranks: int, wait_s: float = WAIT_S) -> None:
         self._store = store
         self._rank = rank
         self._ranks = ranks

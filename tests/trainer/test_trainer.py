@@ -200,9 +200,85 @@ def test_a_stream_starts_again_until_max_steps(rank_pools, tmp_path):
 
 
 def test_documents_without_targets(tmp_path):
-    trainer = make_trainer(str(tmp_path), lengths=[1, 1, 1], max_steps=1, save_strategy="no")
+    # With logging_nan_inf_filter 0/0 would be logged as 0, too.
+    trainer = make_trainer(
+        str(tmp_path), lengths=[1, 1, 1], max_steps=1, save_strategy="no", logging_nan_inf_filter=False
+    )
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == 0.0
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    assert trainer.evaluate()["eval_loss"] == 0.0
+
+
+def tokens_of_an_epoch(trainer: Any, epoch: int = 0) -> list[list[int]]:
+    """The tokens of each micro-batch, on one rank."""
+    loader = trainer.get_train_dataloader()
+    loader.set_epoch(epoch)
+    return [batch["input_ids"][0].tolist() for batch in loader]
+
+
+def test_sequential_order(tmp_path):
+    trainer = make_trainer(
+        str(tmp_path), lengths=[3, 4, 5, 6], tokens_per_rank=8, train_sampling_strategy="sequential", ping_pong=False
+    )
+    first, second, third, fourth = (document.tolist() for document in random_documents([3, 4, 5, 6]))
+    batches = tokens_of_an_epoch(trainer)
+    assert [sorted(batch) for batch in batches] == [sorted(first + second), sorted(third), sorted(fourth)]
+    assert tokens_of_an_epoch(trainer, epoch=1) == batches
+
+
+def test_what_the_order_is_drawn_from(tmp_path):
+    def drawn(**seeds: int) -> list[list[int]]:
+        return tokens_of_an_epoch(make_trainer(str(tmp_path), tokens_per_rank=200, **seeds))
+
+    assert drawn(seed=1, data_seed=7) == drawn(seed=2, data_seed=7) == drawn(seed=7)
+    assert drawn(seed=7, data_seed=1) != drawn(seed=7)
+
+
+class Deaf(torch.nn.Module):
+    """Hands every keyword but the plan on to the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, distca_plan: Any = None, **inputs: Any) -> Any:
+        return self.model(**inputs)
+
+
+def test_a_plan_that_reaches_no_attention(tmp_path):
+    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no", ping_pong=False)
+    (batch,), targets = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
+    inputs = trainer._prepare_inputs(batch)
+    with pytest.raises(ValueError, match="LlamaForCausalLM did not hand distca_plan to its attention layers"):
+        trainer.compute_loss(Deaf(trainer.model), inputs, num_items_in_batch=targets)
+
+
+def _settings_error(folder: str, settings_by_rank: list[dict[str, Any]]) -> str:
+    settings = settings_by_rank[torch.distributed.get_rank()]
+    try:
+        make_trainer(folder, **settings)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokens_per_rank": 96},
+        {"document_layout": "fixed"},
+        {"balance_tolerance": 0.1},
+        {"attention_kernel": "reference"},
+        {"keep_received": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank_pools, tmp_path, settings):
+    for error in rank_pools[2].run(_settings_error, str(tmp_path), [{}, settings]):
+        assert "settings differ between ranks" in error
 
 
 def test_saved_model_loads_with_any_attention(tmp_path):

@@ -20,6 +20,34 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
 from hf_distca.trainer.arguments import DistCATrainingArguments
 
+AGREED = (
+    "seed",
+    "data_seed",
+    "train_sampling_strategy",
+    "long_documents",
+    "remove_unused_columns",
+    "length_column_name",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "attention_servers",
+)
+"""Arguments that decide which micro-batches come, and when: ranks that differ in one would exchange rows of others."""
+
+
+def check_agreement(args: DistCATrainingArguments, groups: Groups) -> None:
+    """Raise unless every rank would train on the same micro-batches in the same order. A collective.
+
+    Raises:
+        ValueError: on every rank, where an argument differs between ranks.
+    """
+    values = groups.all_gather(tuple(getattr(args, name) for name in AGREED))
+    for name, by_rank in zip(AGREED, zip(*values, strict=True), strict=True):
+        if len(set(by_rank)) > 1:
+            raise ValueError(
+                f"{name} differs between ranks, from rank 0 on it is {list(by_rank)}; start all ranks alike"
+            )
+
 
 def agreed_lengths(dataset: Any, columns: Columns, args: DistCATrainingArguments, groups: Groups) -> NDArray[np.int64]:
     """Lengths of the documents, checked, and known to be those of every other rank. A collective.

@@ -21,7 +21,7 @@ from hf_distca.patches.model import check_reentrant, plan_settings
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.trainer.arguments import DistCATrainingArguments
 from hf_distca.trainer.attention_servers import TOKEN_FILE, open_pool
-from hf_distca.trainer.data import PlannedLoader, agreed_lengths, packed_loader, unsharded
+from hf_distca.trainer.data import PlannedLoader, agreed_lengths, check_agreement, packed_loader, unsharded
 from hf_distca.trainer.meter import StepMeter
 
 
@@ -105,6 +105,7 @@ class DistCATrainer(Trainer):
             keep_core_attention=args.keep_core_attention,
             timeout_s=args.exchange_timeout,
         )
+        check_agreement(args, self.dispatcher.groups)
         self.pool: Pool | None = None
         if args.attention_servers != "0":
             self.pool = open_pool(

@@ -88,10 +88,14 @@ def test_what_failed_before_is_forgotten():
 
 
 def test_an_evaluation_within_a_training():
-    failures = left_behind(dist.HashStore(), ValueError("boom"))
+    store = dist.HashStore()
+    failures = left_behind(store, ValueError("boom"))
     with pytest.raises(RuntimeError, match="rank 1 failed: ValueError: boom") as raised:
         evaluate_twice_within(failures, RuntimeError(CLOSED))
     assert str(raised.value.__cause__) == CLOSED
+    # What rank 0 only passed on is not told again as an error of its own.
+    with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
+        fail(Failures(store, 2, 3, wait_s=0.2), RuntimeError(CLOSED))
 
 
 def test_one_rank_alone():

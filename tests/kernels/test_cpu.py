@@ -105,7 +105,7 @@ def test_does_not_change_its_inputs() -> None:
 
 def test_no_sum_is_written_to_twice_at_once() -> None:
     """Blocks of a window share keys; adding to all blocks in one operation is a race between its threads."""
-    case = Case((600,), (700,), heads=2, kv_heads=1, head_dim_qk=8, head_dim_v=8, params=AttentionParams(0.2, 100))
+    case = Case((1400,), (1500,), heads=2, kv_heads=1, head_dim_qk=8, head_dim_v=8, params=AttentionParams(0.2, 600))
     inputs = make_inputs(case, torch.float32)
     added = 0
 

@@ -223,6 +223,22 @@ def test_kept_results_are_offloaded_where_the_checkpoint_is(rank_pools):
         assert rows // 2 in (sum(LENGTHS) // 2, sum(LENGTHS) // 2 + 1)
 
 
+def _left_by_an_evaluation() -> int:
+    dispatcher = _dispatcher()
+    model = small_model().train()
+    plan_layers(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+    bound = dispatcher.bind(plan)
+    with torch.no_grad():
+        model.eval()(**cut_rows(plan, dist.get_rank(), random_documents(LENGTHS)), distca_plan=bound)
+    return len(bound.kept_results)
+
+
+def test_an_evaluation_keeps_nothing(rank_pools):
+    assert rank_pools[2].run(_left_by_an_evaluation) == [0, 0]
+
+
 def _output_changed_in_place() -> str:
     dispatcher = _dispatcher()
     model = small_model().train()

@@ -6,34 +6,34 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from hf_distca.cli.lengths_file import InputError, read_lengths
-from hf_distca.plan import AttentionKind, Layout, Plan
-from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.layout import fixed_layout, joint_layout, packed_layout
-from hf_distca.planner.metrics import PlanMetrics, measure
+from hf_distca.kernels import get_kernel
+from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.planner.cost import as_lengths
+from hf_distca.planner.layout import check_capacity
+from hf_distca.planner.metrics import bytes_between, loads_of
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-REPORTED = (
-    "max_over_mean",
-    "tokens_max_over_mean",
-    "bytes_total",
-    "bytes_bottleneck",
-    "tasks",
-    "min_rows",
-    "tasks_below_block",
-)
+KERNELS = ("torch_varlen", "flash_attn", "cpu", "reference")
+MOST_RANKS = 4096
+"""Planned in 16 s where each has 32768 tokens (two busy cores); the time grows with the square of the ranks."""
+MANY_RANKS, LEAST_BLOCKS = 512, 8
+"""More ranks than that need so many blocks of rows each: smaller shares are levelled in too many moves to wait for."""
 
 DESCRIPTION = """\
-Lay out the documents of one micro-batch on ranks, balance their core attention, and show what it costs.
+Lay out the documents of one micro-batch on ranks, balance their core attention, and show what it costs: the plan
+that DistCATrainer makes of these documents with the same settings. Figures are those of both nano-batches together.
 
 FILE is JSON: a list of document lengths in tokens, or a list of such lists, one row per rank (rows may be
 empty).
 
 --layout joint  places the documents itself, tokens and attention together; rows are only a list of documents.
---layout fixed  keeps every row on its rank and moves attention only. With ranks = k x rows, each row spans
-                k consecutive ranks and is cut where a rank's tokens are full. A plain list is packed in
-                order, each rank filled before the next, documents cut where a rank is full.
+--layout fixed  keeps every row on its rank and moves attention only. A plain list is packed in order, with equal
+                tokens on every rank, documents cut where a rank's share ends.
 """
 
 
@@ -44,6 +44,13 @@ def _positive(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
+    return number
+
+
+def _ranks(text: str) -> int:
+    number = _positive(text)
+    if number > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"must be at most {MOST_RANKS}, got {text}: planning would not end in time")
     return number
 
 
@@ -67,7 +74,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add = parser.add_argument
     add("--lengths", required=True, metavar="FILE", help="JSON file with document lengths, see above")
-    add("--ranks", required=True, type=_positive, metavar="N", help="number of ranks")
+    add("--ranks", required=True, type=_ranks, metavar="N", help=f"number of ranks, at most {MOST_RANKS}")
     add("--tokens-per-rank", required=True, type=_positive, metavar="T", help="most tokens a rank holds")
     add("--layout", choices=("joint", "fixed"), default="joint", help="who places tokens (default: joint)")
     add(
@@ -80,6 +87,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--kv-heads", type=_positive, default=8, help="key-value heads (default: 8)")
     add("--head-dim", type=_positive, default=128, help="size of a head (default: 128)")
     add("--dtype", choices=tuple(BYTES), default="bfloat16", help="of activations (default: bfloat16)")
+    add("--block-size", type=_positive, default=128, help="rows that cuts fall on multiples of (default: 128)")
+    add("--kernel", choices=KERNELS, default="torch_varlen", help="what computes attention (default: torch_varlen)")
+    add("--no-ping-pong", dest="ping_pong", action="store_false", help="make one nano-batch of all documents")
     add("--window", type=_positive, metavar="W", help="sliding window in tokens (default: full attention)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--dump", metavar="FILE", help="write documents, segments and tasks of the plan as JSON")
@@ -93,61 +103,109 @@ def run(options: argparse.Namespace) -> None:
     """
     lengths = read_lengths(options.lengths)
     try:
-        kind = AttentionKind(options.window, options.q_heads, options.kv_heads, options.head_dim, options.head_dim)
-        row_bytes = RowBytes.of_kind(kind, BYTES[options.dtype])
+        settings = _settings(options)
         began = time.perf_counter()
-        layout = _layout(lengths, options)
-        plan = balance(layout, window=options.window, tolerance=options.tolerance, row_bytes=row_bytes)
+        plan = _plan(lengths, settings, options)
         plan_ms = (time.perf_counter() - began) * 1e3
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    metrics = measure(plan, row_bytes)
+    (kind,) = settings.kinds
+    figures = _figures(plan, kind, settings)
     if options.dump:
-        _dump(plan, options.dump)
+        _dump(plan, kind, options.dump)
     if options.json:
-        figures = {name: getattr(metrics, name) for name in REPORTED}
         print(json.dumps({**figures, "plan_ms": round(plan_ms, 3)}))
     else:
-        print(_table(plan, metrics, plan_ms, options))
+        print(_table(plan, figures, plan_ms, options))
 
 
-def _layout(lengths: list[int] | list[list[int]], options: argparse.Namespace) -> Layout:
+def _settings(options: argparse.Namespace) -> PlanSettings:
+    kernel = get_kernel(options.kernel, torch.device("cuda"))  # nothing is computed: the kernel tells its costs
+    return PlanSettings(
+        ranks=options.ranks,
+        tokens_per_rank=options.tokens_per_rank,
+        kinds=(AttentionKind(options.window, options.q_heads, options.kv_heads, options.head_dim, options.head_dim),),
+        bytes_per_value=BYTES[options.dtype],
+        document_layout=options.layout,
+        tolerance=options.tolerance,
+        block_size=options.block_size,
+        row_overhead=kernel.row_overhead,
+        gather_cost=kernel.gather_cost,
+        ping_pong=options.ping_pong and options.ranks > 1,
+    )
+
+
+def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options: argparse.Namespace) -> MicroBatchPlan:
     rows = [row for row in lengths if isinstance(row, list)]
-    flat = [length for length in lengths if isinstance(length, int)]
-    ranks, tokens = options.ranks, options.tokens_per_rank
+    documents = [length for row in rows for length in row] or [length for length in lengths if isinstance(length, int)]
+    ranks, tokens = settings.ranks, settings.tokens_per_rank
     if len(rows) > ranks:
         raise InputError(f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank")
-    if options.layout == "joint":
-        documents = flat or [length for row in rows for length in row]
-        return joint_layout(documents, ranks, tokens, window=options.window, tolerance=options.tolerance)
-    return fixed_layout(rows, ranks, tokens_per_rank=tokens) if rows else packed_layout(flat, ranks, tokens)
+    check_capacity(as_lengths(documents), ranks, tokens)
+    if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * settings.block_size:
+        raise InputError(
+            f"{sum(documents)} tokens on {ranks} ranks leave fewer than {LEAST_BLOCKS} blocks of "
+            f"{settings.block_size} rows to each; give more documents, or at most {MANY_RANKS} ranks"
+        )
+    if not rows or settings.document_layout == "joint":
+        return plan_micro_batch(documents, settings)
+    if len(rows) != ranks:
+        raise InputError(f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank")
+    for number, row in enumerate(rows):
+        if sum(row) > tokens:
+            raise InputError(
+                f"row {number} holds {sum(row)} tokens, but a rank takes {tokens}; raise --tokens-per-rank"
+            )
+    return plan_rows(rows, settings)
 
 
-def _dump(plan: Plan, path: str) -> None:
-    segments, tasks = plan.layout.segments, plan.tasks
-    content = {
-        "documents": plan.layout.lengths.tolist(),
-        "segments": [list(segment) for segment in segments.tolist()],
-        "tasks": [list(task) for task in tasks.tolist()],
+def _figures(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings) -> dict[str, float]:
+    """What the plan achieves and costs, all nano-batches together."""
+    plans = [nano.plans[kind] for nano in plan.nano_batches]
+    loads = np.sum([loads_of(each) for each in plans], axis=0)
+    moved = np.sum([bytes_between(each, settings.row_bytes(kind)) for each in plans], axis=0)
+    rows = np.concatenate([each.tasks["stop"] - each.tasks["start"] for each in plans])
+    return {
+        "max_over_mean": float(loads.max() / loads.mean()),
+        "tokens_max_over_mean": float(plan.tokens.max() / plan.tokens.mean()),
+        "bytes_total": int(moved[0].sum()),
+        "bytes_bottleneck": int(moved.max()),
+        "tasks": len(rows),
+        "min_rows": int(rows.min()),
+        "tasks_below_block": int((rows < settings.block_size).sum()),
+        "nano_batches": len(plans),
     }
+
+
+def _dump(plan: MicroBatchPlan, kind: AttentionKind, path: str) -> None:
+    content = [
+        {
+            "documents": nano.documents.tolist(),
+            "lengths": nano.layout.lengths.tolist(),
+            "segments": [list(segment) for segment in nano.layout.segments.tolist()],
+            "tasks": [list(task) for task in nano.plans[kind].tasks.tolist()],
+        }
+        for nano in plan.nano_batches
+    ]
     try:
-        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps({"nano_batches": content}) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _table(plan: Plan, metrics: PlanMetrics, plan_ms: float, options: argparse.Namespace) -> str:
-    documents = len(plan.layout.lengths)
-    cut = len(plan.layout.segments) - documents
+def _table(plan: MicroBatchPlan, figures: dict[str, float], plan_ms: float, options: argparse.Namespace) -> str:
+    documents = sum(len(nano.documents) for nano in plan.nano_batches)
+    cuts = sum(len(nano.layout.segments) for nano in plan.nano_batches) - documents
+    halves = "2 nano-batches" if len(plan.nano_batches) == 2 else "1 nano-batch"
     lines = [
-        ("documents", f"{documents}, {int(plan.layout.lengths.sum())} tokens, {cut} cuts"),
+        ("documents", f"{documents}, {int(plan.tokens.sum())} tokens, {cuts} cuts, {halves}"),
         ("layout", f"{options.layout}, {options.ranks} ranks of at most {options.tokens_per_rank} tokens"),
-        ("attention, max / mean", f"{metrics.max_over_mean:.4f}"),
-        ("tokens, max / mean", f"{metrics.tokens_max_over_mean:.4f}"),
-        ("bytes per layer, all ranks", f"{metrics.bytes_total / 1e6:.2f} MB"),
-        ("bytes per layer, busiest rank", f"{metrics.bytes_bottleneck / 1e6:.2f} MB"),
-        ("tasks", f"{metrics.tasks}, the smallest of {metrics.min_rows} rows"),
-        ("tasks below 128 rows", f"{metrics.tasks_below_block}"),
+        ("attention, max / mean", f"{figures['max_over_mean']:.4f}"),
+        ("tokens, max / mean", f"{figures['tokens_max_over_mean']:.4f}"),
+        ("bytes per layer, all ranks", f"{figures['bytes_total'] / 1e6:.2f} MB"),
+        ("bytes per layer, busiest rank", f"{figures['bytes_bottleneck'] / 1e6:.2f} MB"),
+        ("tasks", f"{figures['tasks']}, the smallest of {figures['min_rows']} rows"),
+        (f"tasks below {options.block_size} rows", f"{figures['tasks_below_block']}"),
         ("planned in", f"{plan_ms:.1f} ms"),
     ]
     return "\n".join(f"{name:<30} {value}" for name, value in lines)

@@ -1,8 +1,13 @@
 import json
 
+import datasets
 import pytest
+import torch
 
+import hf_distca
 from hf_distca.cli.main import main
+from hf_distca.planner.micro_batch import plan_micro_batch
+from tests.models import small_model
 
 KEYS = [
     "max_over_mean",
@@ -12,6 +17,7 @@ KEYS = [
     "tasks",
     "min_rows",
     "tasks_below_block",
+    "nano_batches",
     "plan_ms",
 ]
 
@@ -33,13 +39,13 @@ def plan(tmp_path):
 
 
 def test_json_is_one_object_with_the_figures(plan, capsys):
-    assert plan([[4, 4], [2, 6]], 2, 8, "--layout", "fixed", "--tolerance", "1", "--json") == 0
+    assert plan([[4, 4], [2, 6]], 2, 8, "--layout", "fixed", "--tolerance", "100", "--json") == 0
     figures = json.loads(capsys.readouterr().out)
     assert list(figures) == KEYS
     assert figures["max_over_mean"] == pytest.approx(24 / 22)
     assert figures["tokens_max_over_mean"] == 1.0
     assert figures["plan_ms"] > 0
-    assert [figures[key] for key in KEYS[2:7]] == [0, 0, 4, 2, 4]
+    assert [figures[key] for key in KEYS[2:8]] == [0, 0, 4, 2, 4, 2]
 
 
 def test_table_is_for_people(plan, capsys):
@@ -51,25 +57,33 @@ def test_table_is_for_people(plan, capsys):
 
 def test_dump_holds_documents_segments_and_tasks(plan, tmp_path):
     file = tmp_path / "dump.json"
-    assert plan([[4, 4], [8]], 2, 8, "--layout", "fixed", "--tolerance", "1", "--dump", str(file)) == 0
+    assert plan([[4, 4], [8]], 2, 8, "--layout", "fixed", "--tolerance", "100", "--dump", str(file)) == 0
     assert json.loads(file.read_text()) == {
-        "documents": [4, 4, 8],
-        "segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]],
-        "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]],
+        "nano_batches": [
+            {
+                "documents": [0, 1, 2],
+                "lengths": [4, 4, 8],
+                "segments": [[0, 0, 4, 0, 0], [1, 0, 4, 0, 4], [2, 0, 8, 1, 0]],
+                "tasks": [[0, 0, 4, 0], [1, 0, 4, 0], [2, 0, 8, 1]],
+            }
+        ]
     }
 
 
-@pytest.mark.parametrize(
-    ("lengths", "segments"),
-    [
-        ([3, 6, 2], [[0, 0, 3, 0, 0], [1, 0, 1, 0, 3], [1, 1, 5, 1, 0], [1, 5, 6, 2, 0], [2, 0, 2, 2, 1]]),
-        ([[6], [1, 2]], [[0, 0, 4, 0, 0], [0, 4, 6, 1, 0], [1, 0, 1, 2, 0], [2, 0, 2, 2, 1]]),
-    ],
-)
-def test_fixed_cuts_a_list_and_a_row_over_several_ranks_where_a_rank_is_full(plan, tmp_path, lengths, segments):
+def test_dump_holds_both_nano_batches(plan, tmp_path):
     file = tmp_path / "dump.json"
-    assert plan(lengths, 4, 4, "--layout", "fixed", "--dump", str(file)) == 0
-    assert json.loads(file.read_text())["segments"] == segments
+    assert plan([[4, 3], [2, 6]], 2, 8, "--layout", "fixed", "--tolerance", "100", "--dump", str(file)) == 0
+    first, second = json.loads(file.read_text())["nano_batches"]
+    assert (first["documents"], first["segments"]) == ([0, 2], [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]])
+    assert (second["documents"], second["segments"]) == ([1, 3], [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]])
+
+
+def test_fixed_cuts_a_list_into_equal_shares(plan, tmp_path):
+    file = tmp_path / "dump.json"
+    assert plan([3, 7, 2], 4, 4, "--layout", "fixed", "--no-ping-pong", "--dump", str(file)) == 0
+    (nano_batch,) = json.loads(file.read_text())["nano_batches"]
+    segments = [[0, 0, 3, 0, 0], [1, 0, 3, 1, 0], [1, 3, 6, 2, 0], [1, 6, 7, 3, 0], [2, 0, 2, 3, 1]]
+    assert nano_batch["segments"] == segments
 
 
 def test_joint_places_the_documents_of_rows_itself(plan, capsys):
@@ -140,6 +154,42 @@ def test_sizes_must_be_positive(plan, capsys, option):
 def test_rows_that_do_not_divide_the_ranks(plan, capsys):
     assert plan([[1], [1]], 3, 8, "--layout", "fixed") == 2
     assert "got 2 rows of documents for 3 ranks" in capsys.readouterr().err
+
+
+def test_as_many_ranks_as_can_be_planned(plan, capsys):
+    assert plan([1], 4097, 8) == 2
+    assert "--ranks: must be at most 4096, got 4097" in capsys.readouterr().err
+
+
+def test_many_ranks_need_many_tokens(plan, capsys):
+    assert plan([262000], 1024, 32768) == 2
+    assert "262000 tokens on 1024 ranks leave fewer than 8 blocks of 128 rows to each" in capsys.readouterr().err
+
+
+CORPUS = [9000, 300, 4000, 1200, 70, 2500, 640, 3300, 128, 5000]
+
+
+@pytest.mark.parametrize("layout", ["joint", "fixed"])
+def test_the_plan_is_the_trainers(plan, tmp_path, layout):
+    model = small_model()
+    settings = {"tokens_per_rank": 8192, "document_layout": layout}
+    arguments = hf_distca.DistCATrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in CORPUS]})
+    trainer = hf_distca.DistCATrainer(model=model, args=arguments, train_dataset=dataset)
+    config = hf_distca.DistCAConfig(**settings)
+    own = {ranks: hf_distca.plan_settings(model, config, ranks=ranks, device=torch.device("cpu")) for ranks in (1, 4)}
+    assert own[1] == trainer.dispatcher.settings
+
+    file = tmp_path / "dump.json"
+    sizes = "--q-heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --kernel cpu"
+    assert plan(CORPUS, 4, 8192, "--layout", layout, "--dump", str(file), *sizes.split()) == 0
+    shown = json.loads(file.read_text())["nano_batches"]
+    planned = plan_micro_batch(CORPUS, own[4]).nano_batches
+    assert len(shown) == len(planned) == 2
+    for printed, nano in zip(shown, planned, strict=True):
+        assert printed["documents"] == nano.documents.tolist()
+        assert printed["segments"] == [list(segment) for segment in nano.layout.segments.tolist()]
+        assert printed["tasks"] == [list(task) for task in nano.plans[own[4].dominant_kind].tasks.tolist()]
 
 
 def test_an_unreadable_file(capsys, tmp_path):

@@ -169,6 +169,19 @@ def test_bf16_where_the_launch_says_cpu(tmp_path):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-2)
 
 
+def _share_of_turns(folder: str, hooked: bool) -> float:
+    trainer = make_trainer(folder, lengths=[40] * 6, max_steps=1, save_strategy="no")
+    if hooked:
+        trainer.model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: None)
+    trainer.train()
+    return trainer.state.log_history[0]["ping_pong_share"]
+
+
+def test_ping_pong_share_is_of_what_ran(rank_pools, tmp_path):
+    assert rank_pools[2].run(_share_of_turns, str(tmp_path), False) == [1.0, 1.0]
+    assert rank_pools[2].run(_share_of_turns, str(tmp_path), True) == [0.5, 0.5]
+
+
 def _trained(folder: str, resume: str | None, epochs: int) -> list[float]:
     trainer = make_trainer(
         folder, num_train_epochs=epochs, learning_rate=1e-2, save_strategy="steps", save_steps=2, tokens_per_rank=96

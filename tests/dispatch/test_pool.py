@@ -228,17 +228,18 @@ class FakeLink:
     Attributes:
         headers: of the calls.
         lost: as of a ServerLink.
+        closed: whether it is closed.
     """
 
     def __init__(self):
-        self.headers, self.lost = [], ""
+        self.headers, self.lost, self.closed = [], "", False
 
     def call(self, header, buffers, reply_buffers, ready):
         self.headers.append(header)
         return FakeReply(self)
 
     def close(self):
-        pass
+        self.closed = True
 
 
 @pytest.fixture
@@ -287,3 +288,83 @@ def test_a_call_that_is_lost_is_not_under_way_any_more_and_tells_nothing_of_its_
     assert pool.servers == ()
     assert pool.stopwatch.under_way == 0
     assert pool.stopwatch.observed == Observed(calls=1, pairs=routes.pairs)
+
+
+class FakeDirectory:
+    """A directory whose members a test sets; notes who is dropped."""
+
+    def __init__(self):
+        self.infos, self.dropped = (), []
+
+    def members(self):
+        return self.infos
+
+    def drop(self, member):
+        self.dropped.append(member)
+
+
+@pytest.fixture
+def links(monkeypatch):
+    """The links that a pool makes, by port; nobody answers at port 1."""
+    made = {}
+
+    class Connected(FakeLink):
+        def __init__(self, host, port, *args):
+            if port == 1:
+                raise LinkLost("nobody answers")
+            super().__init__()
+            made[port] = self
+
+    monkeypatch.setattr("hf_distca.dispatch.pool.ServerLink", Connected)
+    return made
+
+
+def info(number, port):
+    return ServerInfo(number, "127.0.0.1", port, "cpu", 100.0)
+
+
+def test_members_of_the_directory_take_part_until_they_leave_it(pool, links):
+    pool._directory = directory = FakeDirectory()
+    left = pool._links[7]
+    directory.infos = (info(8, 4001), info(9, 1))
+    pool.refresh()
+    assert pool.servers == (8,)
+    assert left.closed
+    assert sorted(directory.dropped) == [7, 9]  # who left is dropped once more, which does nothing
+    assert pool.workers(1).speed == (1.0, 2.0)
+    directory.infos = ()
+    pool.refresh()
+    assert pool.servers == ()
+    assert links[4001].closed
+
+
+def test_a_server_that_another_trainer_does_not_reach_takes_no_part(pool, links, monkeypatch):
+    pool._directory = directory = FakeDirectory()
+    directory.infos = (info(7, 4000), info(8, 4001))
+    others = iter([((), [], Observed()), {8: "nobody answers"}])
+    monkeypatch.setattr(pool.groups, "all_gather", lambda value: [value, next(others)])
+    pool.refresh()
+    assert pool.servers == (7,)
+    assert links[4001].closed
+    assert directory.dropped == [8]
+
+
+def test_what_was_seen_is_learned_once(pool):
+    pool._directory = directory = FakeDirectory()
+    directory.infos = (info(7, 4000),)
+    pool._speeds.joined(7, 50.0)
+    pool.stopwatch.served(7, 300, 1.0, None)  # three times a trainer's 100 pairs/s
+    pool.refresh()
+    assert pool.workers(1).speed == (1.0, 2.0)
+    assert pool.stopwatch.read() == Observed()
+    pool.refresh()
+    assert pool.workers(1).speed == (1.0, 2.0)
+
+
+def test_waiting_for_servers_ends_on_every_trainer_when_one_says_so(pool, monkeypatch):
+    # By this trainer's clock there is an hour left, by the other's none.
+    told = []
+    monkeypatch.setattr(pool.groups, "any_of", lambda flags: told.append(flags) or [True])
+    monkeypatch.setattr(pool, "refresh", lambda: None)
+    pool.wait_for(3, 3600)
+    assert told == [[False]]

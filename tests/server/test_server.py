@@ -245,6 +245,7 @@ def changed(call, **fields):
         ({"scale": None}, "scale of a call"),
         ({"scale": 1e40}, "scale of a call"),
         ({"softcap": -1.0}, "softcap of a call"),
+        ({"softcap": 0.0}, "softcap of a call"),
         ({"q_heads": "4"}, "q_heads of a call"),
         ({"q_heads": 5}, "kv_heads of a call"),
         ({"kv_heads": 0}, "kv_heads of a call"),
@@ -332,6 +333,31 @@ def test_only_trainer_0_sends_plans_and_numbers_rise(trainers, nano_batches):
     trainers[0].send_plan(3, nano_batches)
     with pytest.raises(LinkLost, match="numbers must rise"):
         trainers[0].link.call({}, [], []).wait(30)
+
+
+def test_only_trainer_0_drops_plans_by_a_number_alone(server, token, trainers):
+    trainers[1].link.send(Kind.DROP, {"plan": 2})
+    with pytest.raises(LinkLost, match="must not send this DROP"):
+        trainers[1].link.call({}, [], []).wait(30)
+    for header, payload, said in [({"plan": "2"}, [], "must not send this DROP"), ({"plan": 2}, [b"x"], "no payload")]:
+        trainer = FakeTrainer(server.port, token, 0, 2, 2)
+        trainer.link.send(Kind.DROP, header, payload)
+        with pytest.raises(LinkLost, match=said):
+            trainer.link.call({}, [], []).wait(30)
+        trainer.link.close()
+
+
+def test_a_trainer_without_rows_for_the_server_makes_no_call(server, token):
+    nano_batches = [make_nano_batch([33, 33], 2, 1, 3)]
+    plan = nano_batches[0].plans[FULL]
+    plan.tasks["worker"] = np.where(plan.tasks["document"] == 0, 2, 1)  # the second trainer keeps its document
+    assert set(plan.layout.of_rank(1)["document"].tolist()) == {1}
+    trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
+    trainers[0].send_plan(0, nano_batches)
+    with pytest.raises(LinkLost, match="call 0 has 0 bytes, by plan 0 it has 0"):
+        trainers[1].link.call(make_call(0, 0, 0, FULL, "forward").header(), [], []).wait(30)
+    for trainer in trainers:
+        trainer.link.close()
 
 
 @pytest.mark.parametrize("hello", [(2, 2), (-1, 2), (0, 2**20), ("0", 2), (None, None)])

@@ -171,6 +171,8 @@ def test_a_server_that_trainers_could_not_reach_is_told_so():
     with pytest.raises(ProtocolError, match=r"such as 10\.0\.0\.7"):
         _checked({**INFO, "host": "127.0.0.1"}, 0, "10.0.0.7")
     assert _checked(INFO, 0, "10.0.0.7").host == "10.0.0.7"
+    with pytest.raises(ProtocolError, match="must give a host"):
+        _checked({**INFO, "pairs_per_second": float("inf")}, 0, "10.0.0.7")
     assert _checked({**INFO, "host": "::1"}, 0, "::1").host == "::1"
 
 

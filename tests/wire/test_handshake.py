@@ -5,12 +5,13 @@ import select
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from hf_distca.wire import AuthenticationError, Channel, Kind, LinkLost, Listener, PeerLeft, ProtocolError, make_token
 from hf_distca.wire.handshake import ACCEPTED, MAGIC, NONCE_BYTES, VERSION, accepting_side, connect, connecting_side
-from hf_distca.wire.listener import HANDSHAKES
+from hf_distca.wire.listener import HANDSHAKES, SparingLog
 from tests.servers import wait_until
 
 HELLO_BYTES = len(MAGIC) + 2 + NONCE_BYTES
@@ -189,6 +190,17 @@ def test_a_flood_of_strangers_does_not_fill_the_log(listener, token, caplog):
     assert len(caplog.records) <= 11 * intervals
     counted = [re.match(r"(\d+) more refusals", record.getMessage()) for record in caplog.records]
     assert sum(int(rest[1]) if rest else 1 for rest in counted) == 200
+
+
+def test_warnings_are_few_in_every_interval_and_the_rest_counted(caplog, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("hf_distca.wire.listener.time", SimpleNamespace(monotonic=lambda: now))
+    log = SparingLog(most=2, interval_s=10)
+    for now in (1.0, 2.0, 3.0, 9.0, 10.0, 11.0, 12.0):
+        log.warning(f"at {now:g}")
+    log.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["at 1", "at 2", "2 more refusals like these", "at 10", "at 11", "1 more refusals like these"]
 
 
 def test_closing_ends_all_connections(token):

@@ -206,6 +206,22 @@ def test_a_failed_link_says_why_and_stays_failed(server, link, kind):
     assert not any(thread.name.endswith(link.name) for thread in threading.enumerate())
 
 
+def test_a_second_reply_is_refused_and_leaves_the_buffers_alone(server, link):
+    def answer(channel, frame, payload):
+        server.echo(channel, frame, payload)
+        server.release.wait()
+        server.echo(channel, frame, b"again!!!")
+
+    server.answer = answer
+    target = buffer()
+    link.call({}, [b"12345678"], [target]).wait(60)
+    server.release.set()
+    wait_until(lambda: link.lost)
+    assert "a reply came to a request that was not made" in link.lost
+    link.close()
+    assert target.tobytes() == b"12345678"
+
+
 def test_buffers_are_left_alone_after_a_loss(server, link):
     over = threading.Event()
 

@@ -49,8 +49,10 @@ def check_agreement(args: DistCATrainingArguments, groups: Groups) -> None:
             )
 
 
-def agreed_lengths(dataset: Any, columns: Columns, args: DistCATrainingArguments, groups: Groups) -> NDArray[np.int64]:
-    """Lengths of the documents, checked, and known to be those of every other rank. A collective.
+def agreed_lengths(
+    dataset: Any, columns: Columns, args: DistCATrainingArguments, groups: Groups
+) -> tuple[NDArray[np.int64], str]:
+    """Lengths of the documents, checked, and the fingerprint, those of every other rank. A collective.
 
     Raises:
         ValueError: on every rank, where the data set of any rank is faulty or differs from another's.
@@ -69,7 +71,7 @@ def agreed_lengths(dataset: Any, columns: Columns, args: DistCATrainingArguments
             f"ranks were given different data sets ({found}); every rank needs the same documents in the same "
             "order: give them all the whole data set, shuffled with one seed"
         )
-    return lengths
+    return lengths, fingerprint
 
 
 def packed_loader(
@@ -80,11 +82,11 @@ def packed_loader(
     dispatcher: Dispatcher,
     loader_options: dict[str, Any],
     *,
+    capacity: int,
     shuffle: bool,
 ) -> DataLoader:
-    """A loader of planned global micro-batches of whole documents."""
+    """A loader of planned global micro-batches of whole documents, each of at most `capacity` tokens."""
     rank, settings = dispatcher.groups.rank, dispatcher.settings
-    capacity = settings.ranks * settings.tokens_per_rank
     pieces = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
     seed = args.seed if args.data_seed is None else args.data_seed
     loader = DataLoader(

@@ -1,16 +1,19 @@
 """DistCATrainer: transformers' Trainer on packed documents with balanced core attention."""
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput, seed_worker
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, seed_worker
 
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.streaming import StreamPacker
@@ -22,7 +25,19 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.trainer.arguments import DistCATrainingArguments
 from hf_distca.trainer.attention_servers import TOKEN_FILE, open_pool
 from hf_distca.trainer.data import PlannedLoader, agreed_lengths, check_agreement, packed_loader, unsharded
+from hf_distca.trainer.data_order import (
+    CAPACITY,
+    DataOrder,
+    DataPlace,
+    DataProgress,
+    agreed_place,
+    collated_order,
+    packed_order,
+    streamed_order,
+)
 from hf_distca.trainer.meter import StepMeter
+
+logger = logging.getLogger(__name__)
 
 
 class DistCATrainer(Trainer):
@@ -126,6 +141,8 @@ class DistCATrainer(Trainer):
         self.meter = StepMeter(self.dispatcher)
         self.add_callback(self.meter)
         self._lengths: dict[int, tuple[Any, Any]] = {}  # with the data set itself, so that its id stays its own
+        self._progress = DataProgress()
+        self.add_callback(self._progress)
         self._ended: Iterator | None = None
         self._evaluated_loss = self._evaluated_targets = 0.0
 
@@ -134,15 +151,19 @@ class DistCATrainer(Trainer):
             return torch.bfloat16
         return torch.float16 if self.args.fp16 else self.model.dtype
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """See `Trainer.train`. Dedicated attention servers are let go when it ends.
 
         Raises:
             RuntimeError: another rank failed; says which and why.
+            ValueError: the documents that are left cannot be those that the checkpoint has not seen yet; says what
+                must be set, on every rank, before any work starts.
         """
         try:
             with self.dispatcher.groups.failures.told():
-                return super().train(*args, **kwargs)
+                place = agreed_place(self._data_order(), resume_from_checkpoint, self.args, self.dispatcher.groups)
+                self._progress.begin(place)
+                return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if self.pool is not None:
                 self.pool.close()
@@ -153,7 +174,48 @@ class DistCATrainer(Trainer):
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
             return metrics
 
+    def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
+        """The epoch to begin with, and the micro-batches of it that are done, besides what Trainer sets up."""
+        epochs, _ = super()._init_training_state(max_steps, steps_per_epoch, *args)
+        place = self._progress.place
+        if self.args.ignore_data_skip:
+            place = DataPlace(place.order, epochs)
+        elif place.steps == steps_per_epoch:
+            place = DataPlace(place.order, place.epoch + 1)
+        self._progress.begin(place)
+        if self.state.global_step >= max_steps and self.is_world_process_zero():
+            logger.warning(
+                "nothing is left to train: the checkpoint is of step %s, and training ends at step %s; max_steps and "
+                "num_train_epochs count from the very first step on",
+                self.state.global_step,
+                max_steps,
+            )
+        return place.epoch, place.steps * self.args.gradient_accumulation_steps
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self._progress.place.save(Path(self._get_output_dir(trial=trial)) / folder)
+        super()._save_checkpoint(model, trial)
+
     # Data
+
+    def _data_order(self) -> DataOrder:
+        """What decides which documents each step trains on."""
+        ranks = self.dispatcher.groups.ranks
+        if not self._packs:
+            return collated_order(self.args, ranks, self.train_dataset)
+        if _is_stream(self.train_dataset):
+            return streamed_order(self.args, ranks)
+        return packed_order(self.args, ranks, *self._agreed_lengths(self.train_dataset))
+
+    def _agreed_lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
+        if id(dataset) not in self._lengths:
+            self._lengths[id(dataset)] = (
+                dataset,
+                agreed_lengths(dataset, self._columns(), self.args, self.dispatcher.groups),
+            )
+        return self._lengths[id(dataset)][1]
 
     def get_train_dataloader(self) -> DataLoader:
         """A loader of this rank's rows of the training data's micro-batches."""
@@ -162,7 +224,8 @@ class DistCATrainer(Trainer):
         if not self._packs:
             return super().get_train_dataloader()
         shuffle = self.args.train_sampling_strategy != "sequential"
-        return self._packed_dataloader(self.train_dataset, shuffle=shuffle)
+        capacity = self._progress.place.order.get(CAPACITY)
+        return self._packed_dataloader(self.train_dataset, capacity=capacity, shuffle=shuffle)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """A loader of this rank's rows of the evaluation data's micro-batches."""
@@ -184,7 +247,7 @@ class DistCATrainer(Trainer):
             model_inputs = frozenset(self._signature_columns)
         return Columns(self.args.length_column_name, model_inputs)
 
-    def _packed_dataloader(self, dataset: Any, *, shuffle: bool) -> DataLoader:
+    def _packed_dataloader(self, dataset: Any, *, shuffle: bool, capacity: int | None = None) -> DataLoader:
         args = self.args
         options = {
             "num_workers": args.dataloader_num_workers,
@@ -205,10 +268,11 @@ class DistCATrainer(Trainer):
                 columns,
             )
             return unsharded(DataLoader(packer, batch_size=None, **options), self.dispatcher.device, args)
-        if id(dataset) not in self._lengths:
-            self._lengths[id(dataset)] = dataset, agreed_lengths(dataset, columns, args, self.dispatcher.groups)
-        _, lengths = self._lengths[id(dataset)]
-        return packed_loader(dataset, lengths, columns, args, self.dispatcher, options, shuffle=shuffle)
+        lengths, _ = self._agreed_lengths(dataset)
+        capacity = capacity or args.world_size * args.tokens_per_rank
+        return packed_loader(
+            dataset, lengths, columns, args, self.dispatcher, options, capacity=capacity, shuffle=shuffle
+        )
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

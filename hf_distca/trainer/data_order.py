@@ -1,0 +1,185 @@
+"""Which documents each step trains on, and how far a run has come in them: kept with every checkpoint.
+
+Trainer keeps the number of steps and reckons from it how many batches to skip. That leaves out documents where batches
+are no longer what they were, and starts a pass over again where it does not know how many steps a pass has.
+"""
+
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_distca.dispatch.groups import Groups
+from hf_distca.trainer.arguments import DistCATrainingArguments
+
+logger = logging.getLogger(__name__)
+
+FILE = "data_order.json"
+CAPACITY = "ranks * tokens_per_rank"
+"""The setting that may grow: micro-batches stay as large as they were, and fit."""
+
+DataOrder = dict[str, int | str]
+"""All that decides which documents a step trains on, by the names under which users set it."""
+
+
+def packed_order(args: DistCATrainingArguments, ranks: int, lengths: NDArray[np.int64], fingerprint: str) -> DataOrder:
+    """The order of a data set with a length, packed into global micro-batches."""
+    return {
+        CAPACITY: ranks * args.tokens_per_rank,
+        "long_documents": args.long_documents,
+        **_drawn(args),
+        "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
+    }
+
+
+def streamed_order(args: DistCATrainingArguments, ranks: int) -> DataOrder:
+    """The order of a stream that each rank packs its share of, provided that it gives the same once more."""
+    return {
+        "ranks": ranks,
+        "tokens_per_rank": args.tokens_per_rank,
+        "long_documents": args.long_documents,
+        "dataloader_num_workers": max(args.dataloader_num_workers, 1),  # none reads as one does
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "train_dataset": "a stream",
+    }
+
+
+def collated_order(args: DistCATrainingArguments, ranks: int, dataset: Any) -> DataOrder:
+    """The order of examples that Trainer draws and divides, for a collator of the user's own."""
+    return {
+        "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
+        **_drawn(args),
+        "train_dataset": f"{len(dataset)} examples" if hasattr(dataset, "__len__") else "a stream",
+    }
+
+
+def _drawn(args: DistCATrainingArguments) -> DataOrder:
+    strategy = args.train_sampling_strategy
+    if strategy != "sequential":
+        strategy = f"{strategy} with seed {args.seed if args.data_seed is None else args.data_seed}"
+    return {
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "train_sampling_strategy": strategy,
+    }
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """A place in the training data, between two optimizer steps.
+
+    Attributes:
+        order: the order that documents come in.
+        epoch: passes over the data before the present one.
+        steps: optimizer steps of the present pass that are done.
+    """
+
+    order: DataOrder
+    epoch: int = 0
+    steps: int = 0
+
+    def save(self, checkpoint: Path) -> None:
+        """Write it into the folder of a checkpoint, which is made if need be."""
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+class DataProgress(TrainerCallback):
+    """Follows a run through its data.
+
+    Attributes:
+        place: where the run is.
+    """
+
+    def __init__(self) -> None:
+        self.begin(DataPlace({}))
+
+    def begin(self, place: DataPlace) -> None:
+        """Set the place that training is about to go on from."""
+        self.place = place
+        self._in_pass = False
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Count a pass: here, since `on_epoch_end` comes as well where training stops within one."""
+        if self._in_pass:
+            self.place = replace(self.place, epoch=self.place.epoch + 1, steps=0)
+        self._in_pass = True
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Count a step."""
+        self.place = replace(self.place, steps=self.place.steps + 1)
+
+
+def agreed_place(
+    order: DataOrder, resume_from_checkpoint: str | bool | None, args: DistCATrainingArguments, groups: Groups
+) -> DataPlace:
+    """The place to train from: a checkpoint's, or the start where there is none. A collective.
+
+    Args:
+        order: the order of documents that is asked for.
+        resume_from_checkpoint: as Trainer.train takes it.
+        args: under `ignore_data_skip` a checkpoint's place and order are not looked at.
+        groups: the ranks that train.
+
+    Returns:
+        The place, in the order that the checkpoint was saved with: its micro-batches may be smaller than asked for.
+
+    Raises:
+        ValueError: on every rank, where any finds no such checkpoint, or the documents that are left would not come
+            as they would have; says what must be set, and to what.
+    """
+    place, error = DataPlace(order), None
+    if resume_from_checkpoint and not args.ignore_data_skip:
+        try:
+            place = _load(resume_from_checkpoint, args.output_dir)
+            _check_same(place.order, order, groups.ranks)
+        except (ValueError, OSError) as caught:
+            error = caught
+    groups.raise_together(error)
+    if place.order.get(CAPACITY) != order.get(CAPACITY) and groups.rank == 0:
+        logger.warning(
+            "%s is %s, but micro-batches stay of at most %s tokens as in the checkpoint; "
+            "ignore_data_skip=True begins a new pass with larger ones",
+            CAPACITY,
+            order[CAPACITY],
+            place.order[CAPACITY],
+        )
+    return place
+
+
+def _load(resume_from_checkpoint: str | bool, output_dir: str) -> DataPlace:
+    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+    if checkpoint is None:
+        raise ValueError(f"there is no checkpoint in {output_dir}")
+    file = Path(checkpoint) / FILE
+    if not file.is_file():
+        raise ValueError(
+            f"{checkpoint} has no {FILE}, so which documents it has seen is not known: it was saved by another "
+            "trainer or an earlier version, or is no checkpoint. ignore_data_skip=True begins a new pass over the data"
+        )
+    return DataPlace(**json.loads(file.read_text()))
+
+
+def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
+    wrong = [
+        f"{name} is {present.get(name)}, but must be {stored.get(name)}"
+        for name in {**stored, **present}
+        if name != CAPACITY and present.get(name) != stored.get(name)
+    ]
+    if CAPACITY in present and CAPACITY in stored and int(present[CAPACITY]) < int(stored[CAPACITY]):
+        least = -(-int(stored[CAPACITY]) // ranks)
+        wrong.append(
+            f"{CAPACITY} is {present[CAPACITY]}, but must be at least {stored[CAPACITY]}: with {ranks} ranks, "
+            f"tokens_per_rank={least}"
+        )
+    if wrong:
+        raise ValueError(
+            "resumed so, training would leave out documents or see some twice. "
+            + "; ".join(wrong)
+            + ". Or ignore_data_skip=True, which begins a new pass over the data"
+        )

@@ -1,0 +1,303 @@
+"""Resuming: each document that is left comes once, in the step that it would have been in, or an error says why."""
+
+import logging
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import TrainerCallback
+
+from tests.models import small_model
+from tests.ranks import RankPool
+from tests.trainer.test_trainer import LENGTHS, make_trainer
+
+FIRST = 3
+ALL = Counter(range(FIRST, FIRST + sum(LENGTHS)))
+"""The tokens of one pass: each comes once, so that it tells which row of which document it is."""
+ACCUMULATION = 3
+PACKED = {"tokens_per_rank": 96, "num_train_epochs": 3}
+"""4 micro-batches in a pass, so 2 steps, the second of one micro-batch."""
+STREAM = {"tokens_per_rank": 160, "max_steps": 7}
+"""Ranks differ in how many micro-batches they have; together they have 1 or 2 steps in a pass."""
+FLATTENED = {"per_device_train_batch_size": 3, "num_train_epochs": 3}
+
+
+def train(folder: str, source: str, resume: Any, skip: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What this rank was given in each micro-batch, what was logged in each step, and warned; or the error."""
+    trainer = make_trainer(
+        folder,
+        source,
+        model=small_model(vocab_size=FIRST + len(ALL)),
+        **{
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "linear",
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "gradient_accumulation_steps": ACCUMULATION,
+            **arguments,
+        },
+    )
+    trainer.train_dataset = numbered_documents(skip, stream=source == "stream")
+    micro_batches: list[list[int]] = []
+    training_step = trainer.training_step
+
+    def recorded(model: Any, inputs: dict[str, Any], *args: Any) -> Any:
+        micro_batches.append([token for token in inputs["input_ids"][0].tolist() if token >= FIRST])
+        return training_step(model, inputs, *args)
+
+    trainer.training_step = recorded
+    passes = PassesEnded()
+    trainer.add_callback(passes)
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("hf_distca.trainer").addHandler(handler)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except ValueError as error:
+        return {"error": str(error)}
+    finally:
+        logging.getLogger("hf_distca.trainer").removeHandler(handler)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "micro_batches": micro_batches,
+        "losses": [entry["loss"] for entry in logs],
+        "learning_rates": [entry["learning_rate"] for entry in logs],
+        "warnings": warnings,
+        "passes": passes.count,
+    }
+
+
+class PassesEnded(TrainerCallback):
+    count = 0
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+
+def run(pool: RankPool, folder: Path, source: str, resume: Any = None, *, skip: int = 0, **arguments: Any):
+    """`train` on all ranks of a pool."""
+    return pool.run(train, str(folder), source, resume, skip, arguments)
+
+
+def numbered_documents(skip: int, stream: bool) -> Any:
+    """Documents of consecutive tokens; a stream is shuffled anew in each pass."""
+    documents, start = [], FIRST
+    for length in LENGTHS:
+        documents.append({"input_ids": list(range(start, start + length))})
+        start += length
+    dataset = datasets.Dataset.from_list(documents[skip:])
+    return dataset.to_iterable_dataset().shuffle(seed=0, buffer_size=6) if stream else dataset
+
+
+def together(ranks: list[dict[str, Any]]) -> list[Counter[int]]:
+    """The tokens of each micro-batch on all ranks."""
+    return [sum(map(Counter, parts), Counter()) for parts in zip(*(r["micro_batches"] for r in ranks), strict=True)]
+
+
+def assert_went_on(resumed: list[dict[str, Any]], whole: list[dict[str, Any]], micro_batches: int) -> None:
+    """A resumed run is the rest of the whole run, without its first `micro_batches`."""
+    assert together(resumed) == together(whole)[micro_batches:]
+    for rank in resumed:
+        assert rank["losses"] == pytest.approx(whole[0]["losses"], rel=1e-5)
+        assert rank["learning_rates"] == whole[0]["learning_rates"]
+
+
+@pytest.fixture(scope="module")
+def packed(rank_pools, tmp_path_factory):
+    """A run of 2 ranks with a checkpoint after each of its 6 steps, and where these are."""
+    folder = tmp_path_factory.mktemp("packed")
+    return run(rank_pools[2], folder, "packed", **PACKED), folder
+
+
+@pytest.fixture(scope="module")
+def stream(rank_pools, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream")
+    return run(rank_pools[2], folder, "stream", **STREAM), folder
+
+
+@pytest.fixture(scope="module")
+def flattened(rank_pools, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flattened")
+    return run(rank_pools[2], folder, "flattened", **FLATTENED, gradient_accumulation_steps=1), folder
+
+
+def test_a_whole_run(packed):
+    whole, _ = packed
+    micro_batches = together(whole)
+    assert len(micro_batches) == 12
+    assert [sum(micro_batches[at : at + 4], Counter()) for at in (0, 4, 8)] == [ALL] * 3
+    assert whole[0]["learning_rates"] == pytest.approx([0.01 * left / 6 for left in (6, 5, 4, 3, 2, 1)])
+
+
+# Steps: 0 1 2 3 4 5 6 are after 0 3 4 7 8 11 12 micro-batches.
+@pytest.mark.parametrize(
+    ("step", "micro_batches", "ranks", "changed"),
+    [
+        (1, 3, 2, {}),
+        (2, 4, 2, {}),
+        (3, 7, 2, {}),
+        (3, 7, 3, {"tokens_per_rank": 64}),
+        (3, 7, 3, {"tokens_per_rank": 96, "document_layout": "fixed"}),
+        (4, 8, 3, {"tokens_per_rank": 65}),
+        (5, 11, 2, {"tokens_per_rank": 500}),
+    ],
+)
+def test_what_is_left_comes_once(rank_pools, packed, tmp_path, step, micro_batches, ranks, changed):
+    whole, folder = packed
+    resumed = run(rank_pools[ranks], tmp_path, "packed", f"{folder}/checkpoint-{step}", **{**PACKED, **changed})
+    assert_went_on(resumed, whole, micro_batches)
+    assert resumed[0]["passes"] == 3 - micro_batches // 4
+    larger = ranks * changed.get("tokens_per_rank", 96) > 192
+    assert ["stay of at most 192 tokens" in message for message in resumed[0]["warnings"]] == [True] * larger
+
+
+def test_a_run_that_stopped_within_a_pass(rank_pools, packed, tmp_path):
+    whole, _ = packed
+    run(rank_pools[2], tmp_path, "packed", **PACKED, max_steps=3, save_strategy="epoch", learning_rate=0.0)
+    resumed = run(rank_pools[2], tmp_path, "packed", True, **PACKED)
+    assert together(resumed) == together(whole)[7:]
+
+
+def test_what_does_not_change_the_order_may_change(rank_pools, packed, tmp_path):
+    whole, folder = packed
+    changed = {
+        "learning_rate": 5e-3,
+        "num_train_epochs": 2,
+        "save_steps": 3,
+        "ping_pong": False,
+        "balance_block_size": 16,
+        "attention_kernel": "reference",
+        "keep_core_attention": False,
+        "max_grad_norm": 0.5,
+    }
+    resumed = run(rank_pools[2], tmp_path, "packed", f"{folder}/checkpoint-1", **{**PACKED, **changed})
+    assert together(resumed) == together(whole)[3:8]
+    assert resumed[0]["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "message"),
+    [
+        (2, {"tokens_per_rank": 95}, "must be at least 192: with 2 ranks, tokens_per_rank=96"),
+        (
+            3,
+            {"tokens_per_rank": 63},
+            "tokens_per_rank is 189, but must be at least 192: with 3 ranks, tokens_per_rank=64",
+        ),
+        (2, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, but must be 3"),
+        (2, {"data_seed": 7}, "is random with seed 7, but must be random with seed 1"),
+        (
+            2,
+            {"train_sampling_strategy": "sequential"},
+            "train_sampling_strategy is sequential, but must be random with seed 1",
+        ),
+        (2, {"long_documents": "split"}, "long_documents is split, but must be error"),
+        (2, {"skip": 1}, "but must be 12 documents of 621 tokens"),
+    ],
+)
+def test_another_order_is_refused(rank_pools, packed, tmp_path, ranks, changed, message):
+    _, folder = packed
+    for refused in run(rank_pools[ranks], tmp_path, "packed", f"{folder}/checkpoint-3", **{**PACKED, **changed}):
+        assert message in refused["error"]
+        assert "ignore_data_skip=True" in refused["error"]
+        assert ";" not in refused["error"]  # and nothing else is wrong
+
+
+def _from_own_folder(folders: list[str]) -> dict[str, Any]:
+    """Resume where the ranks look into different folders."""
+    import torch.distributed as dist
+
+    folder = folders[dist.get_rank()]
+    return train(folder, "packed", True, 0, PACKED)
+
+
+def test_a_checkpoint_that_one_rank_lacks(rank_pools, packed, tmp_path):
+    _, folder = packed
+    for refused in rank_pools[2].run(_from_own_folder, [str(folder), str(tmp_path)]):
+        assert refused["error"] == f"rank 1: ValueError: there is no checkpoint in {tmp_path}"
+
+
+def test_a_checkpoint_without_its_order(rank_pools, packed, tmp_path):
+    whole, folder = packed
+    shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3/data_order.json").unlink()
+    for refused in run(rank_pools[2], tmp_path, "packed", True, **PACKED):
+        assert "has no data_order.json, so which documents it has seen is not known" in refused["error"]
+    # A new pass: the epoch that step 3 is in, from its start.
+    resumed = run(rank_pools[2], tmp_path, "packed", True, **PACKED, ignore_data_skip=True)
+    assert together(resumed) == together(whole)[4:11]
+
+
+def test_a_new_pass_with_another_capacity(rank_pools, packed, tmp_path):
+    _, folder = packed
+    changed = {**PACKED, "tokens_per_rank": 160, "gradient_accumulation_steps": 1, "num_train_epochs": 4}
+    begun = run(rank_pools[2], tmp_path, "packed", f"{folder}/checkpoint-1", **changed, ignore_data_skip=True)
+    whole = together(begun)
+    per_pass = next(n for n in range(1, len(whole)) if sum(whole[:n], Counter()) == ALL)
+    # The step of the checkpoint counts: the last pass ends a step early. Going on later does not skip one more.
+    assert len(whole) == 4 * per_pass - 1
+    resumed = run(rank_pools[2], tmp_path, "packed", f"{tmp_path}/checkpoint-3", **changed)
+    assert together(resumed) == whole[2:]
+
+
+def test_nothing_is_left(rank_pools, packed, tmp_path):
+    _, folder = packed
+    for ignore in (False, True):
+        resumed = run(
+            rank_pools[2],
+            tmp_path,
+            "packed",
+            f"{folder}/checkpoint-4",
+            **{**PACKED, "num_train_epochs": 2, "ignore_data_skip": ignore},
+        )
+        assert resumed[0]["micro_batches"] == resumed[1]["micro_batches"] == []
+        assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [True]
+
+
+def test_a_stream_goes_through_its_passes(stream):
+    whole, _ = stream
+    micro_batches = together(whole)
+    passes = [micro_batches[:3], micro_batches[3:6], micro_batches[6:12]]
+    assert [sum(one, Counter()) for one in passes] == [ALL] * 3
+    assert passes[0] != passes[1] != passes[2][:3]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 6])
+def test_a_stream_goes_on_where_it_was(rank_pools, stream, tmp_path, step):
+    whole, folder = stream
+    resumed = run(rank_pools[2], tmp_path, "stream", f"{folder}/checkpoint-{step}", **STREAM)
+    assert_went_on(resumed, whole, ACCUMULATION * step)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "message"),
+    [
+        (3, {}, "ranks is 3, but must be 2"),
+        (2, {"tokens_per_rank": 161}, "tokens_per_rank is 161, but must be 160"),
+        (2, {"dataloader_num_workers": 2}, "dataloader_num_workers is 2, but must be 1"),
+    ],
+)
+def test_another_order_of_a_stream_is_refused(rank_pools, stream, tmp_path, ranks, changed, message):
+    _, folder = stream
+    for refused in run(rank_pools[ranks], tmp_path, "stream", f"{folder}/checkpoint-1", **{**STREAM, **changed}):
+        assert message in refused["error"]
+
+
+@pytest.mark.parametrize(("step", "ranks", "batch"), [(1, 2, 3), (3, 3, 2), (2, 3, 2)])
+def test_examples_of_a_collator_come_once(rank_pools, flattened, tmp_path, step, ranks, batch):
+    whole, folder = flattened
+    assert sum(together(whole)[2:4], Counter()) == ALL
+    arguments = {**FLATTENED, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 1}
+    resumed = run(rank_pools[ranks], tmp_path, "flattened", f"{folder}/checkpoint-{step}", **arguments)
+    assert_went_on(resumed, whole, step)
+
+
+def test_another_order_of_examples_is_refused(rank_pools, flattened, tmp_path):
+    _, folder = flattened
+    arguments = {**FLATTENED, "gradient_accumulation_steps": 1}
+    for refused in run(rank_pools[3], tmp_path, "flattened", f"{folder}/checkpoint-1", **arguments):
+        assert "ranks * per_device_train_batch_size is 9, but must be 6" in refused["error"]

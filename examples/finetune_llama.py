@@ -76,12 +76,19 @@ def main() -> None:
     trainer.save_model()
 
     if trainer.is_world_process_zero():
+        check_weights(Path(training_args.output_dir))
         summary = summarize(trainer.state.log_history, metrics, parts["train"])
         Path(training_args.output_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print_table(summary, training_args.world_size, training_args.output_dir)
     # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def check_weights(folder: Path) -> None:
+    """Raise unless the model's weights, or its adapters', are in the folder."""
+    if not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"training has ended, but there are no weights in {folder}")
 
 
 def load_texts(script_args: ScriptArguments, show_progress: bool) -> Dataset:

@@ -40,7 +40,7 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
         model: the model; its layers are changed in place.
 
     Returns:
-        The subclasses, one for each class of decoder layer.
+        The subclasses that the model's layers now have.
 
     Raises:
         ValueError: the model has no layer that transformers can checkpoint.
@@ -54,12 +54,13 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
                 subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
             if cls in subclasses:
                 layer.__class__ = subclasses[cls]
-    if not subclasses and not any(isinstance(layer, _PlannedLayer) for layer in model.modules()):
+    planned = [type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)]
+    if not planned:
         raise ValueError(
             f"{type(model).__name__} has no decoder layer of transformers' GradientCheckpointingLayer; set "
             "ping_pong=False"
         )
-    return list(subclasses.values())
+    return list(dict.fromkeys(planned))
 
 
 def _is_decoder_layer(module: nn.Module) -> bool:

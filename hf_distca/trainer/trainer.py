@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import DynamoBackend
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,6 +38,13 @@ from hf_distca.trainer.data_order import (
     streamed_order,
 )
 from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.parallel import (
+    forget_evaluation,
+    gather_whole_layers,
+    gathers_parameters,
+    is_wrapped,
+    whole_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +104,12 @@ class DistCATrainer(Trainer):
                 "per GPU: accelerate launch --num_processes N script.py"
             )
         super().__init__(model, args, data_collator, **kwargs)
+        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ValueError(
+                "torch.compile cannot trace planned attention: the plan differs with every micro-batch, so that each "
+                "would be compiled anew, and two nano-batches take turns inside a layer; leave torch_compile=False, "
+                "and accelerate's --dynamo_backend at no"
+            )
         sizes = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
         for kind, size in sizes.items():
             if size > 1:
@@ -133,17 +148,15 @@ class DistCATrainer(Trainer):
             )
         if settings.ping_pong:
             layers = plan_layers(self.model)
-            if self.is_deepspeed_enabled:
-                from deepspeed.utils import set_z3_leaf_modules
-
-                # Gathers a layer's parameters when the layer begins, not module by module: its halves take turns.
-                set_z3_leaf_modules(self.model, layers)
+            if gathers_parameters(self.accelerator):
+                gather_whole_layers(self.model, layers)
         self.meter = StepMeter(self.dispatcher)
         self.add_callback(self.meter)
         self._lengths: dict[int, tuple[Any, Any]] = {}  # with the data set itself, so that its id stays its own
         self._progress = DataProgress()
         self.add_callback(self._progress)
         self._ended: Iterator | None = None
+        self._wrapped: nn.Module | None = None  # the model that training steps were last known to be wrapped by
         self._evaluated_loss = self._evaluated_targets = 0.0
 
     def _attention_dtype(self) -> torch.dtype:
@@ -157,8 +170,19 @@ class DistCATrainer(Trainer):
         Raises:
             RuntimeError: another rank failed; says which and why.
             ValueError: the documents that are left cannot be those that the checkpoint has not seen yet; says what
-                must be set, on every rank, before any work starts.
+                must be set, on every rank, before any work starts. Or this trainer has trained before, under
+                DeepSpeed; or nothing brings the gradients of ranks together.
         """
+        if self.is_deepspeed_enabled and self.deepspeed is not None:
+            if self.state.global_step:
+                raise ValueError(
+                    "a trainer trains once under DeepSpeed, whose engine and optimizer end when train() begins again; "
+                    "train all epochs in one call, or go on with a new DistCATrainer on the same model, whose "
+                    "optimizer starts anew"
+                )
+            # An evaluation has made an engine that cannot train.
+            self.model_wrapped, self.deepspeed = self.model, None
+        forget_evaluation(self.model_wrapped, self.accelerator)
         try:
             with self.dispatcher.groups.failures.told():
                 place = agreed_place(self._data_order(), resume_from_checkpoint, self.args, self.dispatcher.groups)
@@ -305,6 +329,20 @@ class DistCATrainer(Trainer):
 
     # Steps
 
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Trainer.training_step`; raises on every rank where ranks would train apart."""
+        if model is not self._wrapped:
+            error = None
+            if self.args.world_size > 1 and not is_wrapped(model, self.accelerator):
+                error = ValueError(
+                    f"{type(model).__name__} is not wrapped for {self.args.world_size} ranks "
+                    f"({self.accelerator.distributed_type}), so each would train apart; give the trainer a model that "
+                    "no Accelerator has prepared, and call train()"
+                )
+            self.dispatcher.groups.raise_together(error)
+            self._wrapped = model
+        return super().training_step(model, *args, **kwargs)
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The model's loss; raises if the plan did not reach its attention."""
         plan = inputs[PLAN_KEY]
@@ -339,7 +377,19 @@ class DistCATrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate; the loss is the mean over all targets, however they are spread over micro-batches."""
+        """Evaluate; the loss is the mean over all targets, however they are spread over micro-batches.
+
+        Raises:
+            ValueError: before training, where FSDP or ZeRO-1 and -2 prepare a model for training only.
+        """
+        needs_optimizer = self.is_fsdp_enabled or (
+            self.is_deepspeed_enabled and not gathers_parameters(self.accelerator)
+        )
+        if needs_optimizer and not is_wrapped(self.model_wrapped, self.accelerator):
+            raise ValueError(
+                "evaluate() before train() is not possible under FSDP, ZeRO-1 and ZeRO-2, which prepare a model "
+                "together with its optimizer; set eval_on_start=True to evaluate before the first training step"
+            )
         self._evaluated_loss = self._evaluated_targets = 0.0
         with self.meter.paused():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
@@ -358,6 +408,15 @@ class DistCATrainer(Trainer):
             "DistCATrainer gives no predictions document by document; evaluate() reports the exact loss, and the "
             "trained model predicts outside the trainer as any other"
         )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model, so that `from_pretrained()` loads it; checkpoints may hold it in shards.
+
+        Every rank calls it. Under FSDP and ZeRO-3, rank 0 gathers the weights in host memory.
+        """
+        is_checkpoint = _internal_call and output_dir is not None
+        with nullcontext() if is_checkpoint else whole_weights(self.accelerator, self.deepspeed):
+            super().save_model(output_dir, _internal_call)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the figures of the micro-batches since the last time where it is a training step's log."""

@@ -82,3 +82,14 @@ def test_a_loop_of_ones_own(checkpoint):
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+def test_no_model_where_there_are_no_weights(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from finetune_llama import check_weights
+
+    (tmp_path / "config.json").touch()
+    with pytest.raises(FileNotFoundError, match="there are no weights in"):
+        check_weights(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    check_weights(tmp_path)

@@ -1,0 +1,94 @@
+"""What transformers and accelerate leave open where DDP, FSDP or DeepSpeed divide the training among ranks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
+from torch.nn.parallel import DistributedDataParallel
+
+DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Whether a backward through the model brings the gradients of all ranks together."""
+    kind = accelerator.distributed_type
+    if kind == DistributedType.DEEPSPEED:
+        return accelerator.deepspeed_engine_wrapped is not None
+    if kind == DistributedType.FSDP:
+        return isinstance(model, (FSDPModule, FullyShardedDataParallel))
+    return kind not in DDP or isinstance(model, DistributedDataParallel)
+
+
+def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
+    """Let accelerate wrap a model for training that it has prepared for an evaluation only.
+
+    It would take the model for prepared and pass over it, and under DDP each rank would train by itself.
+    """
+    if accelerator.distributed_type in DDP and getattr(model, "_is_accelerate_prepared", False):
+        model._is_accelerate_prepared = False
+        if "_original_forward" in vars(model):  # without autocast, which preparing adds again
+            model.forward = vars(model).pop("_original_forward")
+
+
+def gathers_parameters(accelerator: Accelerator) -> bool:
+    """Whether ZeRO-3 gathers the parameters of each module when it begins."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and plugin.hf_ds_config.is_zero3()
+
+
+def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
+    """Let ZeRO-3 gather a layer's parameters when the layer begins, not module by module: its halves take turns.
+
+    Args:
+        model: before DeepSpeed gets it.
+        layers: the classes of its planned layers.
+    """
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(model, list(layers))
+    for layer in model.modules():
+        if isinstance(layer, tuple(layers)):
+            layer.register_forward_pre_hook(_with_input_gradient)
+
+
+def _with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Let the layer's input require a gradient if one of its parameters does.
+
+    DeepSpeed reduces the gradients of such a layer in its full backward hook. Where no input requires a gradient
+    (below it everything is frozen: LoRA, frozen embeddings) that hook runs before the layer's backward, and takes
+    the parameters away.
+    """
+    inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+    if not torch.is_grad_enabled() or not inputs or any(x.requires_grad for x in inputs):
+        return args
+    if not any(parameter.requires_grad for parameter in layer.parameters()):
+        return args
+    return tuple(x.detach().requires_grad_() if x is inputs[0] else x for x in args)
+
+
+@contextmanager
+def whole_weights(accelerator: Accelerator, engine: Any) -> Iterator[None]:
+    """While inside, FSDP and ZeRO-3 give the whole model to be saved, whatever checkpoints are to hold.
+
+    Args:
+        accelerator: the trainer's.
+        engine: DeepSpeed's engine, where there is one.
+    """
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None:
+        holder, name, whole = fsdp, "state_dict_type", StateDictType.FULL_STATE_DICT
+    elif engine is not None:
+        holder, name, whole = engine._config.zero_config, "gather_16bit_weights_on_model_save", True
+    else:
+        yield
+        return
+    before = getattr(holder, name)
+    setattr(holder, name, whole)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)

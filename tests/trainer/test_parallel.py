@@ -1,0 +1,38 @@
+"""Ranks never train apart, and what cannot run in planned steps is refused; see `test_launch.py` for real launches."""
+
+import pytest
+
+from tests.trainer.test_trainer import make_trainer
+
+
+def _step_of_a_bare_model(folder: str) -> tuple[str, bool]:
+    """The error of a step whose model nothing has wrapped, and whether any gradient was taken."""
+    trainer = make_trainer(folder)
+    with pytest.raises(ValueError, match="not wrapped") as error:
+        trainer.training_step(trainer.model, next(iter(trainer.get_train_dataloader())))
+    return str(error.value), any(parameter.grad is not None for parameter in trainer.model.parameters())
+
+
+def test_ranks_do_not_train_apart(rank_pools, tmp_path):
+    for message, has_gradients in rank_pools[2].run(_step_of_a_bare_model, str(tmp_path)):
+        assert message.startswith("LlamaForCausalLM is not wrapped for 2 ranks")
+        assert "each would train apart" in message
+        assert not has_gradients
+
+
+def test_one_rank_needs_no_wrapping(tmp_path):
+    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
+    trainer.evaluate()
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_torch_compile(tmp_path):
+    with pytest.raises(ValueError, match=r"torch\.compile cannot trace planned attention"):
+        make_trainer(str(tmp_path), torch_compile=True)
+
+
+def test_compiling_by_the_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    with pytest.raises(ValueError, match="accelerate's --dynamo_backend at no"):
+        make_trainer(str(tmp_path))

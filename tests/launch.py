@@ -26,27 +26,45 @@ STRATEGIES: dict[str, list[str]] = {
 """`accelerate launch` options of each way to train in parallel."""
 
 
-def launch(strategy: str, script: Path, options: dict[str, Any], folder: Path, ranks: int = 2) -> dict[str, Any]:
-    """Run a script that takes a JSON file of options and writes its results to options["output"]."""
-    process = run_launch(strategy, script, options, folder, ranks)
+def launch(strategy: str, script: Path, run: dict[str, Any], folder: Path, ranks: int = 2) -> dict[str, Any]:
+    """The result of one training; see `run_launch`."""
+    process = run_launch(strategy, script, {"run": run}, folder, ranks)
     print(process.stdout[-6000:])
     assert process.returncode == 0
-    return json.loads((folder / "result.json").read_text())
+    return results_of(folder)["run"]
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    """What the script wrote of each run that it came to the end of."""
+    file = folder / "result.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def run_launch(
-    strategy: str, script: Path, options: dict[str, Any], folder: Path, ranks: int = 2
+    strategy: str, script: Path, runs: dict[str, dict[str, Any]], folder: Path, ranks: int = 2
 ) -> subprocess.CompletedProcess[str]:
-    """The same, whatever the exit code; stdout holds both streams."""
-    arguments = dict(options.get("arguments", {}), output_dir=str(folder / "output"))
+    """Launch a script that does the runs one after another in the same processes; stdout holds both streams.
+
+    Args:
+        strategy: a name in STRATEGIES.
+        script: see `tests/trainer/train_script.py`.
+        runs: what it is to do, by name. Each is given its own output folder.
+        folder: for the files of the launch.
+        ranks: how many processes.
+    """
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    defaults: dict[str, str] = {}
     if strategy == "ddp":
         environment["ACCELERATE_USE_CPU"] = "true"
     else:
         environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
         environment["DS_ACCELERATOR"] = "cpu"
-        arguments["ddp_backend"] = "gloo"
-    options = dict(options, output=str(folder / "result.json"), arguments=arguments, fsdp2=strategy == "fsdp2")
+        defaults["ddp_backend"] = "gloo"
+    runs = {
+        name: {**run, "arguments": {"output_dir": str(folder / name), **defaults, **run.get("arguments", {})}}
+        for name, run in runs.items()
+    }
+    options = {"output": str(folder / "result.json"), "fsdp2": strategy == "fsdp2", "runs": runs}
     (folder / "options.json").write_text(json.dumps(options))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(ranks)]
     command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]

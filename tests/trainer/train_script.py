@@ -1,24 +1,40 @@
-"""What the launch tests run under `accelerate launch`: a short training whose losses go to a file.
+"""What the launch tests run under `accelerate launch`: one short training after another.
 
     train_script.py OPTIONS.json
 
-OPTIONS: output (where rank 0 writes the results), lengths (of the documents), fsdp2 (whether to make
-accelerate take CPU processes for FSDP2), model (config of a small model), arguments (of
-DistCATrainingArguments), lora, streaming, flattening, resume, pauses (for
-some steps, a file until whose existence training stands still after the step).
+OPTIONS: output (where rank 0 writes the results of the runs, by name), fsdp2 (whether to make accelerate take CPU
+processes for FSDP2) and runs: for each name a dict of
+
+    lengths      of the documents
+    arguments    of DistCATrainingArguments
+    model        config of a small model, with its model_type
+    lora         train adapters of q_proj and v_proj only
+    frozen       parameters whose names hold one of these words are not trained
+    environment  what options of `accelerate launch` would set for this run alone
+    calls        of the trainer, one after another; "new trainer" goes on with another one on the same model.
+                 ["train", "evaluate"] unless given
+    resume       checkpoint that training resumes from, as RUN/FOLDER of an earlier run
+    save         save the trained model in the folder "saved" of the run's output
+    pauses       for some steps, a file until whose existence training stands still after the step
 """
 
+import hashlib
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import datasets
 import peft
 import torch
 import transformers
-from transformers import DataCollatorWithFlattening
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 import hf_distca
 from tests.models import random_documents, small_model
@@ -28,6 +44,11 @@ def shard_on_cpu() -> None:
     """Make accelerate shard on CPU processes, which it otherwise silently runs as DDP."""
     gloo = ("gloo", accelerate.DistributedType.MULTI_GPU)
     accelerate.PartialState._prepare_backend = lambda self, *args, **kwargs: gloo
+
+
+def allow_bf16() -> None:
+    """Let transformers take CPU processes for devices with bfloat16; with use_cpu it would not shard."""
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 
 class Pauses(transformers.TrainerCallback):
@@ -46,54 +67,116 @@ class Pauses(transformers.TrainerCallback):
             time.sleep(0.05)
 
 
-def main() -> None:
-    """Train and write losses, logs and, of rank 0, a checksum of the parameters."""
-    with open(sys.argv[1]) as file:
-        options = json.load(file)
-    torch.set_num_threads(1)
-    if options.get("fsdp2"):
-        shard_on_cpu()
-    # Before the arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
-    model = small_model(**options.get("model", {"model_type": "llama"}))
-    if options.get("lora"):
+def make_model(run: dict[str, Any], implementation: str = "distca") -> nn.Module:
+    """The model of a run as it is before training."""
+    model = small_model(**{"model_type": "llama", "implementation": implementation, **run.get("model", {})})
+    if run.get("lora"):
         torch.manual_seed(0)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in run.get("frozen", ())):
+            parameter.requires_grad_(False)
+    return model
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Environment variables for a while."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) -> hf_distca.DistCATrainer:
+    """The trainer of a run; forwards of its kernel are counted into the result."""
     args = hf_distca.DistCATrainingArguments(
         disable_tqdm=True,
         report_to=[],
         logging_steps=1,
         dataloader_pin_memory=False,
         lr_scheduler_type="constant",
-        **options["arguments"],
+        **run["arguments"],
     )
-    documents = [{"input_ids": document.tolist()} for document in random_documents(options["lengths"])]
-    if options.get("streaming"):
-        dataset = datasets.IterableDataset.from_generator(lambda: iter(documents))
-    else:
-        dataset = datasets.Dataset.from_list(documents)
-    trainer = hf_distca.DistCATrainer(
-        model=model,
-        args=args,
-        train_dataset=dataset,
-        eval_dataset=dataset,
-        data_collator=DataCollatorWithFlattening() if options.get("flattening") else None,
-    )
-    if options.get("pauses"):
-        trainer.add_callback(Pauses(options["pauses"]))
-    trainer.train(resume_from_checkpoint=options.get("resume"))
-    evaluation = trainer.evaluate()
-    if trainer.is_world_process_zero():
-        result = {
-            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-            "history": trainer.state.log_history,
-            "eval_loss": evaluation["eval_loss"],
-            "distributed_type": str(trainer.accelerator.distributed_type),
-            "world_size": args.world_size,
-        }
-        with open(options["output"], "w") as file:
-            json.dump(result, file)
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    documents = [{"input_ids": document.tolist()} for document in random_documents(run["lengths"])]
+    dataset = datasets.Dataset.from_list(documents)
+    trainer = hf_distca.DistCATrainer(model=model, args=args, train_dataset=dataset, eval_dataset=dataset)
+    if run.get("pauses"):
+        trainer.add_callback(Pauses(run["pauses"]))
+    count_kernel_forwards(trainer, result)
+    return trainer
+
+
+def train(model: nn.Module, run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Do what a run says; its losses, logs and figures, or the error that it ended with on this rank."""
+    result: dict[str, Any] = {"losses": [], "evaluations": [], "kernel_forwards": 0}
+    resume = str(folder / run["resume"]) if "resume" in run else None
+    try:
+        trainer = make_trainer(model, run, result)
+        for call in run.get("calls", ["train", "evaluate"]):
+            if call == "train":
+                trainer.train(resume_from_checkpoint=resume)
+                result["losses"] += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            elif call == "evaluate":
+                result["evaluations"].append(trainer.evaluate()["eval_loss"])
+            else:
+                trainer = make_trainer(model, run, result)
+        if run.get("save"):
+            trainer.save_model(str(Path(trainer.args.output_dir) / "saved"))
+    except ValueError as error:  # raised on all ranks together: the next run can start
+        return {**result, "error": str(error)}
+    return {
+        **result,
+        "history": trainer.state.log_history,
+        "distributed_type": str(trainer.accelerator.distributed_type),
+        "world_size": trainer.args.world_size,
+        "parameters": trainer.dispatcher.groups.all_gather(parameters_hash(model)),
+    }
+
+
+def parameters_hash(model: nn.Module) -> str:
+    """A hash of what this rank holds of the parameters."""
+    tensors = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    content = b"".join(tensor.detach().cpu().contiguous().view(torch.uint8).numpy() for tensor in tensors)
+    return hashlib.sha256(content).hexdigest()
+
+
+def count_kernel_forwards(trainer: hf_distca.DistCATrainer, result: dict[str, Any]) -> None:
+    """Count into the result how often the attention kernel runs forward on this rank."""
+    kernel = trainer.dispatcher.kernel
+    forward = kernel.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result["kernel_forwards"] += 1
+        return forward(*args, **kwargs)
+
+    kernel.forward = counted
+
+
+def main() -> None:
+    """Train as each run says, and write what became of it, of rank 0, after each."""
+    with open(sys.argv[1]) as file:
+        options = json.load(file)
+    torch.set_num_threads(1)
+    if options["fsdp2"]:
+        shard_on_cpu()
+    if os.environ.get("ACCELERATE_USE_CPU") != "true":
+        allow_bf16()
+    # All before the first arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
+    models = {name: make_model(run) for name, run in options["runs"].items()}
+    results = {}
+    for name, run in options["runs"].items():
+        with environment(run.get("environment", {})):
+            results[name] = train(models.pop(name), run, Path(options["output"]).parent)
+        if int(os.environ["RANK"]) == 0:
+            Path(options["output"]).write_text(json.dumps(results))
+    # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """All settings of hf_distca in one dataclass."""
 
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
 
 DOCUMENT_LAYOUTS = ("joint", "fixed")
 EXTERNAL = "external"
 """Attention servers that are started apart."""
-LONG_DOCUMENTS = ("error", "truncate", "split")
+LongDocuments = Literal["error", "truncate", "split"]
 
 
 @dataclass
@@ -27,12 +28,11 @@ class DistCAConfig:
             "of up to ranks * tokens_per_rank tokens, without padding; activation memory grows with it."
         },
     )
-    long_documents: str = field(
+    long_documents: LongDocuments = field(
         default="error",
         metadata={
             "help": "A document longer than ranks * tokens_per_rank: 'error' refuses it, 'truncate' keeps its first "
             "tokens, 'split' makes it into documents that fit.",
-            "choices": LONG_DOCUMENTS,
         },
     )
     document_layout: str = field(
@@ -127,7 +127,7 @@ class DistCAConfig:
         if self.balance_tolerance < 0:
             raise ValueError(f"balance_tolerance must be 0 or more, got {self.balance_tolerance}")
         choices = {
-            "long_documents": LONG_DOCUMENTS,
+            "long_documents": get_args(LongDocuments),
             "document_layout": DOCUMENT_LAYOUTS,
             "attention_kernel": KERNEL_NAMES,
         }

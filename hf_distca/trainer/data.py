@@ -84,7 +84,7 @@ def packed_loader(
     *,
     capacity: int,
     shuffle: bool,
-) -> DataLoader:
+) -> DataLoader[Any]:
     """A loader of planned global micro-batches of whole documents, each of at most `capacity` tokens."""
     rank, settings = dispatcher.groups.rank, dispatcher.settings
     pieces = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
@@ -98,17 +98,19 @@ def packed_loader(
     return unsharded(loader, dispatcher.device, args)
 
 
-def unsharded(loader: DataLoader, device: torch.device, args: DistCATrainingArguments) -> DataLoader:
+def unsharded(loader: DataLoader[Any], device: torch.device, args: DistCATrainingArguments) -> DataLoader[Any]:
     """The loader as accelerate prepares it, but not divided among ranks: it knows its rank already."""
-    return prepare_data_loader(
+    config: Any = args.accelerator_config
+    prepared: DataLoader[Any] = prepare_data_loader(
         loader,
         device=device,
         num_processes=1,
         process_index=0,
         put_on_device=True,
         dispatch_batches=False,
-        non_blocking=args.accelerator_config.non_blocking,
+        non_blocking=config.non_blocking,
     )
+    return prepared
 
 
 class PlannedLoader:
@@ -119,7 +121,7 @@ class PlannedLoader:
         dispatcher: plans them.
     """
 
-    def __init__(self, loader: DataLoader, dispatcher: Dispatcher) -> None:
+    def __init__(self, loader: DataLoader[Any], dispatcher: Dispatcher) -> None:
         self._loader = loader
         self._dispatcher = dispatcher
         self.dataset = loader.dataset

@@ -136,7 +136,7 @@ def agreed_place(
     place, error = DataPlace(order), None
     if resume_from_checkpoint and not args.ignore_data_skip:
         try:
-            place = _load(resume_from_checkpoint, args.output_dir)
+            place = _load(resume_from_checkpoint, str(args.output_dir))
             _check_same(place.order, order, groups.ranks)
         except (ValueError, OSError) as caught:
             error = caught
@@ -154,7 +154,7 @@ def agreed_place(
 
 def _load(resume_from_checkpoint: str | bool, output_dir: str) -> DataPlace:
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-    if checkpoint is None:
+    if not checkpoint:
         raise ValueError(f"there is no checkpoint in {output_dir}")
     file = Path(checkpoint) / FILE
     if not file.is_file():

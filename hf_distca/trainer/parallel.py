@@ -29,7 +29,7 @@ def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
     It would take the model for prepared and pass over it, and under DDP each rank would train by itself.
     """
     if accelerator.distributed_type in DDP and getattr(model, "_is_accelerate_prepared", False):
-        model._is_accelerate_prepared = False
+        vars(model)["_is_accelerate_prepared"] = False
         if "_original_forward" in vars(model):  # without autocast, which preparing adds again
             model.forward = vars(model).pop("_original_forward")
 
@@ -79,6 +79,8 @@ def whole_weights(accelerator: Accelerator, engine: Any) -> Iterator[None]:
         engine: DeepSpeed's engine, where there is one.
     """
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    holder: Any
+    whole: Any
     if fsdp is not None:
         holder, name, whole = fsdp, "state_dict_type", StateDictType.FULL_STATE_DICT
     elif engine is not None:

@@ -14,7 +14,7 @@ from accelerate.utils import DynamoBackend
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, seed_worker
 
 from hf_distca.collator.documents import Columns
@@ -66,6 +66,9 @@ class DistCATrainer(Trainer):
         ValueError: model, arguments or data set cannot be trained so; says why, on every rank, before any
             work starts.
     """
+
+    args: DistCATrainingArguments
+    model: PreTrainedModel
 
     def __init__(
         self,
@@ -120,7 +123,8 @@ class DistCATrainer(Trainer):
         settings = plan_settings(
             self.model, args, ranks=args.world_size, device=args.device, dtype=self._attention_dtype()
         )
-        if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+        if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
             check_reentrant(self.model)
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
@@ -142,7 +146,7 @@ class DistCATrainer(Trainer):
                 self.dispatcher,
                 args.attention_server_launch,
                 address=args.attention_server_address,
-                token_file=args.attention_server_token_file or str(Path(args.output_dir) / TOKEN_FILE),
+                token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
                 ranks_serve=args.trainers_serve,
                 timeout_s=args.attention_server_timeout,
             )
@@ -152,10 +156,11 @@ class DistCATrainer(Trainer):
                 gather_whole_layers(self.model, layers)
         self.meter = StepMeter(self.dispatcher)
         self.add_callback(self.meter)
-        self._lengths: dict[int, tuple[Any, Any]] = {}  # with the data set itself, so that its id stays its own
+        # With the data set itself, so that its id stays its own.
+        self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
         self._progress = DataProgress()
         self.add_callback(self._progress)
-        self._ended: Iterator | None = None
+        self._ended: Iterator[Any] | None = None
         self._wrapped: nn.Module | None = None  # the model that training steps were last known to be wrapped by
         self._evaluated_loss = self._evaluated_targets = 0.0
 
@@ -241,23 +246,23 @@ class DistCATrainer(Trainer):
             )
         return self._lengths[id(dataset)][1]
 
-    def get_train_dataloader(self) -> DataLoader:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         """A loader of this rank's rows of the training data's micro-batches."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         if not self._packs:
             return super().get_train_dataloader()
         shuffle = self.args.train_sampling_strategy != "sequential"
-        capacity = self._progress.place.order.get(CAPACITY)
-        return self._packed_dataloader(self.train_dataset, capacity=capacity, shuffle=shuffle)
+        capacity = self._progress.place.order.get(CAPACITY, 0)  # none before training has begun
+        return self._packed_dataloader(self.train_dataset, capacity=int(capacity), shuffle=shuffle)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """A loader of this rank's rows of the evaluation data's micro-batches."""
         if not self._packs:
             return PlannedLoader(super().get_eval_dataloader(eval_dataset), self.dispatcher)
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset: Any = self.eval_dataset
+        if eval_dataset is not None:
+            dataset = dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         if dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
         loader = self._packed_dataloader(dataset, shuffle=False)
@@ -265,15 +270,15 @@ class DistCATrainer(Trainer):
 
     def _columns(self) -> Columns:
         """Columns of the data that count: with remove_unused_columns those alone that the model takes."""
-        model_inputs = None
+        model_inputs: frozenset[str] | None = None
         if self.args.remove_unused_columns:
             self._set_signature_columns_if_needed()
-            model_inputs = frozenset(self._signature_columns)
+            model_inputs = frozenset(self._signature_columns or ())
         return Columns(self.args.length_column_name, model_inputs)
 
-    def _packed_dataloader(self, dataset: Any, *, shuffle: bool, capacity: int | None = None) -> DataLoader:
+    def _packed_dataloader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
         args = self.args
-        options = {
+        options: dict[str, Any] = {
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory,
             "persistent_workers": args.dataloader_persistent_workers,
@@ -299,7 +304,7 @@ class DistCATrainer(Trainer):
         )
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | None]:
         """The micro-batches of one optimizer step, planned, and the number of their targets on all ranks."""
         if epoch_iterator is self._ended:
@@ -313,10 +318,10 @@ class DistCATrainer(Trainer):
                 self._ended = epoch_iterator
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
-        targets = super()._get_num_items_in_batch(batch_samples, device)
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Tensor | None:
+        targets: Any = super()._get_num_items_in_batch(batch_samples, device)
         # Documents of one token have no target: their loss is 0, not 0/0.
-        return targets if targets is None else targets.clamp(min=1)
+        return None if targets is None else targets.clamp(min=1)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs on the device, their plan bound to this rank."""
@@ -364,6 +369,8 @@ class DistCATrainer(Trainer):
         """Add one micro-batch to the evaluation's loss."""
         targets = self._get_num_items_in_batch([inputs], self.args.device)
         loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        assert loss is not None
+        assert targets is not None  # planned batches have some
         # The loss is this rank's sum over all ranks' targets, times the ranks, so that their mean is the loss.
         self._evaluated_loss += (loss * targets / self.args.world_size).item()
         self._evaluated_targets += targets.item()
@@ -371,7 +378,7 @@ class DistCATrainer(Trainer):
 
     def evaluation_loop(
         self,
-        dataloader: DataLoader,
+        dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
@@ -394,7 +401,7 @@ class DistCATrainer(Trainer):
         with self.meter.paused():
             output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         total = sum(self.dispatcher.groups.all_gather(self._evaluated_loss))
-        if self._evaluated_targets:
+        if self._evaluated_targets and output.metrics is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = total / self._evaluated_targets
         return output
 

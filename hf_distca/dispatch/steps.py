@@ -17,7 +17,7 @@ query heads, G key/value heads, D head dim of queries and keys, E head dim of va
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -100,20 +100,15 @@ class AttentionCall:
         self.bound.pool.pool.stopwatch.observed.pairs += repair.routes.pairs
         return repair
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Around each step, never around a pause: numbers are computed in the dtype in which they come.
 
         Autocast is the thread's: left open across a pause, the other half would run without it. The pool, if there is
         one, is told what time lies between steps.
         """
-        device_type = self.bound.device.type
-        autocast = (
-            torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-        )
         watched = nullcontext() if self.bound.pool is None else self.bound.pool.pool.stopwatch.step()
-        with autocast, watched:
-            yield
+        device = self.bound.device.type
+        return _without_autocast(device, watched) if torch.is_autocast_enabled(device) else watched
 
     def send_queries(self, columns: list[Tensor]) -> None:
         """Send rows of the queries' kind to the workers: of every column those that the routes name."""
@@ -139,6 +134,12 @@ class AttentionCall:
         """The mask of a group of tasks."""
         sees_all = group is self.routes.prefix and not self.routes.prefix_is_causal
         return replace(self.params, causal=False) if sees_all else self.params
+
+
+@contextmanager
+def _without_autocast(device: str, inner: AbstractContextManager[None]) -> Iterator[None]:
+    with torch.autocast(device, enabled=False), inner:
+        yield
 
 
 def start_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> None:

@@ -52,7 +52,9 @@ def run_launch(
         folder: for the files of the launch.
         ranks: how many processes.
     """
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    # Trainers that tests make in this process leave settings for accelerate behind.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     defaults: dict[str, str] = {}
     if strategy == "ddp":
         environment["ACCELERATE_USE_CPU"] = "true"

@@ -3,9 +3,11 @@
 import gc
 import multiprocessing
 import os
+import secrets
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -60,10 +62,16 @@ class RankPool:
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens to."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on the loopback interface that nobody listens to.
+
+    It lies below those that Linux gives to outgoing connections (32768 to 60999): a server that tries to reach it
+    before anybody listens could be given the very port, and connect to itself.
+    """
+    while True:
+        port = 20000 + secrets.randbelow(12768)  # not from `random`, which trainers seed
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(connection: Connection, rank: int, size: int, port: int) -> None:

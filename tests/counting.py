@@ -1,0 +1,457 @@
+"""What a planned step launches, copies and moves, counted without a GPU: on meta tensors, which have no numbers.
+
+A whole model runs forward and backward on tensors of the device "meta", on one of several ranks whose group is
+c10d's "fake" one, and a dispatch mode sees every operator that a GPU would be given:
+
+  launches   operators that run on the device: one each, two where they fill with zeros first. An operator whose
+             result has no element is not launched, and what only reserves memory launches nothing
+  copies     those of the launches that only move numbers: copy_, clone, cat, index_select, to another dtype, …
+  views      operators that only describe memory anew; they cost the host a few microseconds
+  bytes      what launches read and write, each element of a tensor once; what is broadcast as it lies in memory
+
+Matrix products, attention kernels and exchanges are counted apart from all other launches. Whatever would make
+the host wait for the device raises.
+
+Each operator is charged to the code that asked for it. In the forward, and in the backward of the autograd functions
+of hf_distca, that is the innermost frame of Python in hf_distca or transformers. A backward node of torch's own is
+charged to where its forward was called: both know the node's sequence number.
+
+Run: python -m tests.counting [--layouts joint fixed] [--ranks 0 1 2 3 4 5 6 7] [--no-ping-pong]
+"""
+
+import argparse
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.exchange import Exchange
+from hf_distca.kernels.contract import AttentionParams, TaskShapes
+from hf_distca.kernels.torch_varlen import TorchVarlenKernel
+from hf_distca.patches.kinds import attention_kinds
+from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+
+aten = torch.ops.aten
+META = torch.device("meta")
+
+WAITS = {"_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select", "unique_dim", "_unique2"}
+GEMMS = {"mm", "bmm", "addmm", "baddbmm", "_grouped_mm"}
+COPIES = {"copy_", "clone", "_to_copy", "cat", "index_select", "index_copy_", "constant_pad_nd", "slice_backward"}
+ALLOCATIONS = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+FILLED_FIRST = {"slice_backward", "select_backward", "index_select_backward"}
+"""Zeros of the whole shape, then a copy into a part."""
+OVERWRITTEN = {"copy_", "fill_", "zero_", "index_copy_"}
+"""In place, without reading what was there."""
+BY_ROWS = {"index_select", "index_copy_", "index_add_", "embedding"}
+"""Touch the rows that an index names, not all of them."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator that was called.
+
+    Attributes:
+        name: of the operator.
+        what: "launch", "copy", "gemm", "attention", "exchange", "view" or "nothing".
+        owner: "dispatch" or "model".
+        site: functions and lines that asked for it, innermost first.
+        layer: number of the decoder layer, None outside.
+        backward: whether in a backward.
+        launches: on the device.
+        moved: bytes read and written.
+    """
+
+    name: str
+    what: str
+    owner: str
+    site: str
+    layer: int | None
+    backward: bool
+    launches: int
+    moved: int
+
+
+@dataclass
+class Sums:
+    """Numbers of operators, and the bytes that they move."""
+
+    launches: int = 0
+    copies: int = 0
+    views: int = 0
+    gemms: int = 0
+    attention: int = 0
+    exchanges: int = 0
+    moved: int = 0
+
+    @staticmethod
+    def of(calls: Sequence[Call]) -> "Sums":
+        """Launches and bytes are those besides matrix products, attention kernels and exchanges."""
+        kinds = Counter(call.what for call in calls)
+        own = [call for call in calls if call.what in ("launch", "copy")]
+        return Sums(
+            launches=sum(call.launches for call in own),
+            copies=kinds["copy"],
+            views=kinds["view"],
+            gemms=kinds["gemm"],
+            attention=kinds["attention"],
+            exchanges=kinds["exchange"],
+            moved=sum(call.moved for call in own),
+        )
+
+
+class Counting(TorchDispatchMode):
+    """Records every operator on the device.
+
+    Attributes:
+        calls: what was recorded.
+        layer: the decoder layer whose forward runs; set by `counted`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.layer: int | None = None
+        self._places: dict[int, tuple[str, str, int | None]] = {}  # of nodes, by sequence number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _check_no_wait(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if any(x.device == META for x in _tensors((args, kwargs, result))):
+            self.calls.append(self._call(func, args, kwargs, result))
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> Call:
+        name = func._schema.name.split("::")[1]
+        what, launches = _what(func, name, result, args)
+        owner, site = _asked_by()
+        node = torch._C._current_autograd_node()
+        if owner is None and node is not None:  # a node of torch's own
+            owner, site, layer = self._places.get(node._sequence_nr(), ("model", node.name(), None))
+        else:
+            owner, layer = owner or "model", self.layer
+            if node is not None and self.layer is None:
+                layer = self._places.get(node._sequence_nr(), (None, None, None))[2]
+            # A node takes its number just before its forward comes here.
+            self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, (owner, site, layer))
+        moved = _moved(func, name, args, kwargs, result) if launches else 0
+        return Call(name, what, owner, site, layer, node is not None, launches, moved)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _check_no_wait(func: Any, args: Any, kwargs: Any) -> None:
+    name = func._schema.name.split("::")[1]
+    tensors = _tensors((args, kwargs))
+    if not any(x.device == META for x in tensors):
+        return
+    goes_to_host = name == "_to_copy" and kwargs.get("device") is not None and kwargs["device"].type == "cpu"
+    goes_to_host |= name == "copy_" and args[0].device.type == "cpu"
+    by_mask = name in ("index", "index_put_") and any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1]))
+    if name in WAITS or goes_to_host or by_mask:
+        raise AssertionError(f"{func} makes the host wait for the device")
+
+
+def _what(func: Any, name: str, result: Any, args: Any) -> tuple[str, int]:
+    if func.namespace == "c10d":
+        return "exchange", 0
+    if name.startswith(("_flash_attention", "_scaled_dot_product")):
+        return "attention", 1
+    if func.is_view or name in ("_unsafe_view", "lift_fresh"):
+        return "view", 0
+    outputs = _tensors(result)
+    if name in ALLOCATIONS or not any(x.numel() for x in outputs):
+        return "nothing", 0
+    if name in GEMMS:
+        return "gemm", 1
+    return "copy" if name in COPIES else "launch", 2 if name in FILLED_FIRST else 1
+
+
+def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that the operator reads and writes."""
+    written, read = [], []
+    schema = func._schema.arguments
+    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    for argument, value in given:
+        tensors = _tensors(value)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tensors
+            if name not in OVERWRITTEN and argument.name != "out":
+                read += tensors
+        else:
+            read += tensors
+    fresh = [x for x in _tensors(result) if not any(x is other for other in written)]
+    if name in BY_ROWS:
+        if fresh:  # as many rows are read as written
+            return 2 * sum(map(_bytes, fresh)) + sum(_bytes(x) for x in read if not x.is_floating_point())
+        source = _bytes(args[3])
+        return source + _bytes(args[2]) + source * (2 if name == "index_add_" else 1)
+    if name in FILLED_FIRST:
+        return 2 * _bytes(args[0]) + sum(map(_bytes, fresh))
+    return sum(map(_bytes, written + read + fresh))
+
+
+def _bytes(x: Tensor) -> int:
+    """As it lies in memory: what is broadcast is there once."""
+    return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize
+
+
+def _asked_by() -> tuple[str | None, str]:
+    """Who asked for the operator that is being called, and where; None if nobody in hf_distca or transformers did."""
+    frame = sys._getframe(3)
+    found: list[str] = []
+    while frame is not None:
+        package, name = _package_of(frame.f_code.co_filename)
+        if package == "hf_distca":
+            found.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+            if len(found) == 3:
+                break
+        elif package == "transformers" and found:
+            break
+        elif package == "transformers":
+            return "model", f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ("dispatch", " < ".join(found)) if found else (None, "")
+
+
+@cache
+def _package_of(filename: str) -> tuple[str, str]:
+    parts = filename.replace("\\", "/").split("/")
+    for package in ("hf_distca", "transformers"):
+        if package in parts[:-1]:
+            return package, parts[-1]
+    return "", parts[-1]
+
+
+@dataclass(frozen=True)
+class KernelInput:
+    """A tensor as an attention kernel got it."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset_bytes: int
+    itemsize: int
+
+    @property
+    def aligned(self) -> bool:
+        """Every row and head begins at a multiple of 16 bytes, and the numbers of a head lie side by side."""
+        steps = [stride for n, stride in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
+        return (
+            self.strides[-1] == 1
+            and self.offset_bytes % 16 == 0
+            and all(stride * self.itemsize % 16 == 0 for stride in steps)
+        )
+
+
+@dataclass
+class MetaKernel(TorchVarlenKernel):
+    """The kernel of CUDA on meta tensors: torch knows the shapes of its results."""
+
+    inputs: list[KernelInput] = field(default_factory=list)
+
+    def check(self, **_: Any) -> None:
+        """It asks for a GPU."""
+
+    def _note(self, **tensors: Tensor) -> None:
+        for name, x in tensors.items():
+            offset = x.storage_offset() * x.itemsize
+            self.inputs.append(KernelInput(name, tuple(x.shape), x.stride(), offset, x.itemsize))
+
+    def forward(
+        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        self._note(q=q_QHD, k=k_KGD, v=v_KGE)
+        return super().forward(q_QHD, k_KGD, v_KGE, shapes, params)
+
+    def backward(
+        self,
+        do_QHE: Tensor,
+        q_QHD: Tensor,
+        k_KGD: Tensor,
+        v_KGE: Tensor,
+        o_QHE: Tensor,
+        lse_QH: Tensor,
+        shapes: TaskShapes,
+        params: AttentionParams,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        self._note(do=do_QHE, q=q_QHD, k=k_KGD, v=v_KGE, o=o_QHE)
+        return super().backward(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params)
+
+
+@contextmanager
+def fake_group(ranks: int) -> Iterator[dist.ProcessGroup]:
+    """A group of many ranks in one process, whose collectives carry nothing."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def meta_model(model_type: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> PreTrainedModel:
+    """A model without numbers."""
+    settings = AutoConfig.for_model(model_type, **config)
+    with META:
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="distca", dtype=dtype)
+    return model.train()
+
+
+def bind_on_meta(plan: MicroBatchPlan, rank: int, group: dist.ProcessGroup, **options: Any) -> BoundPlan:
+    """The plan bound to one of the ranks of a fake group."""
+    exchange = Exchange(SimpleNamespace(exchange=group))
+    return BoundPlan(plan, rank, META, exchange, MetaKernel(), **{"keep_received": False, **options})
+
+
+def counted(model: PreTrainedModel, bound: BoundPlan, mode: Counting | None = None) -> Counting:
+    """Count a planned step of the model, forward and backward."""
+    mode = mode or Counting()
+    rows = bound.rows
+    batch = {name: torch.zeros((1, rows), dtype=torch.long, device=META) for name in ("input_ids", "position_ids")}
+    hooks = []
+    for number, layer in enumerate(model.base_model.layers):
+        hooks += [layer.register_forward_pre_hook(_enters(mode, number)), layer.register_forward_hook(_leaves(mode))]
+    try:
+        with _ready_for_meta(), mode:
+            hidden = model.base_model(**batch, use_cache=False, distca_plan=bound).last_hidden_state
+            hidden.backward(torch.zeros_like(hidden))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return mode
+
+
+@contextmanager
+def _ready_for_meta() -> Iterator[None]:
+    """What asks for more than a meta tensor can answer."""
+    with (
+        # transformers looks at the positions, whether documents are packed: a wait, without an answer here.
+        patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None),
+        # Torch has no autocast for it.
+        patch("torch.is_autocast_enabled", lambda _device: False),
+        patch("torch.get_autocast_dtype", lambda _device: torch.bfloat16),
+    ):
+        yield
+
+
+def _enters(mode: Counting, number: int) -> Any:
+    def hook(_module: nn.Module, _args: Any) -> None:
+        mode.layer = number
+
+    return hook
+
+
+def _leaves(mode: Counting) -> Any:
+    def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
+        mode.layer = None
+
+    return hook
+
+
+# The command
+
+LLAMA_3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 3,
+    "vocab_size": 128,
+}
+INNER_LAYER = 1
+"""Neither the first nor the last: those also make the buffers that all layers use."""
+RANKS, TOKENS = 8, 32768
+
+
+def one_long_document(tokens: int = RANKS * TOKENS) -> list[int]:
+    """A document of 100000 tokens, the rest short ones of some 600 tokens."""
+    draw = np.random.default_rng(0)
+    lengths = [100_000]
+    while sum(lengths) < tokens:
+        lengths.append(min(int(np.clip(draw.lognormal(6.4, 1.0), 32, 16384)), tokens - sum(lengths)))
+    return lengths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Counts what one layer launches and moves, on meta tensors.")
+    parser.add_argument("--layouts", nargs="+", default=["joint", "fixed"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=list(range(RANKS)), help="the table has their mean")
+    parser.add_argument("--no-ping-pong", dest="ping_pong", action="store_false")
+    parser.add_argument("--top", type=int, default=15, help="places in the breakdown")
+    args = parser.parse_args()
+    model = meta_model("llama", **LLAMA_3_8B)
+    if args.ping_pong:
+        plan_layers(model)
+    with fake_group(RANKS) as group:
+        for layout in args.layouts:
+            plan = plan_micro_batch(
+                one_long_document(),
+                PlanSettings(
+                    RANKS,
+                    TOKENS,
+                    attention_kinds(model),
+                    document_layout=layout,
+                    row_overhead=MetaKernel.row_overhead,
+                    ping_pong=args.ping_pong,
+                ),
+            )
+            by_rank = [counted(model, bind_on_meta(plan, rank, group)).calls for rank in args.ranks]
+            calls = [[call for call in calls if call.layer == INNER_LAYER] for calls in by_rank]
+            _print_table(layout, calls)
+            _print_places([[call for call in calls if call.owner == "dispatch"] for calls in calls], args.top)
+
+
+def _print_table(layout: str, calls: list[list[Call]]) -> None:
+    """Means of the ranks, and in brackets the most of any rank."""
+    names = [f.name for f in fields(Sums) if f.name != "moved"]
+    print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in [*names, "GB"]))
+    for owner in ("dispatch", "model"):
+        for title, ways in (("forward", (False,)), ("backward", (True,)), ("both", (False, True))):
+            sums = [Sums.of([c for c in of_rank if c.owner == owner and c.backward in ways]) for of_rank in calls]
+            columns = [[getattr(s, name) for s in sums] for name in names]
+            columns.append([s.moved / 1e9 for s in sums])
+            print(f"  {owner + ' ' + title:26}" + "".join(f"{np.mean(c):8.1f} ({max(c):5.1f})" for c in columns))
+
+
+def _print_places(calls: list[list[Call]], top: int) -> None:
+    """Where the launches, bytes and views come from: means of the ranks."""
+    by_place: dict[tuple[bool, str, str], list[Call]] = defaultdict(list)
+    for call in chain.from_iterable(calls):
+        by_place[call.backward, call.name, call.site].append(call)
+    sums = {place: Sums.of(found) for place, found in by_place.items()}
+    for what in ("launches", "moved", "views"):
+        print(f"\n  most {what}")
+        for place in sorted(sums, key=lambda place: -getattr(sums[place], what))[:top]:
+            found, (backward, name, site) = sums[place], place
+            print(
+                f"  {found.launches / len(calls):6.1f} launches {found.views / len(calls):6.1f} views "
+                f"{found.moved / len(calls) / 1e9:6.2f} GB  {name:20} {'backward' if backward else 'forward':8} {site}"
+            )
+    print()
+
+
+if __name__ == "__main__":
+    main()

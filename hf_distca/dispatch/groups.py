@@ -10,20 +10,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_distca.dispatch.backends import (
+    check_devices,
+    device_uuid,
+    exchange_backend,
+    exchange_options,
+    indexed,
+    unreachable,
+)
 from hf_distca.dispatch.failures import Failures
 
 
 class Groups:
     """The ranks that train together, with a group for tensors and one for small Python objects.
 
-    Creating it is a collective: every rank does it at the same point.
+    Creating it is a collective: every rank does it at the same point. It connects every rank with every other, so
+    that no layer waits for that, and ranks that cannot reach each other fail here.
 
     Args:
-        device: where the exchanged tensors live; CUDA exchanges go through NCCL, all others through gloo.
+        device: where the exchanged tensors live; the exchange takes the default group's backend for it.
         timeout_s: seconds after which an exchange with a silent peer fails.
 
     Attributes:
+        exchange: the group of the exchanges; None where there is one rank.
         failures: tells each rank why another failed.
+
+    Raises:
+        RuntimeError: this rank cannot reach the others, or not in time.
+        ValueError: on every rank, where ranks share a GPU that they cannot share.
     """
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
@@ -34,11 +48,38 @@ class Groups:
         store = None
         if self.distributed:
             timeout = timedelta(seconds=timeout_s)
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            self.exchange = dist.new_group(backend=backend, timeout=timeout)
-            self._words = dist.new_group(backend="gloo", timeout=timeout)
+            device = indexed(device)
+            try:
+                self._words = dist.new_group(backend="gloo", timeout=timeout, group_desc="distca words")
+                uuids = self.all_gather(device_uuid(device))
+            except RuntimeError as error:
+                raise unreachable(self.rank, error) from error
             store = self._words.get_group_store()
+            backend = exchange_backend(device)
+            check_devices(backend, uuids)
+            self.exchange = self._connected(backend, timeout, device)
         self.failures = Failures(store, self.rank, self.ranks)
+
+    def _connected(self, backend: str, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
+        """A group for the exchanges, once a row has gone from every rank to every other.
+
+        NCCL connects a pair of ranks when it first has something to send, and asks for memory then.
+        """
+        sent, received = (torch.zeros(self.ranks, dtype=torch.uint8, device=device) for _ in range(2))
+        one_each = [1] * self.ranks
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                backend=backend,
+                timeout=timeout,
+                pg_options=exchange_options(backend),
+                group_desc="distca exchange",
+                device_id=device if backend == dist.Backend.NCCL else None,
+            )
+            dist.all_to_all_single(received, sent, one_each, one_each, group=group)
+            received.cpu()  # not before it is here
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.rank} cannot exchange rows over {backend}: {error}") from error
+        return group
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks. A collective on the CPU."""

@@ -1,0 +1,185 @@
+"""Over which backend rows travel, and that ranks are connected before the first layer."""
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_distca.dispatch import groups as groups_module
+from hf_distca.dispatch.backends import (
+    EXCHANGE_CTAS,
+    check_devices,
+    device_uuid,
+    exchange_backend,
+    exchange_options,
+    indexed,
+    unreachable,
+)
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import Groups
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.micro_batch import PlanSettings
+from tests.ranks import RankPool
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("default", "device", "backend"),
+    [
+        ("gloo", "cpu", "gloo"),
+        ("gloo", "cuda", "gloo"),
+        ("cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cpu", "gloo"),
+        ("cuda:nccl", "cpu", "gloo"),
+        ("cpu:gloo", "cuda", "gloo"),
+    ],
+)
+def test_the_exchange_takes_the_default_groups_backend(monkeypatch, default, device, backend):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: default)
+    assert exchange_backend(torch.device(device)) == backend
+
+
+class OptionsOfNccl:
+    """Stands in for ProcessGroupNCCL.Options; its config has the fields that a build knows."""
+
+    fields = ("blocking", "cga_cluster_size", "max_ctas", "min_ctas")
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(**dict.fromkeys(self.fields, -1))
+
+
+class OptionsOfOldNccl(OptionsOfNccl):
+    fields = ("blocking",)
+
+
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        (OptionsOfNccl, {"blocking": -1, "cga_cluster_size": 0, "max_ctas": EXCHANGE_CTAS, "min_ctas": -1}),
+        (OptionsOfOldNccl, {"blocking": -1}),
+    ],
+)
+def test_nccl_leaves_attention_its_sms(monkeypatch, options, config):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    made = exchange_options("nccl")
+    assert made.is_high_priority_stream is True
+    assert vars(made.config) == config
+    assert exchange_options("gloo") is None
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="a build of torch without NCCL")
+def test_the_options_are_those_of_torch():
+    made = exchange_options("nccl")
+    assert made.is_high_priority_stream is True
+    assert (made.config.max_ctas, made.config.cga_cluster_size) == (EXCHANGE_CTAS, 0)
+
+
+@pytest.mark.parametrize(
+    ("uuids", "told"),
+    [
+        (["a", "b", "c"], None),
+        (["a", "b", "a"], r"got ranks \[0, 2\] on a: start one process per GPU.*over gloo"),
+        (["a", "b", "a", "b"], r"got ranks \[0, 2\] on a; ranks \[1, 3\] on b:"),
+    ],
+)
+def test_ranks_that_share_a_gpu(uuids, told):
+    check_devices("gloo", uuids)
+    if told is None:
+        check_devices("nccl", uuids)
+    else:
+        with pytest.raises(ValueError, match=told):
+            check_devices("nccl", uuids)
+
+
+def test_devices_have_numbers_and_names(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
+    assert indexed(torch.device("cuda")) == torch.device("cuda", 3)
+    assert indexed(CUDA) == CUDA
+    assert device_uuid(CUDA) == "GPU-cuda:1"
+    assert indexed(torch.device("cpu")) == torch.device("cpu")
+    assert device_uuid(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("interface", "shown"), [(None, "not set"), ("eth7", "eth7")])
+def test_what_to_set_where_gloo_does_not_connect(monkeypatch, interface, shown):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node3")
+    monkeypatch.setattr(socket, "gethostbyname", {"node3": "127.0.1.1"}.__getitem__)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    told = str(unreachable(2, RuntimeError("connect: timed out")))
+    assert told.startswith("rank 2 cannot reach the other ranks over gloo")
+    assert "connect: timed out" in told
+    assert f"({shown} on this host)" in told
+    assert "('node3' here to 127.0.1.1)" in told
+
+
+def _recorded_start() -> list[Any]:
+    """What becomes of groups and rows when a dispatcher is made and has not run a layer yet."""
+    device = torch.device("cpu")
+    found: list[Any] = []
+    new_group, all_to_all = dist.new_group, dist.all_to_all_single
+
+    def recorded_group(*, backend: str, group_desc: str, **options: Any) -> Any:
+        found.append((group_desc, backend))
+        return new_group(backend=backend, group_desc=group_desc, **options)
+
+    def recorded_exchange(
+        output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any, group: Any, async_op: bool = False
+    ) -> Any:
+        found.append((group.group_desc, output_split_sizes, input_split_sizes))
+        return all_to_all(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", recorded_group)
+        patch.setattr(dist, "all_to_all_single", recorded_exchange)
+        kinds = (AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8),)
+        Dispatcher(PlanSettings(ranks=dist.get_world_size(), tokens_per_rank=64, kinds=kinds), device)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_are_connected_once_before_the_first_layer(rank_pools, size):
+    expected = [("distca words", "gloo"), ("distca exchange", "gloo"), ("distca exchange", [1] * size, [1] * size)]
+    assert rank_pools[size].run(_recorded_start) == [expected if size > 1 else []] * size
+
+
+def _start(last: str) -> str:
+    """What rank 0 says whose partner comes as far as to make a group, or not at all."""
+    device = torch.device("cpu")
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as raised:
+            Groups(device, 1.0)
+        return str(raised.value)
+    with pytest.MonkeyPatch.context() as patch:
+        if last == "words":
+            patch.setattr(groups_module, "exchange_backend", lambda device: 1 / 0)
+        if last == "exchange":
+            patch.setattr(dist, "all_to_all_single", lambda *args, **options: 1 / 0)
+        if last != "nothing":
+            with pytest.raises(ZeroDivisionError):
+                Groups(device, 1.0)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("nothing", "rank 0 cannot reach the other ranks over gloo"),
+        ("words", "rank 0 cannot exchange rows over gloo"),
+        ("exchange", "rank 0 cannot exchange rows over gloo"),
+    ],
+)
+def test_a_rank_whose_partner_is_not_there(last, told):
+    pool = RankPool(2)
+    try:
+        assert told in pool.run(_start, last)[0]
+    finally:
+        pool.close()

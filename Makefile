@@ -1,12 +1,17 @@
 # make demo, make test: each sets up .venv first where that has not been done.
+# make gpu: the same, or from wheels/ where that is there.
 
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup
+WHEELS := wheels
+GPU_ENVIRONMENT := .venv-gpu
+GPU_BIN := $(GPU_ENVIRONMENT)/bin
+GPU_SETUP := $(GPU_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
 DEMO := runs/demo
 
-.PHONY: setup demo test lint types tests format clean
+.PHONY: setup demo test lint types tests gpu gpu-wheels format clean
 
 setup: $(SETUP)
 
@@ -47,9 +52,31 @@ types: $(SETUP)
 tests: $(SETUP)
 	$(BIN)/python -m pytest
 
+# Without a GPU it says so at once and fails with status 3: nothing was checked. With the folder wheels/ it needs no
+# network, only a PYTHON that has torch and transformers: what else the library needs is taken from the folder.
+gpu:
+	@$(PYTHON) benchmarks/gpu/devices.py
+	@$(MAKE) --no-print-directory $(if $(wildcard $(WHEELS)),$(GPU_SETUP),$(SETUP))
+	$(if $(wildcard $(WHEELS)),$(GPU_BIN),$(BIN))/python -m benchmarks.gpu $(GPU)
+
+# Python packages from elsewhere are seen by way of a .pth file: PYTHON may belong to a virtual environment itself.
+$(GPU_SETUP): pyproject.toml $(wildcard $(WHEELS)/*.whl)
+	$(PYTHON) -m venv --without-pip --system-site-packages --clear $(GPU_ENVIRONMENT)
+	$(PYTHON) benchmarks/gpu/environment.py $(GPU_ENVIRONMENT)
+	$(PYTHON) -m pip --python $(GPU_BIN)/python install --quiet --no-index --find-links $(WHEELS) \
+		--requirement $(GPU_ENVIRONMENT)/requirements.txt
+	touch $@
+
+# For Python 3.12 on Linux, x86-64. torch and transformers are not among them, nor what they need themselves.
+gpu-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --implementation cp \
+		$(foreach tag,2014_x86_64 _2_17_x86_64 _2_24_x86_64 _2_28_x86_64,--platform manylinux$(tag)) \
+		--requirement benchmarks/gpu/wheels.txt --dest $(WHEELS)
+	@du -sh $(WHEELS)
+
 format: $(SETUP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv $(GPU_ENVIRONMENT) $(WHEELS) runs

@@ -19,7 +19,6 @@ Run: python benchmarks/faults.py [--kills 100]
 import argparse
 import logging
 import random
-import socket
 import sys
 import tempfile
 import threading
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import print_json, run_ranks, table
+from harness import free_port, print_json, run_ranks, table
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -215,9 +214,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="servers to kill")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         enough = Path(folder) / "enough"

@@ -19,12 +19,18 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]
     Returns:
         What each returned, by rank.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with get_context("spawn").Pool(ranks) as pool:
         jobs = [pool.apply_async(_on_rank, (rank, ranks, port, function, args)) for rank in range(ranks)]
         return [job.get() for job in jobs]
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _on_rank(rank: int, ranks: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -1,0 +1,228 @@
+"""Kernels against float64: forward and backward on everything that dispatching may give them.
+
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of
+queries and keys, E head dim of values, N rows, B bytes of a row.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.setting import Setting
+from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Kernel, TaskShapes, get_kernel
+
+BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Largest deviation by dtype, over the largest magnitude in the tensor."""
+LSE_BOUND = 1e-3
+SMALLEST = 0.1
+"""Magnitude below which deviations count as if it were this: some gradients are 0 but for rounding."""
+ALIGNMENT = 16
+"""Bytes at multiples of which received rows begin."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel call.
+
+    Attributes:
+        q_lens: query rows of the tasks.
+        k_lens: K/V rows of the tasks.
+        heads: query heads.
+        kv_heads: key-value heads.
+        dim_qk: head dim of queries and keys.
+        dim_v: head dim of values.
+        window: of the attention.
+        softcap: of the scores.
+        causal: False: every row sees every key.
+        received: the rows are columns of wider rows, as an exchange hands them over; else transposed, as layers do.
+    """
+
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+    heads: int = 8
+    kv_heads: int = 2
+    dim_qk: int = 64
+    dim_v: int = 64
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    received: bool = False
+
+    @property
+    def params(self) -> AttentionParams:
+        """The parameters of the call."""
+        return AttentionParams(self.dim_qk**-0.5, window=self.window, softcap=self.softcap, causal=self.causal)
+
+
+def cases(setting: Setting) -> dict[str, Case]:
+    """All cases by name."""
+    n = setting.task_rows
+    q_lens, k_lens = (n, 0, n // 4, n // 8, 1, 40), (n, 0, 2 * n + 3, n // 8, 9, 40)
+    found = {f"head dim {d}": Case(q_lens, k_lens, dim_qk=d, dim_v=d) for d in setting.head_dims}
+    found |= {f"head dim {d}, received": Case(q_lens, k_lens, dim_qk=d, dim_v=d, received=True) for d in (64, 128)}
+    heads = {"one kv head": (8, 1), "as many kv heads": (4, 4), "9 heads": (9, 3), "14 heads": (14, 2)}
+    for name, (q_heads, kv_heads) in heads.items():
+        for received in (False, True):
+            case = Case(q_lens, k_lens, q_heads, kv_heads, received=received)
+            found[name + ", received" * received] = case
+    for window in (1, 2, 128, n // 2, 4 * n):
+        found[f"window {window}"] = Case(q_lens, k_lens, window=window)
+    found["window, keys cut off"] = Case((n,), (n + 63,), window=64)
+    return found | {
+        "no tasks": Case((), ()),
+        "no rows": Case((0, 0), (0, 5)),
+        "tasks of one row": Case((1,) * (n // 5), tuple(range(1, n // 5 + 1))),
+        "one row, many keys": Case((1, 0, 1), (4 * n, 3, 1)),
+        "not causal": Case(q_lens, (n // 2, 7, 2 * n, 0, 9, 1), causal=False),
+        "not causal, one row": Case((1, 0, 1), (3, 2, 0), causal=False),
+        "one long task, many short": Case((4 * n, *(3,) * (n // 10)), (4 * n, *(3,) * (n // 10)), 4, 1),
+        "values narrower": Case(q_lens, k_lens, 4, 4, dim_qk=192, dim_v=128),
+        "softcap": Case(q_lens, k_lens, softcap=20.0),
+        "softcap and window": Case(q_lens, k_lens, softcap=20.0, window=100),
+    }
+
+
+def side_by_side(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Random tensors of equally many rows that lie beside each other in one buffer of bytes, aligned."""
+    rows = shapes[0][0]
+    widths = [-(-math.prod(shape[1:]) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in shapes]
+    # A column of another width comes first, as those of a message do.
+    *offsets, row_bytes = accumulate(widths, initial=ALIGNMENT)
+    buffer_NB = torch.zeros((rows, row_bytes), dtype=torch.uint8, device=device)
+    views = [
+        buffer_NB[:, offset : offset + math.prod(shape[1:]) * dtype.itemsize].view(dtype).view(shape)
+        if rows
+        else torch.empty(shape, dtype=dtype, device=device)
+        for offset, shape in zip(offsets, shapes, strict=True)
+    ]
+    for view in views:
+        view.copy_(torch.randn(view.shape, device=device))
+    return views
+
+
+def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """do, q, k and v."""
+    q_rows, k_rows = sum(case.q_lens), sum(case.k_lens)
+    of_queries = [(q_rows, case.heads, case.dim_v), (q_rows, case.heads, case.dim_qk)]
+    of_keys = [(k_rows, case.kv_heads, case.dim_qk), (k_rows, case.kv_heads, case.dim_v)]
+    torch.manual_seed(0)
+    if case.received:
+        return *side_by_side(of_queries, dtype, device), *side_by_side(of_keys, dtype, device)
+    return tuple(
+        torch.randn(heads, rows, dim, device=device).to(dtype).transpose(0, 1)
+        for rows, heads, dim in [*of_queries, *of_keys]
+    )
+
+
+def errors(kernel: Kernel, case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Largest deviations of o, lse and the gradients from float64, each over the largest magnitude."""
+    do_QHE, *qkv = make_inputs(case, dtype, device)
+    shapes, params = TaskShapes.build(case.q_lens, case.k_lens, device), case.params
+    o_QHE, lse_QH = kernel.forward(*qkv, shapes, params)
+    got = (o_QHE, lse_QH, *kernel.backward(do_QHE, *qkv, o_QHE, lse_QH, shapes, params))
+
+    reference = get_kernel("reference", device)
+    do_QHE, *qkv = (x.double() for x in (do_QHE, *qkv))
+    o_QHE, lse_QH = reference.forward(*qkv, shapes, params)
+    want = (o_QHE, lse_QH, *reference.backward(do_QHE, *qkv, o_QHE, lse_QH, shapes, params))
+    return {
+        name: deviation(mine, theirs)
+        for name, mine, theirs in zip(("o", "lse", "dq", "dk", "dv"), got, want, strict=True)
+    }
+
+
+def deviation(got: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest magnitude; infinite where they are not finite in the same places."""
+    got, finite = got.double(), want.isfinite()
+    if got.shape != want.shape or not torch.equal(got[~finite], want[~finite]):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    largest = want[finite].abs().max().clamp_min(SMALLEST)
+    return ((got[finite] - want[finite]).abs().max() / largest).item()
+
+
+@contextmanager
+def never_waiting(device: torch.device) -> Iterator[None]:
+    """An error where the host waits for the device."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def check_kernel(setting: Setting, name: str) -> Findings:
+    """One kernel on all cases in all dtypes that it takes.
+
+    Args:
+        setting: sizes and device.
+        name: of the kernel.
+    """
+    findings = Findings()
+    device = setting.device
+    try:
+        kernel = get_kernel(name, device)
+    except ImportError as error:
+        findings.skipped = str(error)
+        return findings
+    refused: dict[str, str] = {}
+    worst: dict[str, dict[str, float]] = {}
+    ran = 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        dtype_name = str(dtype).removeprefix("torch.")
+        for case_name, case in cases(setting).items():
+            asked = {"head_dim_qk": case.dim_qk, "head_dim_v": case.dim_v, "params": case.params}
+            try:
+                kernel.check(device=device, dtype=dtype, **asked)
+            except ValueError as error:
+                refused[f"{dtype_name}, {case_name}"] = str(error)
+                continue
+            what = f"{name}, {dtype_name}, {case_name}"
+            with findings.trying(what):
+                ran += 1
+                for tensor, error in errors(kernel, case, dtype, device).items():
+                    findings.at_most(error, LSE_BOUND if tensor == "lse" else BOUNDS[dtype], f"{what}, {tensor}")
+                    seen = worst.setdefault(dtype_name, {})
+                    seen[tensor] = max(seen.get(tensor, 0.0), error)
+    if not ran:
+        findings.skipped = next(iter(refused.values()))
+        return findings
+    with findings.trying(f"{name} makes the host wait for the device"):
+        _call_without_waiting(kernel, setting)
+    findings.figures = {
+        "calls": ran,
+        "refused": len(refused),
+        "reasons": sorted(set(refused.values())),
+        "errors": worst,
+    }
+    return findings
+
+
+def _call_without_waiting(kernel: Kernel, setting: Setting) -> None:
+    """Forward and backward of a case that has run before."""
+    case = cases(setting)["head dim 64" if 64 in setting.head_dims else f"head dim {setting.head_dims[0]}"]
+    do_QHE, *qkv = make_inputs(case, setting.dtype, setting.device)
+    shapes = TaskShapes.build(case.q_lens, case.k_lens, setting.device)
+    with never_waiting(setting.device):
+        o_QHE, lse_QH = kernel.forward(*qkv, shapes, case.params)
+        kernel.backward(do_QHE, *qkv, o_QHE, lse_QH, shapes, case.params)
+
+
+def kernel_names(device: torch.device) -> list[str]:
+    """Kernels to check on a device: all but "auto", which is one of them, and what they are compared with."""
+    return [
+        name
+        for name in KERNEL_NAMES
+        if name not in ("auto", "reference") and (name == "cpu") == (device.type == "cpu")
+    ]

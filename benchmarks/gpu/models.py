@@ -1,0 +1,150 @@
+"""Small models, their documents, and steps of them: planned, and document by document with stock attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.gpu.setting import Setting
+from hf_distca import Dispatcher, DistCAConfig, PlanSettings, plan_settings
+from hf_distca.plan import MicroBatchPlan
+
+VOCABULARY = 512
+HEADS = (8, 2)
+"""Query and key-value heads of a small model, unless said otherwise."""
+SMALL = {
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 65536,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One forward and backward over all documents.
+
+    Attributes:
+        loss: over all targets.
+        grads: by parameter, on the CPU.
+    """
+
+    loss: float
+    grads: dict[str, Tensor]
+
+
+def small_model(
+    setting: Setting, implementation: str, model_type: str = "llama", heads: tuple[int, int] = HEADS, **config: Any
+) -> PreTrainedModel:
+    """A model with random weights on the device, in float32, the same every time."""
+    q_heads, kv_heads = heads
+    sizes = {
+        "hidden_size": q_heads * setting.head_dim,
+        "intermediate_size": 2 * q_heads * setting.head_dim,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": setting.head_dim,
+    }
+    return new_model(setting, implementation, model_type, torch.float32, {**SMALL, **sizes, **config})
+
+
+def new_model(
+    setting: Setting, implementation: str, model_type: str, dtype: torch.dtype, config: dict[str, Any]
+) -> PreTrainedModel:
+    """A model with random weights, made on the device, the same every time."""
+    torch.manual_seed(0)
+    # Experts one after another: the fused products of some versions take no float64.
+    experts = {"experts_implementation": "eager"} if "num_local_experts" in config else {}
+    with setting.device:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **config), attn_implementation=implementation, dtype=dtype, **experts
+        )
+    return model.to(setting.device)
+
+
+def documents_of(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[Tensor]:
+    """Token ids [length] of each document on the CPU, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def targets_of(documents: Sequence[Tensor]) -> int:
+    """How many tokens are predicted."""
+    return sum(max(len(document) - 1, 0) for document in documents)
+
+
+def stock_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> float:
+    """Forward and backward, one document after another; returns the loss over all targets."""
+    targets, total = targets_of(documents), 0.0
+    for document in documents:
+        if len(document) > 1:
+            tokens = document.to(model.device)
+            logits = model(input_ids=tokens[None]).logits[0, :-1].to(torch.promote_types(model.dtype, torch.float32))
+            loss = cross_entropy(logits, tokens[1:], reduction="sum") / targets
+            loss.backward()
+            total += loss.item()
+    return total
+
+
+def rows_of_rank(
+    plan: MicroBatchPlan, rank: int, documents: Sequence[Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """What a rank of a plan runs the model on."""
+    rows, positions, targets = [], [], []
+    for nano in plan.nano_batches:
+        for number, start, stop, _, _ in nano.layout.of_rank(rank).tolist():
+            document = documents[nano.documents[number]]
+            rows.append(document[start:stop])
+            positions.append(torch.arange(start, stop))
+            targets.append(torch.cat([document[1:], torch.tensor([-100])])[start:stop])
+    columns = {"input_ids": rows, "position_ids": positions, "labels": targets, "shift_labels": targets}
+    return {name: torch.cat(parts)[None].to(device) for name, parts in columns.items()}
+
+
+def planned_loss(
+    model: PreTrainedModel, plan: MicroBatchPlan, dispatcher: Dispatcher, documents: Sequence[Tensor]
+) -> Tensor:
+    """This rank's share of the loss over all targets, planned."""
+    batch = rows_of_rank(plan, dispatcher.groups.rank, documents, dispatcher.device)
+    bound = dispatcher.bind(plan)
+    loss: Tensor = model(**batch, num_items_in_batch=targets_of(documents), distca_plan=bound).loss
+    if not bound.ran.attentions:
+        raise RuntimeError("the plan reached no attention layer")
+    if len(plan.nano_batches) == 2 and bound.ran.layers_in_turns != bound.ran.layers:
+        raise RuntimeError(f"only {bound.ran.layers_in_turns} of {bound.ran.layers} layers ran their halves in turns")
+    return loss
+
+
+def settings_of(
+    model: PreTrainedModel, setting: Setting, *, ping_pong: bool, ranks: int = 1, **config: Any
+) -> PlanSettings:
+    """Plan settings of a model; on one rank too it may have two nano-batches."""
+    options = DistCAConfig(tokens_per_rank=2 * sum(setting.lengths), **config)
+    settings = plan_settings(model, options, ranks=ranks, device=setting.device, dtype=setting.dtype)
+    return replace(settings, ping_pong=ping_pong)
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Gradients by parameter, on the CPU; the model has none afterwards."""
+    grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return grads
+
+
+def deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+    """By parameter, the norm of the difference over the norm; infinite where a gradient is missing.
+
+    Gradients that are next to nothing beside the others count by a thousandth of the largest norm.
+    """
+    least = 1e-3 * max(grad.norm().item() for grad in want.values())
+    return {
+        name: (got[name] - grad).norm().item() / max(grad.norm().item(), least) if name in got else float("inf")
+        for name, grad in want.items()
+    }

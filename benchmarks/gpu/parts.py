@@ -1,0 +1,34 @@
+"""All parts, those that are most likely to find something wrong first."""
+
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gpu.autocast import check_autocast
+from benchmarks.gpu.kernel_accuracy import check_kernel, kernel_names
+from benchmarks.gpu.nccl import check_nccl
+from benchmarks.gpu.planned_steps import check_planned_steps
+from benchmarks.gpu.runner import Part
+from benchmarks.gpu.server import check_server
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.shards import check_shards
+from benchmarks.gpu.tracing import check_trace
+from benchmarks.gpu.training import check_training
+from benchmarks.gpu.two_ranks import check_two_ranks
+
+TRACES = Path("runs/gpu")
+
+
+def parts_of(setting: Setting) -> list[Part]:
+    """The parts for a device."""
+    kernels = kernel_names(setting.device)
+    return [
+        *(Part(f"kernel {name}", partial(check_kernel, name=name), 60) for name in kernels),
+        Part("autocast", check_autocast, 30),
+        Part("planned steps", check_planned_steps, 90),
+        Part("two ranks", check_two_ranks, 90),
+        Part("nccl", check_nccl, 30),
+        *(Part(f"shards, {name}", partial(check_shards, name=name), 60) for name in kernels),
+        Part("training", check_training, 180),
+        Part("trace", partial(check_trace, folder=TRACES), 90),
+        Part("server", check_server, 120),
+    ]

@@ -1,0 +1,131 @@
+"""Runs parts one after another, each in a process of its own with a limit of time, and writes down what each found."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import report
+from benchmarks.gpu.findings import Findings
+
+LOG_TAIL = 1500
+"""Characters of a part's output that are reported where it left no findings."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Attributes:
+        name: as it is reported.
+        check: does it, with a setting.
+        limit_s: seconds after which it is ended.
+    """
+
+    name: str
+    check: Callable[[Any], Findings]
+    limit_s: float
+
+
+def run_parts(
+    parts: Sequence[Part],
+    command_of: Callable[[str, Path], list[str]],
+    results: dict[str, Any],
+    output: Path,
+    logs: Path,
+    seconds: float,
+) -> bool:
+    """Run parts; results are written after each.
+
+    Args:
+        parts: in their order.
+        command_of: for a part's name and a file, the command that runs it and leaves its findings in the file.
+        results: what is known before; `parts` is added.
+        output: where results are written.
+        logs: folder for what the parts print.
+        seconds: for all parts together; parts that time is up for are reported as not reached.
+
+    Returns:
+        Whether nothing was wrong.
+    """
+    end = time.monotonic() + seconds
+    found: dict[str, Any] = {}
+    results["parts"] = found
+    logs.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        limit_s = min(part.limit_s, end - time.monotonic())
+        found[part.name] = (
+            run_part(part.name, command_of, logs, limit_s)
+            if limit_s > 0
+            else _result(report.NOT_REACHED, wrong=[f"{seconds:.0f} s were up"])
+        )
+        print(f"{part.name}: {found[part.name]['status']} in {found[part.name]['seconds']:.0f} s", flush=True)
+        report.write(output, results)
+    return all(part["status"] in report.GOOD for part in found.values())
+
+
+def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path, limit_s: float) -> dict[str, Any]:
+    """Run one part; everything that it has started ends with it.
+
+    Args:
+        name: of the part.
+        command_of: as in `run_parts`.
+        logs: as in `run_parts`.
+        limit_s: seconds after which it is ended.
+
+    Returns:
+        Status, seconds, figures, what is wrong, and why it was skipped.
+    """
+    file_name = name.replace(" ", "_").replace(",", "")
+    findings, log = logs / f"{file_name}.json", logs / f"{file_name}.log"
+    findings.unlink(missing_ok=True)
+    begin = time.monotonic()
+    with log.open("w") as out:
+        # A session of its own: its ranks and servers are ended with it.
+        process = subprocess.Popen(
+            command_of(name, findings), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_session(process)
+    seconds = time.monotonic() - begin
+    if code is None:
+        return _result(report.TIMED_OUT, seconds, wrong=[f"not done in {limit_s:.0f} s; see {log}"])
+    if not findings.exists():
+        tail = log.read_text(errors="replace")[-LOG_TAIL:].strip()
+        return _result(report.FAILED, seconds, wrong=[f"ended with status {code} and without findings: {tail}"])
+    told = json.loads(findings.read_text())
+    passed = report.SKIPPED if told["skipped"] else report.PASSED
+    return _result(report.FAILED if told["wrong"] else passed, seconds, **told)
+
+
+def _result(
+    status: str,
+    seconds: float = 0.0,
+    wrong: Sequence[str] = (),
+    figures: dict[str, Any] | None = None,
+    skipped: str = "",
+) -> dict[str, Any]:
+    return {
+        "status": status,
+        "seconds": round(seconds, 1),
+        "wrong": list(wrong),
+        "skipped": skipped,
+        "figures": figures or {},
+    }
+
+
+def _end_session(process: "subprocess.Popen[bytes]") -> None:
+    """End the process and all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

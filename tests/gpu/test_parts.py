@@ -1,0 +1,68 @@
+"""The parts of `make gpu` on the CPU with small numbers, and with `pytest -m gpu` as they are on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.gpu import two_ranks
+from benchmarks.gpu.__main__ import command_of
+from benchmarks.gpu.devices import cuda_devices, why_none
+from benchmarks.gpu.parts import parts_of
+from benchmarks.gpu.runner import Part, run_part
+from benchmarks.gpu.setting import Setting
+
+SMALL = Setting(
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    exact=torch.float64,
+    task_rows=24,
+    head_dims=(16,),
+    head_dim=8,
+    lengths=(60, 13, 1, 40, 2, 7, 30),
+    steps=3,
+    context=256,
+    shard_rows=(16, 128),
+    keys_at_once=1024,
+    least_share=0.0,
+    repeats=2,
+    wide={
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+    },
+    tokens=192,
+    plans=5,
+    stock_steps=2,
+)
+
+
+def by_name(part: Part) -> str:
+    return part.name
+
+
+@pytest.mark.parametrize("part", [part for part in parts_of(SMALL) if part.name != "two ranks"], ids=by_name)
+def test_on_the_cpu(part):
+    findings = part.check(replace(SMALL))
+    assert (findings.wrong, findings.skipped) == ([], "")
+    assert findings.figures
+
+
+def test_two_ranks_on_the_cpu(rank_pools):
+    findings = two_ranks.check_two_ranks(SMALL, lambda ranks, *call: rank_pools[ranks].run(*call))
+    assert findings.wrong == []
+    assert findings.figures["bytes_moved"].keys() == two_ranks.WAYS.keys()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not cuda_devices(), reason=why_none())
+@pytest.mark.parametrize("part", parts_of(Setting()), ids=by_name)
+def test_on_the_gpu(part, tmp_path):
+    result = run_part(part.name, command_of, tmp_path, part.limit_s)
+    if result["skipped"]:
+        pytest.skip(result["skipped"])
+    assert result["wrong"] == []

@@ -1,7 +1,8 @@
 """What a planned step launches, copies and moves, counted without a GPU: on meta tensors, which have no numbers.
 
-A whole model runs forward and backward on tensors of the device "meta", on one of several ranks whose group is
-c10d's "fake" one, and a dispatch mode sees every operator that a GPU would be given:
+A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors, which say that
+they lie on the CPU or on CUDA. It is one of several ranks whose group is c10d's "fake" one. A dispatch mode sees every
+operator that a GPU would be given:
 
   launches   operators that run on the device: one each, two where they fill with zeros first. An operator whose
              result has no element is not launched, and what only reserves memory launches nothing
@@ -24,7 +25,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import chain
@@ -36,9 +37,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
@@ -47,6 +48,7 @@ from hf_distca.kernels.contract import AttentionParams, TaskShapes
 from hf_distca.kernels.torch_varlen import TorchVarlenKernel
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.model import base_model
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 
@@ -119,26 +121,36 @@ class Sums:
 
 
 class Counting(TorchDispatchMode):
-    """Records every operator on the device.
+    """Records every operator on a device.
+
+    Args:
+        device: the device.
 
     Attributes:
         calls: what was recorded.
         layer: the decoder layer whose forward runs; set by `counted`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = META) -> None:
         super().__init__()
+        self.device = device
         self.calls: list[Call] = []
         self.layer: int | None = None
         self._places: dict[int, tuple[str, str, int | None]] = {}  # of nodes, by sequence number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _check_no_wait(func, args, kwargs)
+        if func is torch.ops.prim.device.default and self.device.type == "cuda":
+            return META  # autograd asks, and would want a stream of the device
+        if self._is_here((args, kwargs)):
+            _check_no_wait(func, args, kwargs)
         result = func(*args, **kwargs)
-        if any(x.device == META for x in _tensors((args, kwargs, result))):
+        if self._is_here((args, kwargs, result)):
             self.calls.append(self._call(func, args, kwargs, result))
         return result
+
+    def _is_here(self, tree: Any) -> bool:
+        return any(x.device.type == self.device.type for x in _tensors(tree))
 
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> Call:
         name = func._schema.name.split("::")[1]
@@ -158,16 +170,21 @@ class Counting(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+    """Those among the arguments of operators, or their results."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [x for item in tree for x in _tensors(item)]
 
 
 def _check_no_wait(func: Any, args: Any, kwargs: Any) -> None:
     name = func._schema.name.split("::")[1]
-    tensors = _tensors((args, kwargs))
-    if not any(x.device == META for x in tensors):
-        return
-    goes_to_host = name == "_to_copy" and kwargs.get("device") is not None and kwargs["device"].type == "cpu"
-    goes_to_host |= name == "copy_" and args[0].device.type == "cpu"
+    source = args[1 if name == "copy_" else 0] if args else None
+    target = kwargs.get("device") if name == "_to_copy" else args[0].device if name == "copy_" else None
+    goes_to_host = target is not None and target.type == "cpu" != source.device.type
     by_mask = name in ("index", "index_put_") and any(x.dtype in (torch.bool, torch.uint8) for x in _tensors(args[1]))
     if name in WAITS or goes_to_host or by_mask:
         raise AssertionError(f"{func} makes the host wait for the device")
@@ -312,49 +329,57 @@ def fake_group(ranks: int) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def meta_model(model_type: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> PreTrainedModel:
-    """A model without numbers."""
+@contextmanager
+def without_numbers(device: torch.device = META) -> Iterator[None]:
+    """What is made inside on the device has no numbers; what asks for more than a shape finds an answer."""
+    with ExitStack() as stack:
+        # transformers looks at the positions, whether documents are packed: a wait, without an answer here.
+        stack.enter_context(patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None))
+        if device == META:  # torch has no autocast for it
+            stack.enter_context(patch("torch.is_autocast_enabled", lambda _device: False))
+            stack.enter_context(patch("torch.get_autocast_dtype", lambda _device: torch.bfloat16))
+        else:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def empty_model(
+    model_type: str, device: torch.device = META, dtype: torch.dtype = torch.bfloat16, **config: Any
+) -> PreTrainedModel:
+    """A model without numbers; to be made inside `without_numbers`."""
     settings = AutoConfig.for_model(model_type, **config)
-    with META:
+    with device, patch("torch.nn.init.normal_", lambda x, *_, **__: x):
         model = AutoModelForCausalLM.from_config(settings, attn_implementation="distca", dtype=dtype)
     return model.train()
 
 
-def bind_on_meta(plan: MicroBatchPlan, rank: int, group: dist.ProcessGroup, **options: Any) -> BoundPlan:
+def bound_plan(
+    plan: MicroBatchPlan, rank: int, group: dist.ProcessGroup, device: torch.device = META, **options: Any
+) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
     exchange = Exchange(SimpleNamespace(exchange=group))
-    return BoundPlan(plan, rank, META, exchange, MetaKernel(), **{"keep_received": False, **options})
+    return BoundPlan(plan, rank, device, exchange, MetaKernel(), **{"keep_received": False, **options})
 
 
-def counted(model: PreTrainedModel, bound: BoundPlan, mode: Counting | None = None) -> Counting:
-    """Count a planned step of the model, forward and backward."""
-    mode = mode or Counting()
-    rows = bound.rows
-    batch = {name: torch.zeros((1, rows), dtype=torch.long, device=META) for name in ("input_ids", "position_ids")}
+def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
+    """Count a planned step of the model, forward and backward; to be called inside `without_numbers`."""
+    mode = Counting(bound.device)
+    decoder = base_model(model).base_model
+    batch = {
+        name: torch.zeros((1, bound.rows), dtype=torch.long, device=bound.device)
+        for name in ("input_ids", "position_ids")
+    }
     hooks = []
-    for number, layer in enumerate(model.base_model.layers):
+    for number, layer in enumerate(decoder.layers):
         hooks += [layer.register_forward_pre_hook(_enters(mode, number)), layer.register_forward_hook(_leaves(mode))]
     try:
-        with _ready_for_meta(), mode:
-            hidden = model.base_model(**batch, use_cache=False, distca_plan=bound).last_hidden_state
+        with mode:
+            hidden = decoder(**batch, use_cache=False, distca_plan=bound).last_hidden_state
             hidden.backward(torch.zeros_like(hidden))
     finally:
         for hook in hooks:
             hook.remove()
     return mode
-
-
-@contextmanager
-def _ready_for_meta() -> Iterator[None]:
-    """What asks for more than a meta tensor can answer."""
-    with (
-        # transformers looks at the positions, whether documents are packed: a wait, without an answer here.
-        patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None),
-        # Torch has no autocast for it.
-        patch("torch.is_autocast_enabled", lambda _device: False),
-        patch("torch.get_autocast_dtype", lambda _device: torch.bfloat16),
-    ):
-        yield
 
 
 def _enters(mode: Counting, number: int) -> Any:
@@ -402,10 +427,10 @@ def main() -> None:
     parser.add_argument("--no-ping-pong", dest="ping_pong", action="store_false")
     parser.add_argument("--top", type=int, default=15, help="places in the breakdown")
     args = parser.parse_args()
-    model = meta_model("llama", **LLAMA_3_8B)
-    if args.ping_pong:
-        plan_layers(model)
-    with fake_group(RANKS) as group:
+    with fake_group(RANKS) as group, without_numbers():
+        model = empty_model("llama", **LLAMA_3_8B)
+        if args.ping_pong:
+            plan_layers(model)
         for layout in args.layouts:
             plan = plan_micro_batch(
                 one_long_document(),
@@ -418,7 +443,7 @@ def main() -> None:
                     ping_pong=args.ping_pong,
                 ),
             )
-            by_rank = [counted(model, bind_on_meta(plan, rank, group)).calls for rank in args.ranks]
+            by_rank = [counted(model, bound_plan(plan, rank, group)).calls for rank in args.ranks]
             calls = [[call for call in calls if call.layer == INNER_LAYER] for calls in by_rank]
             _print_table(layout, calls)
             _print_places([[call for call in calls if call.owner == "dispatch"] for calls in calls], args.top)

@@ -2,15 +2,21 @@
 
 import json
 import os
+import platform
 import socket
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+PACKAGES = ("torch", "transformers", "accelerate", "flash-attn", "flash-attn-3", "flash-attn-4", "triton", "kernels")
+"""Whose versions results depend on."""
 
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -99,6 +105,68 @@ class CalmSteps:
     def all_seconds(self) -> dict[str, list[float]]:
         """Times of all steps, by way."""
         return {way: [time for _, time in steps] for way, steps in self._steps.items()}
+
+
+def median_seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median time of a call, after one to warm up; on CUDA by the device's own clock."""
+    call()
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def machine() -> dict[str, Any]:
+    """The GPU, if there is one, and the versions that results belong to."""
+    found: dict[str, Any] = {
+        "packages": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "commit": _commit(),
+        "cuda": torch.version.cuda,
+    }
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {
+            "gpu": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gib": round(gpu.total_memory / 2**30, 1),
+            "multiprocessors": gpu.multi_processor_count,
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    commit = _output("git", "rev-parse", "HEAD")
+    return f"{commit} with changes" if commit and _output("git", "status", "--porcelain") else commit
+
+
+def _output(*words: str) -> str | None:
+    """What a program prints; None where there is none, or it fails."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -36,9 +36,10 @@ def main() -> int:
 
     begin = time.monotonic()
     from benchmarks.gpu.parts import parts_of
-    from benchmarks.gpu.report import command, machine, print_table
+    from benchmarks.gpu.report import command, print_table
     from benchmarks.gpu.runner import run_parts
     from benchmarks.gpu.setting import setting_of_this_gpu
+    from benchmarks.harness import machine
 
     setting = setting_of_this_gpu()
     wanted = options.parts or [""]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.kernel_accuracy import never_waiting
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.shards import median_seconds
+from benchmarks.harness import median_seconds
 from hf_distca.dispatch.backends import exchange_backend, exchange_options
 from hf_distca.dispatch.exchange import Exchange, Traffic
 from hf_distca.dispatch.rows import row_index
@@ -73,7 +73,9 @@ def _exchange(setting: Setting) -> Findings:
         compute()
         pending.wait()
 
-    alone, computing, together = (median_seconds(setting, call) for call in (there_and_back, compute, both))
+    alone, computing, together = (
+        median_seconds(call, device, setting.repeats) for call in (there_and_back, compute, both)
+    )
     findings.figures |= {
         "backend": str(backend),
         "bytes": rows * (heads * dim * setting.dtype.itemsize + 14 * 4),

@@ -22,7 +22,7 @@ def parts_of(setting: Setting) -> list[Part]:
     """The parts for a device."""
     kernels = kernel_names(setting.device)
     return [
-        *(Part(f"kernel {name}", partial(check_kernel, name=name), 60) for name in kernels),
+        *(Part(f"kernel {name}", partial(check_kernel, name=name), 120) for name in kernels),
         Part("autocast", check_autocast, 30),
         Part("planned steps", check_planned_steps, 90),
         Part("two ranks", check_two_ranks, 90),

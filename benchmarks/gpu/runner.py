@@ -85,11 +85,17 @@ def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path
     file_name = name.replace(" ", "_").replace(",", "")
     findings, log = logs / f"{file_name}.json", logs / f"{file_name}.log"
     findings.unlink(missing_ok=True)
+    # Trainer would use all that it sees in one process.
+    one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     begin = time.monotonic()
     with log.open("w") as out:
         # A session of its own: its ranks and servers are ended with it.
         process = subprocess.Popen(
-            command_of(name, findings), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            command_of(name, findings),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **one_gpu},
+            start_new_session=True,
         )
         try:
             code = process.wait(limit_s)

@@ -75,5 +75,5 @@ def setting_of_this_gpu() -> Setting:
     gib = torch.cuda.get_device_properties(setting.device).total_memory / 2**30
     for least, tokens in ((70, 32768), (36, 16384), (20, 8192)):
         if gib >= least:
-            return replace(setting, tokens=tokens)
-    return replace(setting, tokens=4096, context=8192)
+            return replace(setting, tokens=tokens, keys_at_once=setting.keys_at_once * tokens // setting.tokens)
+    return replace(setting, tokens=4096, context=8192, keys_at_once=2**16)

@@ -4,8 +4,6 @@ Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G k
 the document.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.kernel_accuracy import BOUNDS, deviation
 from benchmarks.gpu.setting import Setting
+from benchmarks.harness import median_seconds
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
 from hf_distca.planner.cost import pairs
 
@@ -88,34 +87,15 @@ class Bench:
         q_lens, k_lens = [stop - start for start, stop in tasks], [stop - start for start, stop in keys]
         shapes = TaskShapes.build(q_lens, k_lens, self._setting.device)
         o_QHD, lse_QH = self._kernel.forward(q_QHD, k_KGD, v_KGD, shapes, self.params)
-        forward_s = median_seconds(
-            self._setting, lambda: self._kernel.forward(q_QHD, k_KGD, v_KGD, shapes, self.params)
-        )
-        backward_s = median_seconds(
-            self._setting,
-            lambda: self._kernel.backward(do_QHD, q_QHD, k_KGD, v_KGD, o_QHD, lse_QH, shapes, self.params),
+        forward_s = self._seconds(lambda: self._kernel.forward(q_QHD, k_KGD, v_KGD, shapes, self.params))
+        backward_s = self._seconds(
+            lambda: self._kernel.backward(do_QHD, q_QHD, k_KGD, v_KGD, o_QHD, lse_QH, shapes, self.params)
         )
         amount = sum(pairs(k - q, k) for q, k in zip(q_lens, k_lens, strict=True))
         return Timed(sum(q_lens), amount, forward_s, backward_s), o_QHD
 
-
-def median_seconds(setting: Setting, call: Callable[[], object]) -> float:
-    """Median time of a call, after one to warm up; on CUDA by the device's own clock."""
-    call()
-    times = []
-    for _ in range(setting.repeats):
-        if setting.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    def _seconds(self, call: Callable[[], object]) -> float:
+        return median_seconds(call, self._setting.device, self._setting.repeats)
 
 
 def shards_of(setting: Setting, rows: int) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """A trace of planned steps: kernels of a layer, time between them, and where the host waits for the device."""
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +12,21 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+import hf_distca
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.models import rows_of_rank, settings_of
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.training import make_model, micro_batches, tokens_of
 from hf_distca import Dispatcher, plan_layers
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 STEPS = 2
 LARGEST = 12
 """So many kernels are named, those that take the most time."""
-LIBRARY = "hf_distca"
-"""In the path of a file of the library."""
+LIBRARY = str(Path(hf_distca.__file__).parent)
+"""Where the library's files are."""
 
 
 def busy_and_span(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -51,10 +55,10 @@ class Trace:
         self.kernels = len(events) / STEPS
         busy, span = busy_and_span([(event.time_range.start, event.time_range.end) for event in events])
         self.busy_ms, self.idle = busy / 1e3 / STEPS, 1 - busy / span
-        time: Counter[str] = Counter()
+        spent: Counter[str] = Counter()
         for event in events:
-            time[event.name[:100]] += event.time_range.elapsed_us() / 1e3 / STEPS
-        self.largest = dict(time.most_common(LARGEST))
+            spent[event.name[:100]] += event.time_range.elapsed_us() / 1e3 / STEPS
+        self.largest = dict(spent.most_common(LARGEST))
 
 
 def _is_kernel(event: object, device: torch.device) -> bool:
@@ -88,13 +92,13 @@ def _trace(setting: Setting, way: str, layers: int, folder: Path | None, finding
     wide = replace(
         setting, wide={**setting.wide, "num_hidden_layers": layers}, lengths=tuple(micro_batches(setting)[0])
     )
-    step = _stock_step(wide) if way == "sdpa" else _planned_step(wide, ping_pong=way == "two nano-batches")
+    step = _stock_step(wide) if way == "sdpa" else _planned_step(wide, findings, ping_pong=way == "two nano-batches")
     step()  # warms up
     if way != "sdpa":
         with _waits(setting.device) as waits:
             step()
             setting.synchronize()
-        ours = sorted({place for place in waits if LIBRARY in place})
+        ours = sorted({place for place in waits if place.startswith(LIBRARY)})
         findings.check(not ours, f"{way}: the host waits for the device in {ours}")
         findings.figures[f"waits of {way}"] = sorted(set(waits))
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (setting.device.type == "cuda")
@@ -108,8 +112,8 @@ def _trace(setting: Setting, way: str, layers: int, folder: Path | None, finding
     return Trace(recorded, setting.device)
 
 
-def _planned_step(setting: Setting, *, ping_pong: bool) -> Callable[[], None]:
-    """Forward and backward of one micro-batch; binding it is no part of the step."""
+def _planned_step(setting: Setting, findings: Findings, *, ping_pong: bool) -> Callable[[], None]:
+    """Forward and backward of one micro-batch; binding it is no part of the step, and is looked at by itself."""
     model = make_model(setting, "distca").train()
     settings = settings_of(model, setting, ping_pong=ping_pong)
     if ping_pong:
@@ -121,13 +125,24 @@ def _planned_step(setting: Setting, *, ping_pong: bool) -> Callable[[], None]:
         raise RuntimeError(f"the plan has {len(plan.nano_batches)} nano-batches")
     batch = rows_of_rank(plan, 0, documents, setting.device)
     targets = sum(len(document) - 1 for document in documents)
-    bound = dispatcher.bind(plan)
+    bound = _bound(dispatcher, plan, findings, f"binding of {len(plan.nano_batches)} nano-batches")
 
     def step() -> None:
         model(**batch, num_items_in_batch=targets, distca_plan=bound).loss.backward()
         model.zero_grad()
 
     return step
+
+
+def _bound(dispatcher: Dispatcher, plan: MicroBatchPlan, findings: Findings, what: str) -> BoundPlan:
+    """The plan bound; how long the host takes, and where it waits for the device, is noted."""
+    dispatcher.bind(plan)  # warms up
+    with _waits(dispatcher.device) as waits:
+        begin = time.perf_counter()
+        bound = dispatcher.bind(plan)
+        findings.figures[f"{what}, ms of the host"] = (time.perf_counter() - begin) * 1e3
+    findings.figures[f"waits in {what}"] = sorted(set(waits))
+    return bound
 
 
 def _stock_step(setting: Setting) -> Callable[[], None]:

@@ -14,6 +14,7 @@ from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, LayerPlan
 from hf_distca.kernels.contract import AttentionParams
 from hf_distca.patches.masks import DeferredMask
+from hf_distca.patches.uncompiled import uncompiled
 
 
 def distca_attention(
@@ -60,17 +61,49 @@ def distca_attention(
             return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
         return _eager_attention(module, query, key, value, mask, dropout, scaling, softcap, s_aux), None
 
+    planned = _planned_attention(
+        module,
+        (query, key, value),
+        attention_mask,
+        dropout,
+        scaling,
+        sliding_window,
+        softcap,
+        s_aux,
+        distca_plan,
+        kwargs,
+    )
+    return planned, None
+
+
+@uncompiled("core attention follows a plan that is new with each micro-batch")
+def _planned_attention(
+    module: nn.Module,
+    states: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Tensor | DeferredMask | None,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    distca_plan: BoundPlan | LayerPlan,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Core attention of one layer as planned: [B, T, H, E].
+
+    Args: see `distca_attention`; states are query, key and value.
+    """
+    query, _, value = states
     _check_planned(module, query, attention_mask, dropout, sliding_window, kwargs)
     plan = distca_plan.for_layer() if isinstance(distca_plan, BoundPlan) else distca_plan
     plan.bound.ran.attentions += 1
     dtype = _compute_dtype(query, value)
     # Not x[0], whose backward copies the gradient into zeros.
-    q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
+    q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in states)
     params = AttentionParams(
         scale=q_THD.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
     )
-    o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module)
-    return o_THE.unsqueeze(0), None
+    return disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module).unsqueeze(0)
 
 
 def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:

@@ -25,6 +25,7 @@ from hf_distca.dispatch.dispatcher import PLAN_KEY
 from hf_distca.patches.halves import join_halves, join_states, split_argument
 from hf_distca.patches.kinds import is_attention
 from hf_distca.patches.thread_state import ThreadState
+from hf_distca.patches.uncompiled import uncompiled
 
 logger = logging.get_logger(__name__)
 
@@ -73,10 +74,15 @@ class _PlannedLayer(nn.Module):
     _inner_hooks: "list[tuple[str, dict[int, Callable[..., Any]]]] | None" = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        run = super().forward
         bound = kwargs.get(PLAN_KEY)
         if not isinstance(bound, BoundPlan):
-            return run(*args, **kwargs)
+            return super().forward(*args, **kwargs)
+        return self._planned_forward(super().forward, bound, args, kwargs)
+
+    @uncompiled("two nano-batches take turns in a decoder layer; compile the modules inside it")
+    def _planned_forward(
+        self, run: Callable[..., Any], bound: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         bound.ran.layers += 1
         if len(bound.nano_batches) == 1 or self._is_watched():
             return run(*args, **kwargs)

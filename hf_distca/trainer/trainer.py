@@ -109,9 +109,9 @@ class DistCATrainer(Trainer):
         super().__init__(model, args, data_collator, **kwargs)
         if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
-                "torch.compile cannot trace planned attention: the plan differs with every micro-batch, so that each "
-                "would be compiled anew, and two nano-batches take turns inside a layer; leave torch_compile=False, "
-                "and accelerate's --dynamo_backend at no"
+                "torch.compile of a whole model leaves out planned attention and layers in which two nano-batches take "
+                "turns, which is most of it; leave torch_compile=False and accelerate's --dynamo_backend at no, and "
+                "compile modules inside the layers: for layer in model.model.layers: layer.mlp.compile()"
             )
         sizes = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
         for kind, size in sizes.items():

@@ -1,0 +1,81 @@
+"""torch.compile of a model or of parts of it: same loss and gradients, and core attention is the only break."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.nn import Module
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.layers import plan_layers
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from tests.dispatch.test_equality import planned_step
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+
+BATCHES = [[40, 7, 33], [24, 30, 25], [50, 41], [12, 13]]
+CORE_ATTENTION = "core attention follows a plan"
+TURNS = "two nano-batches take turns"
+
+
+def compile_parts(model: Module, parts: str) -> Module:
+    """Compile as users do; "eager" runs the traced graphs as they are."""
+    if parts == "model":
+        return torch.compile(model, backend="eager")
+    for layer in model.model.layers:
+        modules = {
+            "layers": [layer],
+            "inner modules": [layer.mlp, layer.input_layernorm, layer.post_attention_layernorm],
+            "attention": [layer.self_attn],
+        }
+        for module in modules[parts]:
+            module.compile(backend="eager")
+    return model
+
+
+def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list[Counter], list[int]]:
+    """Of each batch: loss and gradients, how often and why tracing has stopped so far, and how many graphs there are."""
+    settings = PlanSettings(
+        dist.get_world_size(), tokens_per_rank=4096, kinds=small_kinds(), block_size=8, ping_pong=ping_pong
+    )
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    model = small_model().train()
+    if ping_pong:
+        plan_layers(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = compile_parts(model, parts)
+    found, breaks, graphs = [], [], []
+    for lengths in BATCHES:
+        model.zero_grad()
+        loss = planned_step(compiled, plan_micro_batch(lengths, settings), dispatcher, random_documents(lengths))
+        found.append((loss, {name: p.grad.clone() for name, p in model.named_parameters()}))
+        breaks.append(Counter())
+        for why, count in counters["graph_break"].items():
+            breaks[-1][next((known for known in (CORE_ATTENTION, TURNS) if known in why), why)] += count
+        graphs.append(counters["stats"]["unique_graphs"])
+    return found, breaks, graphs
+
+
+@pytest.mark.parametrize(
+    ("parts", "ping_pong", "checkpointing", "broken_by"),
+    [
+        ("layers", False, False, {CORE_ATTENTION}),
+        ("attention", True, False, {CORE_ATTENTION}),
+        ("model", True, False, {TURNS}),
+        ("inner modules", True, True, set()),
+    ],
+)
+def test_core_attention_alone_stays_uncompiled(rank_pools, parts, ping_pong, checkpointing, broken_by):
+    ((found, breaks, graphs),) = rank_pools[1].run(_steps, parts, ping_pong, checkpointing)
+    for lengths, (got_loss, got) in zip(BATCHES, found, strict=True):
+        loss, grads = reference_step(small_model(), random_documents(lengths))
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+    assert set(breaks[-1]) == broken_by
+    # What is traced for one length, and then for any, serves every plan that follows.
+    assert graphs[0] > 0
+    assert (breaks[2], graphs[2]) == (breaks[-1], graphs[-1])

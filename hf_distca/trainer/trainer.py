@@ -110,8 +110,8 @@ class DistCATrainer(Trainer):
         if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 "torch.compile of a whole model leaves out planned attention and layers in which two nano-batches "
-                "take turns, which is most of it; leave torch_compile=False and accelerate's --dynamo_backend at no, and "
-                "compile modules inside the layers: for layer in model.model.layers: layer.mlp.compile()"
+                "take turns, which is most of it; leave torch_compile=False and accelerate's --dynamo_backend at no, "
+                "and compile modules inside the layers: for layer in model.model.layers: layer.mlp.compile()"
             )
         sizes = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
         for kind, size in sizes.items():

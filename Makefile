@@ -1,5 +1,6 @@
 # make demo, make test: each sets up .venv first where that has not been done.
 # make gpu: the same, or from wheels/ where that is there.
+# make oldest, make newest: tests on the oldest and the newest versions that pyproject.toml allows.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +12,7 @@ GPU_SETUP := $(GPU_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
 DEMO := runs/demo
 
-.PHONY: setup demo test lint types tests gpu gpu-wheels format clean
+.PHONY: setup demo test lint types tests oldest newest gpu gpu-wheels format clean
 
 setup: $(SETUP)
 
@@ -52,6 +53,22 @@ types: $(SETUP)
 tests: $(SETUP)
 	$(BIN)/python -m pytest
 
+# What calls into other libraries, and trains under accelerate as users launch it.
+VERSION_TESTS := tests/test_imports.py tests/kernels tests/collator tests/dispatch/test_groups.py \
+	tests/patches/test_planned_attention.py tests/patches/test_unplanned.py tests/patches/test_kinds.py \
+	tests/patches/test_compile.py tests/trainer/test_trainer.py tests/trainer/test_adapters.py \
+	tests/trainer/test_parallel.py tests/trainer/test_launch.py -k "not test_launch or fsdp2 or zero3"
+
+# uv, because pip knows no way to take the oldest. What these versions need in turn is as new as they let it be.
+oldest: RESOLUTION := lowest-direct
+newest: RESOLUTION := highest
+oldest newest:
+	$(PYTHON) -m venv .venv-$@
+	.venv-$@/bin/python -m pip install --quiet uv
+	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python --resolution $(RESOLUTION) --editable '.[dev]'
+	.venv-$@/bin/uv pip list --python .venv-$@/bin/python
+	CUDA_VISIBLE_DEVICES= .venv-$@/bin/python -m pytest $(VERSION_TESTS)
+
 # Without a GPU it says so at once and fails with status 3: nothing was checked. With the folder wheels/ it needs no
 # network, only a PYTHON that has torch and transformers: what else the library needs is taken from the folder.
 gpu:
@@ -79,4 +96,4 @@ format: $(SETUP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv $(GPU_ENVIRONMENT) $(WHEELS) runs
+	rm -rf .venv .venv-oldest .venv-newest $(GPU_ENVIRONMENT) $(WHEELS) runs

@@ -2,7 +2,7 @@
 
     accelerate launch --num_processes 8 examples/accelerate_loop.py --model meta-llama/Llama-3.2-1B
 
-Six lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader puts
+Seven lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader puts
 them; only their core attention moves. Where the whole micro-batch may be laid out anew, as DistCATrainer
 does, the same balance takes fewer bytes.
 """
@@ -42,7 +42,8 @@ def main() -> None:
         documents.select_columns(["input_ids"]),
         batch_size=options.documents_per_rank,
         shuffle=True,
-        collate_fn=DataCollatorWithFlattening(),
+        # distca: lengths are read here and not from a batch on a GPU, which would have to be waited for
+        collate_fn=hf_distca.CollatorWithLengths(DataCollatorWithFlattening()),
     )
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_distca.collator.sampler import GlobalBatchSampler
     from hf_distca.config import DistCAConfig
     from hf_distca.dispatch.dispatcher import Dispatcher
+    from hf_distca.dispatch.padding_free import CollatorWithLengths
     from hf_distca.patches.layers import plan_layers
     from hf_distca.patches.model import plan_settings
     from hf_distca.planner.micro_batch import PlanSettings
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hf_distca.trainer.trainer import DistCATrainer
 
 __all__ = [
+    "CollatorWithLengths",
     "Dispatcher",
     "DistCACollator",
     "DistCAConfig",
@@ -33,6 +35,7 @@ __all__ = [
 
 # Imported when they are asked for: Trainer takes seconds, which servers and `hf-distca plan` need not spend.
 _MODULES = {
+    "CollatorWithLengths": "dispatch.padding_free",
     "Dispatcher": "dispatch.dispatcher",
     "DistCACollator": "collator.packing",
     "DistCAConfig": "config",

@@ -1,6 +1,6 @@
 """Batches of padding-free collators: their documents, and a batch for a rank that has none."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,29 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
         "that restart at 0 with each document, or cu_seq_lens_q; "
         "DataCollatorWithFlattening(return_position_ids=True) gives the former."
     )
+
+
+class CollatorWithLengths:
+    """Reads the lengths of documents where a padding-free collator makes the batch: on the host, with no device to
+    wait for.
+
+    Batches get `document_lengths`, and lose an `attention_mask` that says no more than they do.
+
+    Args:
+        collator: the padding-free collator.
+    """
+
+    def __init__(self, collator: Callable[[Any], dict[str, Any]]) -> None:
+        self.collator = collator
+
+    def __call__(self, examples: Any) -> dict[str, Any]:
+        """The collator's batch of the examples, with its lengths."""
+        batch = self.collator(examples)
+        try:
+            lengths = batch_document_lengths(batch)
+        except ValueError:  # of this rank alone: whoever plans the batch finds it again, and raises on every rank
+            return batch
+        return {**{name: x for name, x in batch.items() if name != "attention_mask"}, "document_lengths": lengths}
 
 
 def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

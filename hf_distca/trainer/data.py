@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
@@ -111,6 +111,13 @@ def unsharded(loader: DataLoader[Any], device: torch.device, args: DistCATrainin
         non_blocking=config.non_blocking,
     )
     return prepared
+
+
+def is_dispatched(dataset: Any, args: DistCATrainingArguments) -> bool:
+    """Whether accelerate's loader has rank 0 read for all ranks and hand out tensors, which are all that it can."""
+    config: Any = args.accelerator_config
+    dispatches: bool | None = config.dispatch_batches
+    return isinstance(dataset, IterableDataset) if dispatches is None else dispatches
 
 
 class PlannedLoader:

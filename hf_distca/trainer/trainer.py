@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,13 +20,22 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, se
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.streaming import StreamPacker
 from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
+from hf_distca.dispatch.padding_free import CollatorWithLengths
 from hf_distca.dispatch.pool import Pool
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import check_reentrant, plan_settings
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.trainer.ahead import UpcomingBatches
 from hf_distca.trainer.arguments import DistCATrainingArguments
 from hf_distca.trainer.attention_servers import TOKEN_FILE, open_pool
-from hf_distca.trainer.data import PlannedLoader, agreed_lengths, check_agreement, packed_loader, unsharded
+from hf_distca.trainer.data import (
+    PlannedLoader,
+    agreed_lengths,
+    check_agreement,
+    is_dispatched,
+    packed_loader,
+    unsharded,
+)
 from hf_distca.trainer.data_order import (
     CAPACITY,
     DataOrder,
@@ -160,6 +169,7 @@ class DistCATrainer(Trainer):
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
         self._progress = DataProgress()
         self.add_callback(self._progress)
+        self._upcoming = UpcomingBatches(self.dispatcher)
         self._ended: Iterator[Any] | None = None
         self._wrapped: nn.Module | None = None  # the model that training steps were last known to be wrapped by
         self._evaluated_loss = self._evaluated_targets = 0.0
@@ -251,22 +261,35 @@ class DistCATrainer(Trainer):
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         if not self._packs:
-            return super().get_train_dataloader()
+            with self._lengths_read_on_host(self.train_dataset):
+                return super().get_train_dataloader()
         shuffle = self.args.train_sampling_strategy != "sequential"
         capacity = self._progress.place.order.get(CAPACITY, 0)  # none before training has begun
         return self._packed_dataloader(self.train_dataset, capacity=int(capacity), shuffle=shuffle)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """A loader of this rank's rows of the evaluation data's micro-batches."""
-        if not self._packs:
-            return PlannedLoader(super().get_eval_dataloader(eval_dataset), self.dispatcher)
         dataset: Any = self.eval_dataset
         if eval_dataset is not None:
             dataset = dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        if not self._packs:
+            with self._lengths_read_on_host(dataset):
+                return PlannedLoader(super().get_eval_dataloader(eval_dataset), self.dispatcher)
         if dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
         loader = self._packed_dataloader(dataset, shuffle=False)
         return PlannedLoader(loader, self.dispatcher) if _is_stream(dataset) else loader
+
+    @contextmanager
+    def _lengths_read_on_host(self, dataset: Any) -> Iterator[None]:
+        """Loaders made inside tell the lengths of documents, read before their batches go to the device."""
+        collator = self.data_collator
+        if not is_dispatched(dataset, self.args):
+            self.data_collator = CollatorWithLengths(collator)
+        try:
+            yield
+        finally:
+            self.data_collator = collator
 
     def _columns(self) -> Columns:
         """Columns of the data that count: with remove_unused_columns those alone that the model takes."""
@@ -311,11 +334,13 @@ class DistCATrainer(Trainer):
             return [], None
         if self.pool is not None:
             self.pool.refresh()
-        batches = list(islice(epoch_iterator, num_batches))
-        if not self._packs or _is_stream(self.train_dataset):
-            batches = self.dispatcher.plan_batches(batches, at_least=num_batches)
+        if self._packs and not _is_stream(self.train_dataset):
+            batches = self._upcoming.fetch(epoch_iterator, num_batches)
+        else:
+            batches = self.dispatcher.plan_batches(list(islice(epoch_iterator, num_batches)), at_least=num_batches)
             if not batches:  # no rank has more in this epoch: nothing to ask one another about again
                 self._ended = epoch_iterator
+        self._upcoming.begin_step(batches)
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Tensor | None:
@@ -327,7 +352,7 @@ class DistCATrainer(Trainer):
         """The inputs on the device, their plan bound to this rank."""
         inputs = super()._prepare_inputs(inputs)
         if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
-            inputs = self.dispatcher.prepare(inputs)
+            inputs = {**inputs, PLAN_KEY: self._upcoming.bind(inputs[PLAN_KEY])}
             if self.model_wrapped.training:
                 self.meter.count(inputs[PLAN_KEY])
         return inputs
@@ -335,7 +360,10 @@ class DistCATrainer(Trainer):
     # Steps
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """See `Trainer.training_step`; raises on every rank where ranks would train apart."""
+        """See `Trainer.training_step`; raises on every rank where ranks would train apart.
+
+        The next micro-batch is bound before Trainer waits for this one's loss.
+        """
         if model is not self._wrapped:
             error = None
             if self.args.world_size > 1 and not is_wrapped(model, self.accelerator):
@@ -346,7 +374,9 @@ class DistCATrainer(Trainer):
                 )
             self.dispatcher.groups.raise_together(error)
             self._wrapped = model
-        return super().training_step(model, *args, **kwargs)
+        loss = super().training_step(model, *args, **kwargs)
+        self._upcoming.bind_next()
+        return loss
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The model's loss; raises if the plan did not reach its attention."""

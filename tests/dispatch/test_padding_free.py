@@ -3,7 +3,8 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from hf_distca.collator.streaming import StreamPacker
-from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
+from hf_distca.dispatch.padding_free import CollatorWithLengths, batch_document_lengths, filler_batch
+from tests.counting import Counting
 
 TWO = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
 
@@ -23,6 +24,26 @@ def batch_of(positions, **more):
 )
 def test_lengths_of_a_flattened_batch(options):
     assert batch_document_lengths(DataCollatorWithFlattening(**options)(TWO)) == (3, 2, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True, "return_position_ids": False}])
+def test_lengths_read_by_the_collator_ask_no_device(options):
+    batch = CollatorWithLengths(DataCollatorWithFlattening(**options))(TWO)
+    batch = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    with Counting():
+        assert batch_document_lengths(batch) == (3, 2, 1)
+        with pytest.raises(AssertionError, match="makes the host wait"):
+            batch_document_lengths({name: x for name, x in batch.items() if name != "document_lengths"})
+
+
+def test_collator_leaves_out_a_mask_that_says_nothing():
+    with_mask = CollatorWithLengths(lambda batch: {**batch, "attention_mask": torch.ones(1, 3)})
+    assert sorted(with_mask(batch_of([0, 1, 0]))) == ["document_lengths", "input_ids", "position_ids"]
+
+
+def test_collator_leaves_a_faulty_batch_to_those_who_tell_all_ranks():
+    faulty = batch_of([0, 1, 3])
+    assert CollatorWithLengths(lambda batch: batch)(faulty) is faulty
 
 
 def test_lengths_of_a_streamed_batch():

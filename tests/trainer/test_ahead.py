@@ -1,0 +1,139 @@
+"""Micro-batches are fetched and bound while the device works on the one before."""
+
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerCallback
+
+from hf_distca.dispatch.dispatcher import PLAN_KEY
+from hf_distca.dispatch.padding_free import batch_document_lengths
+from hf_distca.trainer.ahead import UpcomingBatches
+from tests.trainer.test_trainer import make_trainer
+
+
+class Binder:
+    """A dispatcher that tells what it bound, and when."""
+
+    def __init__(self, pool: object = None) -> None:
+        self.pool = pool
+        self.bound: list[str] = []
+
+    def bind(self, plan: str) -> str:
+        self.bound.append(plan)
+        return f"{plan} bound"
+
+
+def loader_of(*plans: str):
+    return iter([{PLAN_KEY: plan} for plan in plans])
+
+
+def test_next_of_the_step_and_first_of_the_next_step():
+    binder = Binder()
+    upcoming, loader = UpcomingBatches(binder), loader_of("a", "b", "c")
+    batches = upcoming.fetch(loader, 2)
+    upcoming.begin_step(batches)
+    assert upcoming.bind("a") == "a bound"
+    upcoming.bind_next()
+    assert binder.bound == ["a", "b"]
+    assert upcoming.bind("b") == "b bound"
+    upcoming.bind_next()
+    assert binder.bound == ["a", "b", "c"]
+    upcoming.begin_step(upcoming.fetch(loader, 2))
+    assert upcoming.bind("evaluation") == "evaluation bound"
+    assert upcoming.bind("c") == "c bound"
+    upcoming.bind_next()
+    assert upcoming.fetch(loader, 2) == []
+    assert binder.bound == ["a", "b", "c", "evaluation"]
+
+
+def test_another_loader_begins_anew():
+    upcoming = UpcomingBatches(Binder())
+    upcoming.begin_step(upcoming.fetch(loader_of("a", "b"), 1))
+    upcoming.bind("a")
+    upcoming.bind_next()
+    assert upcoming.fetch(loader_of("c", "d"), 2) == [{PLAN_KEY: "c"}, {PLAN_KEY: "d"}]
+
+
+def test_batches_that_others_plan_are_bound_within_their_step():
+    binder = Binder()
+    upcoming = UpcomingBatches(binder)
+    upcoming.begin_step([{PLAN_KEY: "a"}, {PLAN_KEY: "b"}])
+    for plan in ("a", "b"):
+        upcoming.bind(plan)
+        upcoming.bind_next()
+    assert binder.bound == ["a", "b"]
+
+
+def test_a_pool_of_servers_is_asked_when_it_is_time():
+    binder = Binder(pool=SimpleNamespace())
+    upcoming = UpcomingBatches(binder)
+    upcoming.begin_step(upcoming.fetch(loader_of("a", "b"), 2))
+    upcoming.bind("a")
+    upcoming.bind_next()
+    assert binder.bound == ["a"]
+
+
+class Told(TrainerCallback):
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def on_step_end(self, *_args, **_kwargs) -> None:
+        self.events.append("optimizer")
+
+
+def watched(trainer, monkeypatch) -> list[str]:
+    """What a trainer does, in order: binds plans, runs forwards, waits for the device, ends optimizer steps."""
+    events: list[str] = []
+    trainer.add_callback(Told(events))
+    bind, compute_loss = trainer.dispatcher.bind, trainer.compute_loss
+    numbers = count()
+    monkeypatch.setattr(
+        trainer.dispatcher, "bind", lambda plan: (events.append(f"bind {next(numbers)}"), bind(plan))[1]
+    )
+    # Trainer looks at the loss, and waits for it, before it counts these.
+    monkeypatch.setattr(trainer, "floating_point_ops", lambda _inputs: (events.append("waited"), 0)[1])
+    monkeypatch.setattr(trainer, "compute_loss", lambda *a, **k: (events.append("forward"), compute_loss(*a, **k))[1])
+    return events
+
+
+def test_training_binds_ahead(tmp_path, monkeypatch):
+    trainer = make_trainer(str(tmp_path), lengths=[150] * 4, gradient_accumulation_steps=2, save_strategy="no")
+    events = watched(trainer, monkeypatch)
+    trainer.args.num_train_epochs = 1
+    trainer.train()
+    assert events == [
+        *("bind 0", "forward", "bind 1", "waited", "forward", "bind 2", "waited", "optimizer"),
+        *("forward", "bind 3", "waited", "forward", "waited", "optimizer"),
+    ]
+
+
+@pytest.mark.parametrize("source", ["flattened", "stream"])
+def test_training_binds_ahead_within_a_step(tmp_path, monkeypatch, source):
+    trainer = make_trainer(
+        str(tmp_path),
+        source,
+        lengths=[150] * 4,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+    )
+    events = watched(trainer, monkeypatch)
+    seen = []
+    plan_batches = trainer.dispatcher.plan_batches
+    monkeypatch.setattr(
+        trainer.dispatcher, "plan_batches", lambda batches, **k: (seen.extend(batches), plan_batches(batches, **k))[1]
+    )
+    collator = trainer.data_collator
+    trainer.train()
+    step = ["bind", "forward", "bind", "waited", "forward", "waited", "optimizer"]
+    assert [event.split()[0] for event in events] == [*step, *step]
+    assert [tuple(batch["document_lengths"]) for batch in seen] == [(150,)] * 4
+    assert trainer.data_collator is collator
+
+
+def test_evaluation_data_tell_their_lengths_too(tmp_path):
+    trainer = make_trainer(str(tmp_path), "flattened", lengths=[40, 30], per_device_eval_batch_size=2)
+    batch = next(iter(trainer.get_eval_dataloader()._loader))
+    assert batch["document_lengths"] == batch_document_lengths(batch) == (40, 30)

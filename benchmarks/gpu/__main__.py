@@ -5,6 +5,7 @@ Writes what was found as JSON, and prints a table of it. The exit status is 0 if
 """
 
 import argparse
+import faulthandler
 import json
 import sys
 import time
@@ -35,6 +36,11 @@ def main() -> int:
         return run_here(options.parts[0], options.findings)
 
     begin = time.monotonic()
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"no CUDA: this torch, {torch.__version__}, cannot use the GPU, so nothing was checked")
+        return NO_CUDA
     from benchmarks.gpu.parts import parts_of
     from benchmarks.gpu.report import command, print_table
     from benchmarks.gpu.runner import run_parts
@@ -71,8 +77,10 @@ def run_here(name: str, path: Path) -> int:
     """Run one part in this process and leave its findings in a file."""
     from benchmarks.gpu.findings import Findings
     from benchmarks.gpu.parts import parts_of
+    from benchmarks.gpu.runner import TELL_WHERE
     from benchmarks.gpu.setting import setting_of_this_gpu
 
+    faulthandler.register(TELL_WHERE)
     setting = setting_of_this_gpu()
     (part,) = (part for part in parts_of(setting) if part.name == name)
     findings = Findings()

@@ -21,9 +21,10 @@ class Findings:
         self.skipped = ""
 
     def check(self, right: bool, otherwise: str) -> None:
-        """Take note of a sentence unless something is right."""
+        """Take note of a sentence unless something is right; it is printed at once, should the part never end."""
         if not right:
             self.wrong.append(otherwise)
+            print("wrong:", otherwise, flush=True)
 
     def at_most(self, value: float, bound: float, what: str) -> None:
         """Take note unless a number is at most its bound; NaN never is."""
@@ -36,4 +37,4 @@ class Findings:
             yield
         except Exception as error:
             traceback.print_exc()
-            self.wrong.append(f"{what}: {type(error).__name__}: {str(error)[:500]}")
+            self.check(False, f"{what}: {type(error).__name__}: {str(error)[:500]}")

@@ -23,12 +23,12 @@ def parts_of(setting: Setting) -> list[Part]:
     kernels = kernel_names(setting.device)
     return [
         *(Part(f"kernel {name}", partial(check_kernel, name=name), 120) for name in kernels),
-        Part("autocast", check_autocast, 30),
-        Part("planned steps", check_planned_steps, 90),
-        Part("two ranks", check_two_ranks, 90),
-        Part("nccl", check_nccl, 30),
+        Part("autocast", check_autocast, 60),
+        Part("planned steps", check_planned_steps, 120),
+        Part("two ranks", check_two_ranks, 120),
+        Part("nccl", check_nccl, 60),
         *(Part(f"shards, {name}", partial(check_shards, name=name), 60) for name in kernels),
         Part("training", check_training, 180),
-        Part("trace", partial(check_trace, folder=TRACES), 90),
+        Part("trace", partial(check_trace, folder=TRACES), 120),
         Part("server", check_server, 120),
     ]

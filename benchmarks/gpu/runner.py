@@ -16,6 +16,9 @@ from benchmarks.gpu.findings import Findings
 
 LOG_TAIL = 1500
 """Characters of a part's output that are reported where it left no findings."""
+TELL_WHERE = signal.SIGUSR1
+"""At this a part prints where it is; it is ended then."""
+DUMP_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,15 @@ def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
+            process.send_signal(TELL_WHERE)
+            time.sleep(DUMP_S)
         finally:
             _end_session(process)
     seconds = time.monotonic() - begin
+    tail = log.read_text(errors="replace")[-LOG_TAIL:].strip()
     if code is None:
-        return _result(report.TIMED_OUT, seconds, wrong=[f"not done in {limit_s:.0f} s; see {log}"])
+        return _result(report.TIMED_OUT, seconds, wrong=[f"not done in {limit_s:.0f} s; see {log}: {tail}"])
     if not findings.exists():
-        tail = log.read_text(errors="replace")[-LOG_TAIL:].strip()
         return _result(report.FAILED, seconds, wrong=[f"ended with status {code} and without findings: {tail}"])
     told = json.loads(findings.read_text())
     passed = report.SKIPPED if told["skipped"] else report.PASSED

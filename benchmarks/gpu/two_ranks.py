@@ -1,11 +1,14 @@
 """Two ranks on one device, over gloo: what a plan moves between them gives the result of one process."""
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from benchmarks.gpu.compared import compare
 from benchmarks.gpu.findings import Findings
@@ -25,6 +28,8 @@ from hf_distca import Dispatcher, plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
 
 RANKS = 2
+TIMEOUT_S = 20
+"""Seconds after which a rank whose partner has failed gives up."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,26 @@ WAYS = {
     "fixed, 14 heads": Way("fixed", heads=(14, 2)),
     "joint, 9 heads": Way("joint", heads=(9, 3)),
 }
-Rank = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 """Runs a function with arguments on so many ranks: returns what each returned."""
 
 
-def check_two_ranks(setting: Setting, run: Rank = run_ranks) -> Findings:
+@dataclass(frozen=True)
+class RankResult:
+    """A step of all ranks. Arrays, since tensors would go from process to process in /dev/shm, which may be small.
+
+    Attributes:
+        loss: over all targets.
+        grads: by parameter.
+        bytes_moved: through the busiest rank in one layer's forward.
+    """
+
+    loss: float
+    grads: dict[str, NDArray[np.float64]]
+    bytes_moved: int
+
+
+def check_two_ranks(setting: Setting, run: RunRanks = run_ranks) -> Findings:
     """One step in all ways, beside one process with stock attention.
 
     Args:
@@ -76,36 +96,39 @@ def check_two_ranks(setting: Setting, run: Rank = run_ranks) -> Findings:
         if isinstance(results[name], str):
             findings.check(False, f"{name}: {results[name]}")
             continue
-        result, moved[name] = results[name]
+        result = StepResult(
+            results[name].loss, {key: torch.from_numpy(array) for key, array in results[name].grads.items()}
+        )
+        moved[name] = results[name].bytes_moved
         findings.check(moved[name] > 0, f"{name}: the plan moves nothing between ranks")
         stock, exact = expected[way.heads]
         deviations[name] = compare(findings, name, result, stock, exact, setting.dtype)
     return findings
 
 
-def rank_steps(setting: Setting) -> dict[str, tuple[StepResult, int] | str] | None:
-    """The steps on one rank; what rank 0 returns is of all ranks: a result with the bytes of the busiest rank by way.
+def rank_steps(setting: Setting) -> dict[str, RankResult | str] | None:
+    """The steps on one rank; what rank 0 returns is of all ranks, by way: a result, or the error.
 
-    A way that fails on any rank fails on all of them, and the next ones still run.
+    A way that fails on any rank is the last one: ranks are no longer in step then.
     """
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)
-    results: dict[str, tuple[StepResult, int] | str] = {}
+    results: dict[str, RankResult | str] = {}
     for name, way in WAYS.items():
         try:
             results[name] = _step(setting, way)
         except Exception as error:
-            # The other rank may wait for this one: it is left alone, as are all further ways.
+            traceback.print_exc()
             results.update({left: f"{type(error).__name__}: {error}" for left in WAYS if left not in results})
             break
     return results if dist.get_rank() == 0 else None
 
 
-def _step(setting: Setting, way: Way) -> tuple[StepResult, int]:
+def _step(setting: Setting, way: Way) -> RankResult:
     lengths = list(setting.lengths)
     model = small_model(setting, "distca", heads=way.heads).train()
     settings = settings_of(model, setting, ping_pong=way.ping_pong, ranks=RANKS, balance_block_size=_block(setting))
-    dispatcher = Dispatcher(settings, setting.device, keep_received=way.keep_received, timeout_s=60)
+    dispatcher = Dispatcher(settings, setting.device, keep_received=way.keep_received, timeout_s=TIMEOUT_S)
     if way.ping_pong:
         plan_layers(model)
     if way.layout == "joint":
@@ -116,21 +139,24 @@ def _step(setting: Setting, way: Way) -> tuple[StepResult, int]:
         plan = plan_rows([lengths[:2], lengths[2:]], settings)
     if len(plan.nano_batches) != 1 + way.ping_pong:
         raise RuntimeError(f"the plan has {len(plan.nano_batches)} nano-batches")
-    with setting.autocast():
-        loss = planned_loss(
-            model, plan, dispatcher, documents_of(setting.lengths) if way.layout == "joint" else _sorted(setting)
-        )
-    loss.backward()
+    documents = documents_of(setting.lengths)
+    if way.layout == "fixed":
+        documents.sort(key=len, reverse=True)
+    error = None
+    try:
+        with dispatcher.groups.failures.told():
+            with setting.autocast():
+                loss = planned_loss(model, plan, dispatcher, documents)
+            loss.backward()
+    except Exception as caught:
+        error = caught
+    dispatcher.groups.raise_together(error)
     total, grads = loss.detach().double().cpu(), gradients(model)
     dist.all_reduce(total)
     for grad in grads.values():  # on the CPU: this is not what is being looked at
         dist.all_reduce(grad)
-    return StepResult(total.item(), grads), plan.summary.bytes_bottleneck
-
-
-def _sorted(setting: Setting) -> list[torch.Tensor]:
-    """The documents, longest first."""
-    return sorted(documents_of(setting.lengths), key=len, reverse=True)
+    arrays = {name: grad.numpy() for name, grad in grads.items()}
+    return RankResult(total.item(), arrays, plan.summary.bytes_bottleneck)
 
 
 def _block(setting: Setting) -> int:

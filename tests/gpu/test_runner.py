@@ -18,7 +18,13 @@ CODE = {
     "skipped": LEAVE.format(told={"figures": {}, "wrong": [], "skipped": "not installed"}),
     "broken": "import sys; print('segfault'); sys.exit(139)",
     # Waits together with a process that it has started.
-    "hanging": "import subprocess as s, sys; s.run([sys.executable, '-c', 'import time; time.sleep(99)'])",
+    "hanging": """
+import faulthandler, signal, subprocess, sys
+faulthandler.register(signal.SIGUSR1)
+def wait_for_ever():
+    subprocess.run([sys.executable, "-c", "import time; time.sleep(99)"])
+wait_for_ever()
+""",
 }
 
 
@@ -29,7 +35,7 @@ def never(_setting: object) -> Findings:
 def run(tmp_path, names, seconds=60.0, limit_s=20.0):
     results = {"command": "this"}
     right = run_parts(
-        [Part(name, never, 1.0 if name == "hanging" else limit_s) for name in names],
+        [Part(name, never, 2.0 if name == "hanging" else limit_s) for name in names],
         lambda name, findings: [sys.executable, "-c", CODE[name], str(findings)],
         results,
         tmp_path / "results" / "gpu.json",
@@ -52,6 +58,9 @@ def test_every_part_is_reported(tmp_path):
         "skipped": "skipped",
         "good": "passed",
     }
+    (where,) = parts["hanging"]["wrong"]
+    assert where.startswith("not done in 2 s")
+    assert "in wait_for_ever" in where
     assert parts["broken"]["wrong"] == ["ended with status 139 and without findings: segfault"]
     assert parts["wrong"]["wrong"] == ["too slow"]
     assert parts["wrong"]["figures"] == {"b": 2}

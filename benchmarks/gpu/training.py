@@ -24,26 +24,26 @@ WARM_UP = 2
 """Steps that are not timed."""
 GROWTH = 1.05
 """So many times the memory of the first fifth of the steps may be in use at the end."""
-LOSS_BOUND = 5e-3
-"""Largest difference of the losses of stock attention and ours, over the loss."""
+BOUNDS = {"loss": 5e-3, "grad_norm": 2e-2}
+"""Largest differences of what stock attention and ours log, over the value."""
 FORWARDS = 3
 """A backward takes two forwards' operations."""
 
 
 class Watch(TrainerCallback):
-    """Notes the time and the memory of every step, and its loss.
+    """Notes the time and the memory of every step, and what is logged of it.
 
     Attributes:
         seconds: by step.
         memory: bytes that are taken after each step.
-        losses: by step.
+        logged: by name, loss and norm of the gradients by step.
     """
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
         self.seconds: list[float] = []
         self.memory: list[int] = []
-        self.losses: list[float] = []
+        self.logged: dict[str, list[float]] = {name: [] for name in BOUNDS}
         self._begin = 0.0
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
@@ -58,9 +58,10 @@ class Watch(TrainerCallback):
         self.memory.append(memory_taken(self._setting.device))
 
     def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_kwargs: Any) -> None:
-        """Take the loss."""
+        """Take the loss and the norm."""
         if "loss" in logs:
-            self.losses.append(logs["loss"])
+            for name, values in self.logged.items():
+                values.append(float(logs[name]))
 
 
 def memory_taken(device: torch.device) -> int:
@@ -190,7 +191,7 @@ def _beside(
     batches: list[list[list[int]]],
     lengths: list[list[int]],
 ) -> None:
-    """The same steps with stock attentions: their speeds, and that their losses are ours."""
+    """The same steps with stock attentions: their speeds, and that they log what ours does."""
     for name in stock_attentions():
         _free()
         with findings.trying(f"{name}, {what}"):
@@ -200,7 +201,7 @@ def _beside(
                 findings.figures["ways"][f"{name}, {what}"] = f"out of memory: {str(error)[:200]}"
                 continue
             findings.figures["ways"][f"{name}, {what}"] = _speed(setting, stock, lengths)
-            _check_losses(findings, f"{name}, {what}", ours, stock)
+            _check_logged(findings, f"{name}, {what}", ours, stock)
     _free()
 
 
@@ -222,11 +223,12 @@ def _check_memory(findings: Findings, watch: Watch) -> None:
         findings.figures["memory_peak"] = figures["allocated_bytes.all.peak"]
 
 
-def _check_losses(findings: Findings, what: str, ours: Watch, stock: Watch) -> None:
-    """The same micro-batches have the same losses, step by step."""
-    findings.check(bool(stock.losses), f"{what}: no loss was logged")
-    for number, (mine, theirs) in enumerate(zip(ours.losses, stock.losses, strict=False)):
-        findings.at_most(abs(mine - theirs) / theirs, LOSS_BOUND, f"{what}: difference of the loss of step {number}")
+def _check_logged(findings: Findings, what: str, ours: Watch, stock: Watch) -> None:
+    """The same micro-batches have the same losses and gradients as large, step by step."""
+    for name, bound in BOUNDS.items():
+        findings.check(bool(stock.logged[name]), f"{what}: no {name} was logged")
+        for number, (mine, theirs) in enumerate(zip(ours.logged[name], stock.logged[name], strict=False)):
+            findings.at_most(abs(mine - theirs) / theirs, bound, f"{what}: difference of the {name} of step {number}")
 
 
 def _speed(setting: Setting, watch: Watch, lengths: list[list[int]]) -> dict[str, float]:

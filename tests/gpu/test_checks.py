@@ -13,7 +13,7 @@ from benchmarks.gpu.kernel_accuracy import check_kernel, deviation, side_by_side
 from benchmarks.gpu.models import StepResult
 from benchmarks.gpu.shards import Timed, row_overhead, shards_of
 from benchmarks.gpu.tracing import busy_and_span
-from benchmarks.gpu.training import Watch, _check_memory, collate
+from benchmarks.gpu.training import Watch, _check_logged, _check_memory, collate
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.thread_state import ThreadState
 from tests.gpu.test_parts import SMALL
@@ -108,6 +108,21 @@ def test_memory_that_grows_is_found():
     watch.memory = list(range(100, 110))
     _check_memory(findings, watch)
     assert findings.wrong == ["memory at the end over that after a fifth of the steps: 1.08, at most 1.05 is expected"]
+
+
+def test_losses_that_differ_are_found():
+    ours, stock = Watch(SMALL), Watch(SMALL)
+    ours.logged = {"loss": [4.0, 3.99, 3.9], "grad_norm": [1.0, 1.05, 1.0]}
+    stock.logged = {"loss": [4.0, 3.9], "grad_norm": [1.01, 1.0]}
+    findings = Findings()
+    _check_logged(findings, "sdpa", ours, stock)
+    assert [sentence.rsplit(":", 1)[0] for sentence in findings.wrong] == [
+        "sdpa: difference of the loss of step 1",
+        "sdpa: difference of the grad_norm of step 1",
+    ]
+    stock.logged = {"loss": [], "grad_norm": []}
+    _check_logged(findings, "none", ours, stock)
+    assert findings.wrong[2:] == ["none: no loss was logged", "none: no grad_norm was logged"]
 
 
 def test_stock_batches_have_no_target_across_documents():

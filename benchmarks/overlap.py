@@ -10,7 +10,13 @@ computes own tasks while nothing is on its way. The rate is chosen so that the b
 
 by step time, and by the time that a rank stood in waits.
 
-Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096] [--trace FOLDER]
+With --trace it limits nothing and needs no root: it traces one ping-pong step and says how much of the exchange lies
+under computation, in the forward and in the backward. On GPUs, 8 layers as wide as those of Llama-3-8B, a rank each:
+
+    torchrun --nproc-per-node 8 benchmarks/overlap.py --trace trace.json
+
+Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096]
+     python benchmarks/overlap.py --trace trace.json [--tokens 4096]      two ranks on the CPU
 """
 
 import argparse
@@ -20,13 +26,18 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import print_json, table
+from covered import DIRECTIONS, Covered, covered_exchange
+from harness import print_json, run_ranks, table
+from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
@@ -51,35 +62,59 @@ class BlockingExchange(Exchange):
         return pending
 
 
-class Ranks:
-    """One rank's models and its plan, ready to step either way."""
+SMALL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+WIDE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+"""Sizes of the model on the CPU, and on GPUs (Llama-3-8B)."""
 
-    def __init__(self, tokens: int) -> None:
+
+class Ranks:
+    """One rank's models and its plan, ready to step either way.
+
+    Args:
+        tokens: of a rank.
+        device: of this rank.
+        ways: of WAYS.
+    """
+
+    def __init__(self, tokens: int, device: torch.device, ways: Sequence[str] = ("blocking", "ping-pong")) -> None:
         torch.manual_seed(0)
+        on_gpu = device.type == "cuda"
         config = LlamaConfig(
-            hidden_size=256,
-            intermediate_size=688,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            **(WIDE if on_gpu else SMALL),
             vocab_size=1024,
-            max_position_embeddings=tokens,
+            max_position_embeddings=tokens * dist.get_world_size(),
             attn_implementation="distca",
             use_cache=False,
+            dtype=torch.bfloat16 if on_gpu else torch.float32,
         )
-        kinds = (AttentionKind(None, q_heads=4, kv_heads=4, dim_qk=64, dim_v=64),)
-        settings = PlanSettings(ranks=2, tokens_per_rank=tokens, kinds=kinds, bytes_per_value=4, ping_pong=True)
-        self.dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("blocking", "ping-pong")}
-        blocking = self.dispatchers["blocking"]
-        blocking.exchange = BlockingExchange(blocking.groups)
-        self.models = {way: LlamaForCausalLM(config) for way in self.dispatchers}
+        heads = config.num_attention_heads, config.num_key_value_heads
+        kinds = (AttentionKind(None, *heads, dim_qk=config.head_dim, dim_v=config.head_dim),)
+        settings = PlanSettings(
+            ranks=dist.get_world_size(),
+            tokens_per_rank=tokens,
+            kinds=kinds,
+            bytes_per_value=config.dtype.itemsize,
+            ping_pong=True,
+        )
+        self.dispatchers = {way: Dispatcher(settings, device) for way in ways}
+        if "blocking" in ways:
+            blocking = self.dispatchers["blocking"]
+            blocking.exchange = BlockingExchange(blocking.groups)
+        self.models = {way: LlamaForCausalLM(config).to(device, config.dtype) for way in ways}
         plan_layers(self.models["ping-pong"])
         # One plan for both, so that they exchange the same bytes. Each nano-batch has a document too long for one
         # rank's share of it, which the joint layout cuts.
-        self.plan = plan_micro_batch([tokens * 3 // 4] * 2 + [tokens // 8] * 4, settings)
+        total = tokens * dist.get_world_size()
+        self.plan = plan_micro_batch([total * 3 // 8] * 2 + [total // 16] * 4, settings)
         segments = [segment for nano in self.plan.nano_batches for segment in nano.layout.of_rank(dist.get_rank())]
-        positions = torch.cat([torch.arange(s["start"], s["stop"]) for s in segments])[None]
-        inputs = torch.randint(0, 1024, positions.shape)
+        positions = torch.cat([torch.arange(s["start"], s["stop"]) for s in segments])[None].to(device)
+        inputs = torch.randint(0, 1024, positions.shape).to(device)
         targets = {"labels": inputs, "shift_labels": inputs}
         self.batch = {"input_ids": inputs, "position_ids": positions, **targets}
 
@@ -98,6 +133,76 @@ class Ranks:
         figures = torch.tensor([total, waited], dtype=torch.float64)
         dist.all_reduce(figures)
         return tuple((figures / 2).tolist())
+
+
+def trace_rank(tokens: int, file: str) -> dict[str, Covered]:
+    """Trace a ping-pong step of this rank; rank 0 leaves its trace in the file."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    ranks = Ranks(tokens, device, ["ping-pong"])
+    model, dispatcher = ranks.models["ping-pong"], ranks.dispatchers["ping-pong"]
+
+    def step() -> None:
+        bound = dispatcher.bind(ranks.plan)
+        dist.barrier()
+        with record_function("forward"):
+            loss = model(**ranks.batch, distca_plan=bound).loss
+            finish(device)
+        with record_function("backward"):
+            loss.backward()
+            finish(device)
+        model.zero_grad()
+
+    step()  # warms up
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities) as recorded:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(file) if dist.get_rank() == 0 else Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(kept))
+        return covered_exchange(json.loads(kept.read_text())["traceEvents"])
+
+
+def finish(device: torch.device) -> None:
+    """Wait until all that was launched is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def trace(options: argparse.Namespace) -> None:
+    """Trace a step on the ranks of torchrun, or else on two of the CPU; print a table and one JSON object."""
+    if "RANK" in os.environ:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, trace_rank(options.tokens or (32768 if on_gpu else 4096), options.trace))
+        printing = dist.get_rank() == 0
+        dist.destroy_process_group()
+    else:
+        ranks, printing = run_ranks(2, trace_rank, options.tokens or 4096, options.trace), True
+    if printing:
+        table(
+            ["rank", "", "exchanges", "time", "under attention", "under computation"],
+            [
+                [
+                    str(rank),
+                    direction,
+                    str(covered[direction].exchanges),
+                    f"{covered[direction].exchange_ms:.2f} ms",
+                    f"{covered[direction].under_attention:.2f}",
+                    f"{covered[direction].under_computation:.2f}",
+                ]
+                for rank, covered in enumerate(ranks)
+                for direction in DIRECTIONS
+            ],
+        )
+        means = {
+            f"{direction}_{name}": statistics.mean(asdict(covered[direction])[name] for covered in ranks)
+            for direction in DIRECTIONS
+            for name in ("exchange_ms", "under_attention", "under_computation")
+        }
+        print_json(ranks=len(ranks), device="cuda" if torch.cuda.is_available() else "cpu", **means)
 
 
 def limit(rank: int, rate_mbit: float | None) -> None:
@@ -131,11 +236,7 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     os.environ.update(MASTER_ADDR=ADDRESSES[0], MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME=f"veth-{HOSTS[rank]}")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    ranks = Ranks(options.tokens)
-    if options.trace:
-        with torch.profiler.profile() as profile:
-            ranks.step("ping-pong")
-        profile.export_chrome_trace(str(Path(options.trace) / f"ping_pong_rank{rank}.json"))
+    ranks = Ranks(options.tokens, torch.device("cpu"))
     rate = 500.0
     for _ in range(8):  # the exchange takes time in inverse proportion to the rate
         share = exchange_share(ranks, rank, rate)
@@ -209,11 +310,15 @@ def main() -> None:
     """Make the hosts, run a rank on each, print a table and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="steps of each kind; at least 12 for a stable median")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
-    parser.add_argument("--trace", help="folder for a profiler trace of one ping-pong step of each rank")
+    parser.add_argument("--tokens", type=int, help="tokens per rank; default 4096, with --trace on GPUs 32768")
+    parser.add_argument("--trace", help="file for a profiler trace of one ping-pong step of rank 0")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--results", default="/tmp/distca-overlap.json", help="where rank 0 writes what it measured")
     options = parser.parse_args()
+    if options.trace:
+        trace(options)
+        return
+    options.tokens = options.tokens or 4096
     if options.rank is not None:
         run_rank(options.rank, options)
         return

@@ -140,8 +140,11 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and self.device.type == "cuda":
-            return META  # autograd asks, and would want a stream of the device
+        if self.device.type == "cuda":
+            if func is torch.ops.prim.device.default:
+                return META  # autograd asks, and would want a stream of the device
+            if kwargs.get("device") == META:  # torch has asked to make another tensor there
+                kwargs = {**kwargs, "device": self.device}
         if self._is_here((args, kwargs)):
             _check_no_wait(func, args, kwargs)
         result = func(*args, **kwargs)

@@ -5,16 +5,18 @@ Shape suffixes: T tasks, Q packed query rows, K packed key/value rows, H query h
 E head dim of values.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-KERNEL_NAMES = ("auto", "reference", "cpu", "torch_varlen", "flash_attn")
+KERNEL_NAMES = ("auto", "reference", "cpu", "torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4")
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,19 @@ class TaskShapes:
     cu_k: Tensor
     max_q: int
     max_k: int
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What `make` gave when it was first called for this key: every layer of a micro-batch asks for the same.
+
+        Args:
+            key: what is made, and for whom.
+            make: makes it.
+        """
+        if key not in self._made:
+            self._made[key] = make()
+        made: _Made = self._made[key]
+        return made
 
     @staticmethod
     def build(q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str) -> "TaskShapes":
@@ -141,8 +156,8 @@ class Kernel(Protocol):
             params: scale, mask and softcap.
 
         Returns:
-            o_QHE in the dtype of q, and lse_QH, the natural logarithm of the softmax's denominator:
-            contiguous, float32 (float64 for float64 inputs). A row without keys has o = 0 and lse = -inf.
+            o_QHE in the dtype of q, contiguous, and lse_QH, the natural logarithm of the softmax's denominator, of
+            any strides, float32 (float64 for float64 inputs). A row without keys has o = 0 and lse = -inf.
 
         Raises:
             ValueError: the tensors do not fit one another or the shapes.
@@ -171,12 +186,12 @@ class Kernel(Protocol):
             k_KGD: as in forward.
             v_KGE: as in forward.
             o_QHE: the rows' outputs (merged, where their keys were split).
-            lse_QH: the rows' log-sum-exp (merged, where their keys were split).
+            lse_QH: the rows' log-sum-exp (merged, where their keys were split), of any strides.
             shapes: as in forward.
             params: as in forward.
 
         Returns:
-            dq_QHD, dk_KGD and dv_KGE in the dtype of q. They are 0 where no pair of row and key exists.
+            dq_QHD, dk_KGD and dv_KGE in the dtype of q, contiguous. They are 0 where no pair of row and key exists.
 
         Raises:
             ValueError: the tensors do not fit one another or the shapes.

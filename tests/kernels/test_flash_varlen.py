@@ -1,8 +1,5 @@
-"""The CUDA kernels as far as that goes without a GPU: what they check, the arguments they make, and, with a
-stand-in for the flash-attn package that computes on the CPU, all they do around its kernels.
-
-The stand-in behaves as the package's documentation and sources have it, at its least friendly: head dims that
-are equal and a multiple of 8, [H, Q] log-sum-exp, +inf for rows without keys, results unset where no pair is.
+"""The CUDA kernels as far as that goes without a GPU: what they check, the arguments they make, and, with stand-ins
+for the packages that compute on the CPU, all they do around them.
 """
 
 import sys
@@ -10,193 +7,194 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
-from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
-from hf_distca.kernels.reference import ReferenceKernel
-from tests.kernels.cases import CASES, assert_matches_reference
+from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel, split
+from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
+from tests.kernels.stand_ins import Aten, FlashAttn2, FlashAttn3, FlashAttn4, hub, removed_afterwards
 
 CUDA = torch.device("cuda")
-
-
-class StandIn(ModuleType):
-    """`flash_attn.flash_attn_interface` on the CPU."""
-
-    deterministic: bool
-
-    def _wrapped_flash_attn_varlen_forward(self) -> None:
-        """Its presence says that the version is new enough."""
-
-    def _flash_attn_varlen_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        return_softmax: bool = False,
-        block_table: Tensor | None = None,
-        leftpad_k: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        zero_tensors: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert dropout_p == 0
-        shapes, params = self.read(locals(), q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
-        o, lse = ReferenceKernel().forward(q, k, v, shapes, params)
-        o[lse == -torch.inf] = torch.nan
-        return o, lse.masked_fill(lse == -torch.inf, torch.inf).T.contiguous(), torch.empty(0), torch.empty(2)
-
-    def _flash_attn_varlen_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-        rng_state: Tensor | None = None,
-        zero_tensors: bool = False,
-    ) -> Tensor:
-        assert dropout_p == 0
-        assert alibi_slopes is None
-        assert softmax_lse.shape == (q.shape[1], q.shape[0])
-        assert softmax_lse.is_contiguous()
-        self.deterministic = deterministic
-        shapes, params = self.read(locals(), q, k, v, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
-        grads = ReferenceKernel().backward(dout, q, k, v, out, softmax_lse.T, shapes, params)
-        for given, grad in zip((dq, dk, dv), grads, strict=True):
-            given.copy_(grad)
-        for q_rows, k_rows in zip(
-            torch.arange(len(q)).split(shapes.q_lens), torch.arange(len(k)).split(shapes.k_lens), strict=True
-        ):
-            if not len(q_rows) or not len(k_rows):
-                dq[q_rows] = dk[k_rows] = dv[k_rows] = torch.nan
-        return torch.empty(0)
-
-    @staticmethod
-    def read(
-        options: dict,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cumulative: tuple[Tensor, Tensor],
-        longest: tuple[int, int],
-    ) -> tuple[TaskShapes, AttentionParams]:
-        """What a call asks for, after the checks that the package makes."""
-        assert q.shape[2] == k.shape[2] == v.shape[2] <= 256
-        assert q.shape[2] % 8 == 0
-        assert all(x.stride(-1) == 1 for x in (q, k, v))
-        shapes = TaskShapes.build(*(x.diff().tolist() for x in cumulative), "cpu")
-        assert shapes.q_lens
-        assert longest[0] >= shapes.max_q > 0
-        assert longest[1] >= shapes.max_k > 0
-        # It takes a call with longest[0] == 1 for decoding: one row in every task.
-        assert longest[0] > 1 or set(shapes.q_lens) == {1}
-        left, right, causal = (options[key] for key in ("window_size_left", "window_size_right", "causal"))
-        assert right == (0 if causal else -1)
-        return shapes, AttentionParams(
-            scale=options["softmax_scale"],
-            window=left + 1 if left >= 0 else None,
-            softcap=options["softcap"] or None,
-            causal=causal,
-        )
+NAMES = ("torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4")
+LATENT = Case(q_lens=(40, 7), k_lens=(40, 60), head_dim_qk=192, head_dim_v=128, params=AttentionParams(scale=0.07))
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    package, interface = ModuleType("flash_attn"), StandIn("flash_attn.flash_attn_interface")
-    package.flash_attn_interface = interface
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
-    return interface
+def capability(monkeypatch):
+    """Sets what GPU there is; at first one of Hopper's."""
 
+    def have(major: int, minor: int = 0) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
 
-@pytest.mark.parametrize("name", CASES)
-def test_matches_reference_around_a_stand_in(name: str, stand_in: StandIn) -> None:
-    assert_matches_reference(get_kernel("flash_attn", CUDA), CASES[name], torch.bfloat16)
+    have(9)
+    return have
 
 
 @pytest.fixture(scope="module")
-def aten_stand_in():
-    """`aten::_flash_attention_forward` and `_backward` for CPU tensors, behind torch's own schemas."""
-
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **options):
-        assert dropout_p == 0
-        asked = {"causal": is_causal, "softmax_scale": options["scale"], "softcap": 0.0}
-        shapes, params = StandIn.read(asked | windows(options), q, k, v, (cu_q, cu_k), (max_q, max_k))
-        o, lse = ReferenceKernel().forward(q, k, v, shapes, params)
-        return o, lse.T.contiguous(), torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
-
-    def backward(do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, **options):
-        assert dropout_p == 0
-        asked = {"causal": is_causal, "softmax_scale": options["scale"], "softcap": 0.0}
-        shapes, params = StandIn.read(asked | windows(options), q, k, v, (cu_q, cu_k), (max_q, max_k))
-        return ReferenceKernel().backward(do, q, k, v, o, lse.T, shapes, params)
-
-    def windows(options: dict) -> dict:
-        """Left out, they are none."""
-        return {
-            f"window_size_{side}": -1 if options.get(f"window_size_{side}") is None else options[f"window_size_{side}"]
-            for side in ("left", "right")
-        }
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    yield
-    library._destroy()
+def operators():
+    """Stand-ins for what is registered with torch: its own operators and those of flash_attn_3."""
+    with removed_afterwards(Aten()) as aten, removed_afterwards(FlashAttn3("flash_attn_3")) as third:
+        yield {"torch_varlen": aten, "flash_attn_3": third}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "softcap" not in name])
-def test_torch_varlen_matches_reference_around_a_stand_in(name: str, aten_stand_in: None) -> None:
-    assert_matches_reference(get_kernel("torch_varlen", CUDA), CASES[name], torch.bfloat16)
+@pytest.fixture
+def installed(monkeypatch, operators, capability):
+    """All packages, by kernel."""
+    interfaces = {"flash_attn": FlashAttn2(), "flash_attn_4": FlashAttn4()}
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    package.flash_attn_interface, package.cute = interfaces["flash_attn"], cute
+    cute.interface = interfaces["flash_attn_4"]
+    for module in (package, cute, *interfaces.values(), ModuleType("flash_attn_interface")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for stand_in in operators.values():
+        stand_in.calls.update(forward=0, backward=0)
+    return interfaces | operators
+
+
+# One is tried on all, as what is around a kernel is the same for all but for what these show.
+TELLING = ("gqa", "values_narrower", "no_rows_in_one", "one_row_each", "not_causal", "window_7", "softcap_window")
+TRIED = [("flash_attn", case) for case in CASES] + [
+    (name, case)
+    for name in NAMES
+    for case in TELLING
+    if name != "flash_attn" and (name != "torch_varlen" or "softcap" not in case)
+]
+
+
+@pytest.mark.parametrize(("name", "case"), TRIED)
+def test_matches_reference_around_a_stand_in(name, case, installed):
+    assert_matches_reference(get_kernel(name, CUDA), CASES[case], torch.bfloat16)
+    calls = installed[name].calls
+    assert calls["forward"] == calls["backward"] == (0 if case in ("no_tasks", "no_rows") else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [("flash_attn", case) for case in TELLING] + [(name, "gqa") for name in NAMES]
+)
+def test_split_calls_match_reference(name, case, installed, monkeypatch):
+    """As many calls as lengths allow: tasks of other lengths than their neighbours' are calls of their own."""
+    monkeypatch.setattr(split, "CALL_NS", 0.0)
+    monkeypatch.setattr(split, "BLOCK", 1)
+    assert_matches_reference(get_kernel(name, CUDA), CASES[case], torch.bfloat16)
+    if case == "gqa":
+        lengths = {"torch_varlen": (4, 4), "flash_attn": (4, 4), "flash_attn_3": (1, 4), "flash_attn_4": (1, 1)}
+        assert tuple(installed[name].calls.values()) == lengths[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_lies_right_is_not_copied(name, installed):
+    """Of rows that are dense and aligned a call gets the memory itself, and its results are handed on."""
+    case = Case(q_lens=(3, 4), k_lens=(3, 9), heads=2, kv_heads=1, head_dim_qk=16, head_dim_v=16)
+    inputs, kernel = make_inputs(case, torch.bfloat16), get_kernel(name, CUDA)
+    q, k, v, do = (x.contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.do))
+    seen = []
+    ours = {"forward": kernel._call_forward, "backward": kernel._call_backward}
+    kernel._call_forward = lambda *args: seen.append((args, ours["forward"](*args))) or seen[-1][1]
+    kernel._call_backward = lambda *args: seen.append((args, ours["backward"](*args))) or seen[-1][1]
+    o, lse = kernel.forward(q, k, v, inputs.shapes, case.params)
+    grads = kernel.backward(do, q, k, v, o, lse, inputs.shapes, case.params)
+
+    def memory(*tensors):
+        return [x.data_ptr() for x in tensors]
+
+    (forward, results), (backward, gradients) = seen
+    assert memory(*forward[:3]) == memory(q, k, v)
+    assert memory(*results) == memory(o, lse)
+    assert memory(*backward[:6]) == memory(do, q, k, v, o, lse)
+    assert memory(*gradients) == memory(*grads)
+    assert lse.T.is_contiguous()
+
+
+@pytest.mark.parametrize("offset", [4, 8])
+def test_rows_that_are_not_aligned_are_copied(offset, installed):
+    """Kernels load 16 bytes at once: rows may begin at every eighth number of two bytes, and at no other."""
+    case = Case(q_lens=(5,), k_lens=(5,), heads=2, kv_heads=2, head_dim_qk=8, head_dim_v=8)
+    inputs, kernel = make_inputs(case, torch.bfloat16), get_kernel("flash_attn", CUDA)
+    q = torch.zeros(5 * 16 + offset, dtype=torch.bfloat16)[offset:].view(5, 2, 8)
+    seen = []
+    ours = kernel._call_forward
+    kernel._call_forward = lambda q, *rest: seen.append(q.data_ptr()) or ours(q, *rest)
+    kernel.forward(q, inputs.k.contiguous(), inputs.v.contiguous(), inputs.shapes, case.params)
+    assert (seen == [q.data_ptr()]) == (offset == 8)
+
+
+@pytest.mark.parametrize(("name", "dims"), [("flash_attn_3", (192, 128)), ("flash_attn_4", (192, 128))])
+def test_latent_attention_is_not_padded(name, dims, installed):
+    installed[name].head_dims.clear()
+    assert_matches_reference(get_kernel(name, CUDA), LATENT, torch.bfloat16)
+    assert installed[name].head_dims == {dims}
+
+
+@pytest.mark.parametrize(
+    ("asked", "major", "given"),
+    [
+        ((20, 12), 9, (24, 16)),
+        ((20, 12), 10, (24, 16)),
+        ((80, 80), 10, (80, 80)),
+        ((192, 128), 10, (192, 128)),
+        ((160, 96), 10, (192, 128)),
+        ((160, 160), 10, (256, 256)),
+        ((160, 160), 9, (160, 160)),
+    ],
+)
+def test_head_dims_of_the_fourth(asked, major, given, installed, capability):
+    capability(major)
+    case = Case(q_lens=(3,), k_lens=(4,), head_dim_qk=asked[0], head_dim_v=asked[1], params=AttentionParams(0.07))
+    installed["flash_attn_4"].head_dims.clear()
+    assert_matches_reference(get_kernel("flash_attn_4", CUDA), case, torch.bfloat16)
+    assert installed["flash_attn_4"].head_dims == {given}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_when_torch_is(stand_in: StandIn, deterministic: bool) -> None:
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "flash_attn_4"])
+def test_deterministic_when_torch_is(name, installed, deterministic):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
-        assert_matches_reference(get_kernel("flash_attn", CUDA), CASES["gqa"], torch.bfloat16)
+        assert_matches_reference(get_kernel(name, CUDA), CASES["gqa"], torch.bfloat16)
     finally:
         torch.use_deterministic_algorithms(before)
-    assert stand_in.deterministic == deterministic
+    assert installed[name].deterministic == deterministic
 
 
-def test_a_missing_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-distca\[flash-attn\]'.*'torch_varlen'"):
-        get_kernel("flash_attn", CUDA)
+def test_multiprocessors_are_left_to_the_exchange(installed):
+    installed["flash_attn_3"].sm_margins.clear()
+    assert_matches_reference(get_kernel("flash_attn_3", CUDA, sm_margin=8), CASES["gqa"], torch.bfloat16)
+    assert installed["flash_attn_3"].sm_margins == {8}
 
 
-def test_an_old_package_is_refused(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(StandIn, "_wrapped_flash_attn_varlen_forward")
+def test_the_hub_has_the_third_where_its_package_is_missing(monkeypatch, capability):
+    with removed_afterwards(FlashAttn3("flash_attn_3_of_the_hub")) as build:
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+        monkeypatch.setitem(sys.modules, "kernels", hub(build.operators))
+        assert_matches_reference(get_kernel("flash_attn_3", CUDA), CASES["gqa"], torch.bfloat16)
+        assert build.calls == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "message"),
+    [
+        ("flash_attn", "flash_attn", r"pip install 'hf-distca\[flash-attn\]'.*'torch_varlen'"),
+        ("flash_attn_3", "flash_attn_interface", "pip install flash-attn-3 --find-links"),
+        ("flash_attn_4", "flash_attn.cute", "pip install --pre flash-attn-4"),
+    ],
+)
+def test_a_missing_package_names_what_to_install(name, module, message, installed, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(ImportError, match=message):
+        get_kernel(name, CUDA)
+
+
+def test_an_old_package_is_refused(installed, monkeypatch):
+    monkeypatch.delattr(FlashAttn2, "_wrapped_flash_attn_varlen_forward")
     with pytest.raises(ImportError, match=r"2\.7 or later"):
         get_kernel("flash_attn", CUDA)
+
+
+def test_an_old_third_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "kernels", hub(torch.ops.namespace_without_operators))
+    with pytest.raises(ImportError, match="no operators fwd and bwd; install a newer one"):
+        get_kernel("flash_attn_3", CUDA)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "softcap" not in name])
@@ -215,6 +213,17 @@ def test_torch_takes_the_arguments(name: str) -> None:
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
+def ask(name: str, **change) -> None:
+    """Check a kernel for what all can do, but for a change."""
+    usual = {"device": CUDA, "dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
+    get_kernel(name, CUDA).check(**usual | {"params": AttentionParams(1.0, window=5)} | change)
+
+
+CAPPED = {"params": AttentionParams(1.0, softcap=30.0)}
+WIDE = {"head_dim_qk": 256, "head_dim_v": 256}
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -222,32 +231,84 @@ def test_torch_takes_the_arguments(name: str) -> None:
         ({"dtype": torch.float32}, "float16 and bfloat16, got torch.float32: train in bfloat16"),
         ({"head_dim_qk": 264}, "head dims up to 256, got 264 for queries"),
         ({"head_dim_v": 512}, "up to 256, got 64 for queries and keys and 512"),
-        ({"params": AttentionParams(1.0, softcap=30.0)}, "no softcap, got 30.0; 'flash_attn' has"),
-        ({"capability": (7, 5)}, r"compute capability 8.0 .* got 7\.5"),
     ],
 )
-def test_what_torch_varlen_cannot_do(change: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {
-        "device": CUDA,
-        "dtype": torch.bfloat16,
-        "head_dim_qk": 64,
-        "head_dim_v": 64,
-        "params": AttentionParams(1.0, window=5),
-    }
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    get_kernel("torch_varlen", CUDA).check(**asked)
-    capability = change.get("capability", (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+def test_what_none_can_do(name, change, message, installed):
+    ask(name)
+    ask(name, dtype=torch.float16, **WIDE)
+    with pytest.raises(ValueError, match=f"kernel '{name}'.*{message}"):
+        ask(name, **change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "major", "message"),
+    [
+        ("torch_varlen", CAPPED, 9, "no softcap, got 30.0; 'flash_attn', 'flash_attn_3' and 'flash_attn_4' have"),
+        ("torch_varlen", {}, 7, r"compute capability 8.0 .* got 7\.0; 'reference' runs on any"),
+        ("flash_attn", {}, 7, "8.0"),
+        ("flash_attn_3", {}, 8, r"9\.0 \(Hopper\), got 8\.0; 'torch_varlen' runs from 8\.0 on"),
+        ("flash_attn_3", {}, 10, r"9\.0 \(Hopper\), got 10\.0"),
+        ("flash_attn_4", {}, 8, r"9\.0 \(Hopper\) or 10\.x \(Blackwell\), got 8\.0"),
+        ("flash_attn_4", {}, 12, r"got 12\.0"),
+        ("flash_attn_4", CAPPED | WIDE, 10, "no softcap for head dims of 256 and 256 on Blackwell, got 30.0"),
+        ("flash_attn_4", WIDE, 10, "no window for head dims of 256 and 256 on Blackwell, got 5; 'flash_attn' has"),
+    ],
+)
+def test_what_one_cannot_do(name, change, major, message, installed, capability):
+    capability(major)
     with pytest.raises(ValueError, match=message):
-        get_kernel("torch_varlen", CUDA).check(**{key: change.get(key, asked[key]) for key in asked})
+        ask(name, **change)
 
 
-def test_the_package_has_softcap(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    get_kernel("flash_attn", CUDA).check(
-        device=CUDA,
-        dtype=torch.float16,
-        head_dim_qk=64,
-        head_dim_v=64,
-        params=AttentionParams(1.0, softcap=30.0),
-    )
+@pytest.mark.parametrize(
+    ("name", "change", "major"),
+    [
+        ("flash_attn", CAPPED, 8),
+        ("flash_attn_3", CAPPED | WIDE, 9),
+        ("flash_attn_4", CAPPED | WIDE, 9),
+        ("flash_attn_4", CAPPED, 10),
+        ("flash_attn_4", WIDE | {"params": AttentionParams(1.0)}, 10),
+        ("torch_varlen", WIDE, 12),
+    ],
+)
+def test_what_one_can_do(name, change, major, installed, capability):
+    capability(major)
+    ask(name, **change)
+
+
+@pytest.mark.parametrize(("head_dim", "refused"), [(192, False), (200, True)])
+def test_the_third_is_not_deterministic_for_wide_heads(head_dim, refused, installed):
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        if refused:
+            with pytest.raises(ValueError, match="no deterministic backward for head dims above 192, got 200"):
+                ask("flash_attn_3", head_dim_qk=head_dim)
+        else:
+            ask("flash_attn_3", head_dim_qk=head_dim)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize(
+    ("active", "version", "major", "change", "message"),
+    [
+        ("FA3", "2.11.0", 9, {}, None),
+        ("FA3", "2.11.0", 8, {}, r"FA3 is activated in torch, .* 8\.0 .*restore_flash_attention_impl"),
+        ("FA3", "2.11.0", 10, {}, r"FA3 is activated in torch, .* 10\.0"),
+        ("FA4", "2.11.0", 9, {"params": AttentionParams(1.0)}, None),
+        ("FA4", "2.11.0", 9, {}, r"torch 2\.11\.0 gives it no windows, got 5"),
+        ("FA4", "2.13.0+cu130", 9, {}, None),
+        ("FA4", "2.13.0", 10, WIDE | {"params": AttentionParams(1.0)}, None),
+        ("FA4", "2.13.0", 10, {"head_dim_qk": 160}, r"FA4 .* no head dim of 160 .* 10\.0"),
+    ],
+)
+def test_what_is_activated_in_torch(active, version, major, change, message, installed, capability, monkeypatch):
+    capability(major)
+    monkeypatch.setattr(torch.nn.attention._registry, "_FLASH_ATTENTION_ACTIVE", (active, None))
+    monkeypatch.setattr(torch, "__version__", version)
+    if message is None:
+        ask("torch_varlen", **change)
+    else:
+        with pytest.raises(ValueError, match=message):
+            ask("torch_varlen", **change)

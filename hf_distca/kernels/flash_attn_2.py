@@ -1,4 +1,4 @@
-"""The flash-attn package (2.7 or later), on CUDA.
+"""FlashAttention-2 from the flash-attn package (2.7 or later), on CUDA.
 
 Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, P padded head
 dim.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .flash_varlen import FlashVarlenKernel, VarlenCall
+from .split import Grid
 
 
 class FlashAttnKernel(FlashVarlenKernel):
@@ -20,11 +21,11 @@ class FlashAttnKernel(FlashVarlenKernel):
     """
 
     name = "flash_attn"
-    # Half a tile of 128 keys.
-    row_overhead = 64
-    # A GPU's memory is tens of times as fast as its links.
-    gather_cost = 0.0
+    majors = range(8, 100)
+    gpus = "8.0 (Ampere) or later"
     softcap_supported = True
+    forward_grid = Grid(by_q=1, by_k=0)
+    backward_grid = Grid(by_q=2, by_k=1)
 
     def __init__(self) -> None:
         self._package = _package()
@@ -41,8 +42,7 @@ class FlashAttnKernel(FlashVarlenKernel):
             dropout_p=0.0,
             softmax_scale=call.scale,
             causal=call.causal,
-            window_size_left=call.window_left,
-            window_size_right=call.window_right,
+            **_window(call),
             softcap=call.softcap,
         )
         return o_QHP, lse_HQ
@@ -75,13 +75,21 @@ class FlashAttnKernel(FlashVarlenKernel):
             dropout_p=0.0,
             softmax_scale=call.scale,
             causal=call.causal,
-            window_size_left=call.window_left,
-            window_size_right=call.window_right,
+            **_window(call),
             softcap=call.softcap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq_QHP, dk_KGP, dv_KGP
+
+
+def _window(call: VarlenCall) -> dict[str, int]:
+    """The window as the package has it: -1 for all."""
+    left, right = call.window_left, call.window_right
+    return {
+        "window_size_left": -1 if left is None else left,
+        "window_size_right": -1 if right is None else right,
+    }
 
 
 def _package() -> ModuleType:

@@ -1,0 +1,140 @@
+"""Splitting a call whose tasks differ much in length into calls on fewer tasks.
+
+Kernels that launch a block of threads for every 128 rows of the *longest* task, for every task and head, launch mostly
+empty blocks where one task is long and many are short: one of 32768 rows with 500 short ones at 32 heads makes 4
+million, of which 24 thousand have rows. Tasks lie packed, so that any run of neighbours can be a call of its own, on
+slices, which copies no input.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .contract import TaskShapes
+
+BLOCK = 128
+"""Rows of a block, or keys; some kernels take 64 or 192 of them."""
+EMPTY_BLOCK_NS = 13.0
+"""What a block without rows costs. An estimate: issue 2521 of Dao-AILab/flash-attention measured on a Blackwell GPU
+1875 ms instead of 6.5 with 143 million blocks that read their task's length and end, and 31.0 instead of 0.8 with 2.2
+million."""
+CALL_NS = 50_000.0
+"""What one call more costs: host work, launches, and joining the results. An estimate."""
+MOST_RUNS = 256
+"""The time to find the best cuts grows with the square of the runs; more runs than that are joined by pairs."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a kernel launches for each task and head, whatever the length of that task is.
+
+    Attributes:
+        by_q: kernels with one block for every 128 rows of the longest task.
+        by_k: kernels with one block for every 128 keys of the longest task.
+    """
+
+    by_q: int
+    by_k: int
+
+
+@dataclass(frozen=True, eq=False)
+class TaskRange:
+    """Neighbouring tasks that make one call.
+
+    Attributes:
+        q: their packed query rows.
+        k: their packed key/value rows.
+        cu_q: [tasks + 1] int32 on the device, first row of each task counted from q.start, then the total.
+        cu_k: likewise for key/value rows.
+        max_q: the most rows of a task.
+        max_k: the most key/value rows of a task.
+    """
+
+    q: slice
+    k: slice
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+
+def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, ...]:
+    """The calls that together compute all tasks in the least time; made once for the shapes.
+
+    Args:
+        shapes: lengths of the tasks.
+        grid: of the kernel, in the direction of the call.
+        heads: query heads.
+    """
+    return shapes.once(
+        ("ranges", grid, heads), lambda: _ranges(shapes, cuts(shapes.q_lens, shapes.k_lens, grid, heads))
+    )
+
+
+def _ranges(shapes: TaskShapes, borders: Sequence[int]) -> tuple[TaskRange, ...]:
+    """The ranges between borders; without a border inside, the shapes' own tensors serve."""
+    if len(borders) == 2:
+        q, k = slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))
+        return (TaskRange(q, k, shapes.cu_q, shapes.cu_k, shapes.max_q, shapes.max_k),)
+    ranges: list[TaskRange] = []
+    q_stop = k_stop = 0
+    for first, last in pairwise(borders):
+        q_lens, k_lens = shapes.q_lens[first:last], shapes.k_lens[first:last]
+        q, k = slice(q_stop, q_stop + sum(q_lens)), slice(k_stop, k_stop + sum(k_lens))
+        cu_q, cu_k = shapes.cu_q[first : last + 1] - q.start, shapes.cu_k[first : last + 1] - k.start
+        ranges.append(TaskRange(q, k, cu_q, cu_k, max(q_lens), max(k_lens)))
+        q_stop, k_stop = q.stop, k.stop
+    return tuple(ranges)
+
+
+def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -> list[int]:
+    """Where to cut a sequence of tasks so that blocks and calls together cost the least.
+
+    Args:
+        q_lens: query rows of each task.
+        k_lens: key/value rows of each task.
+        grid: of the kernel.
+        heads: query heads.
+
+    Returns:
+        0, the number of the first task of each further call, and the number of tasks.
+    """
+    tasks = len(q_lens)
+    per_call = CALL_NS / (EMPTY_BLOCK_NS * heads)  # in blocks of one head
+    q_blocks, k_blocks = (-(-np.asarray(lens, dtype=np.int64) // BLOCK) for lens in (q_lens, k_lens))
+    needed = grid.by_q * q_blocks.sum() + grid.by_k * k_blocks.sum()
+    if tasks < 2 or _launched(q_blocks, k_blocks, tasks, grid) - needed <= per_call:
+        return [0, tasks]
+
+    # 1. Neighbours alike are one run.
+    differs = (np.diff(q_blocks) != 0) | (np.diff(k_blocks) != 0)
+    borders = np.concatenate([[0], np.flatnonzero(differs) + 1, [tasks]])
+    while len(borders) - 1 > MOST_RUNS:
+        borders = np.concatenate([borders[:-1:2], borders[-1:]])
+    longest_q, longest_k = (np.maximum.reduceat(blocks, borders[:-1]) for blocks in (q_blocks, k_blocks))
+
+    # 2. The least cost of the first runs, and where their last call begins.
+    runs = len(borders) - 1
+    least, begins = np.zeros(runs + 1), np.zeros(runs + 1, dtype=np.int64)
+    for end in range(1, runs + 1):
+        tallest_q, tallest_k = (np.maximum.accumulate(x[:end][::-1])[::-1] for x in (longest_q, longest_k))
+        blocks = (grid.by_q * tallest_q + grid.by_k * tallest_k) * (borders[end] - borders[:end])
+        cost = least[:end] + blocks + per_call
+        begins[end] = cost.argmin()
+        least[end] = cost[begins[end]]
+
+    # 3. Back from the end.
+    found, end = [tasks], runs
+    while end:
+        end = int(begins[end])
+        found.append(int(borders[end]))
+    return found[::-1]
+
+
+def _launched(q_blocks: NDArray[np.int64], k_blocks: NDArray[np.int64], tasks: int, grid: Grid) -> int:
+    """Blocks of one head that a single call launches."""
+    return int((grid.by_q * q_blocks.max() + grid.by_k * k_blocks.max()) * tasks)

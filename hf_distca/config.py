@@ -57,7 +57,9 @@ class DistCAConfig:
     attention_kernel: str = field(
         default="auto",
         metadata={
-            "help": "What computes core attention: 'auto' is 'cpu' on the CPU and 'torch_varlen' on CUDA.",
+            "help": "What computes core attention: 'auto' is the fastest kernel that is installed and can do what the "
+            "model needs ('cpu' on the CPU; on CUDA 'flash_attn_3' or 'flash_attn_4' where they are made for the GPU, "
+            "else 'torch_varlen' or 'flash_attn').",
             "choices": KERNEL_NAMES,
         },
     )

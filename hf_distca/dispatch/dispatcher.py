@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
+from hf_distca.dispatch.backends import EXCHANGE_CTAS
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
 from hf_distca.dispatch.pool import Pool
 from hf_distca.dispatch.speeds import TimedKernel
-from hf_distca.kernels import get_kernel
+from hf_distca.kernels import Kernel, get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_rows
 from hf_distca.planner.pool import plan_for_pool
@@ -31,9 +32,9 @@ class Dispatcher:
     Creating it is a collective: every rank does it at the same point, with the same settings.
 
     Args:
-        settings: what plans depend on. `settings.ranks` must be the number of ranks that run.
+        settings: what plans depend on. `settings.ranks` must be the number of ranks that run, `settings.kernel` names
+            the attention kernel, see `hf_distca.kernels.get_kernel`.
         device: the rank's device.
-        kernel: name of the attention kernel, see `hf_distca.kernels.get_kernel`.
         keep_received: keep received Q, K and V rows between forward and backward.
         keep_core_attention: under gradient checkpointing keep O and log-sum-exp of core attention for the backward
             instead of exchanging and computing again.
@@ -44,6 +45,7 @@ class Dispatcher:
 
     Raises:
         ValueError: the settings differ between ranks, or do not fit the number of ranks.
+        ImportError: the package of the kernel is missing; where only some ranks lack it, ValueError on all.
     """
 
     def __init__(
@@ -51,7 +53,6 @@ class Dispatcher:
         settings: PlanSettings,
         device: torch.device,
         *,
-        kernel: str = "auto",
         keep_received: bool = False,
         keep_core_attention: bool = True,
         timeout_s: float = 1800.0,
@@ -60,16 +61,30 @@ class Dispatcher:
         self.device = torch.device(device)
         self.groups = Groups(self.device, timeout_s)
         self.exchange = Exchange(self.groups)
-        self.kernel = get_kernel(kernel, self.device)
+        self.kernel = self._kernel()
         self.keep_received = keep_received
         self.keep_core_attention = keep_core_attention
         self.pool: Pool | None = None
-        self.groups.raise_together(self._wrong_settings(kernel))
+        self.groups.raise_together(self._wrong_settings())
 
-    def _wrong_settings(self, kernel: str) -> ValueError | None:
+    def _kernel(self) -> Kernel:
+        """The kernel that the settings name; on every rank, or none."""
+        # Room for the exchange, whose blocks each take an SM; where nothing is exchanged, attention has them all.
+        sm_margin = EXCHANGE_CTAS if self.groups.ranks > 1 else 0
+        kernel, error = None, None
+        try:
+            kernel = get_kernel(self.settings.kernel, self.device, sm_margin=sm_margin)
+        except (ImportError, ValueError) as caught:
+            error = caught
+        self.groups.raise_together(error)
+        assert kernel is not None
+        return kernel
+
+    def _wrong_settings(self) -> ValueError | None:
         if self.settings.ranks != self.groups.ranks:
             return ValueError(f"PlanSettings.ranks is {self.settings.ranks}, but {self.groups.ranks} ranks run")
-        mine = (self.settings, kernel, self.keep_received, self.keep_core_attention)
+        # With the name of the kernel itself: "auto" may be another where other packages are installed.
+        mine = (self.settings, self.kernel.name, self.keep_received, self.keep_core_attention)
         others = self.groups.all_gather(mine)
         if any(other != others[0] for other in others):
             return ValueError(f"settings differ between ranks, here they are {mine}; start all ranks alike")

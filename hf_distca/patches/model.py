@@ -1,19 +1,23 @@
 """Whether a transformers model can be planned, and with which settings."""
 
 import inspect
+import logging
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_distca.config import DistCAConfig
-from hf_distca.kernels import get_kernel
+from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.patches.adapters import check_adapters
 from hf_distca.patches.dropout import check_dropout
 from hf_distca.patches.kinds import attention_kinds, attention_params, attention_windows, decoder_attentions
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.planner.micro_batch import PlanSettings
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "distca"
 
@@ -32,25 +36,20 @@ def plan_settings(
         model: a model with attn_implementation="distca".
         config: how documents are packed and balanced.
         ranks: ranks that train together.
-        device: the rank's device; the attention kernel there says what balances best.
+        device: the rank's device; the attention kernel there says what balances best. Where config.attention_kernel is
+            "auto", it is chosen here, for all that the model needs, and rank 0 logs which it is.
         dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
 
     Raises:
         ValueError: the model cannot be planned, see `check_model`, or the kernel cannot compute its attention.
+        ImportError: the package of the kernel is missing.
     """
     check_model(model)
     model = base_model(model)
-    kernel = get_kernel(config.attention_kernel, device)
     dtype = model.dtype if dtype is None else dtype
     kinds = attention_kinds(model)
-    for kind in kinds:
-        kernel.check(
-            device=device,
-            dtype=dtype,
-            head_dim_qk=kind.dim_qk,
-            head_dim_v=kind.dim_v,
-            params=attention_params(model.config, kind),
-        )
+    needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
+    kernel = _kernel(config.attention_kernel, device, needs)
     return PlanSettings(
         ranks=ranks,
         tokens_per_rank=config.tokens_per_rank,
@@ -62,7 +61,21 @@ def plan_settings(
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
         ping_pong=config.ping_pong and (ranks > 1 or config.attention_servers != "0"),
+        kernel=kernel.name,
     )
+
+
+def _kernel(name: str, device: torch.device, needs: list[Need]) -> Kernel:
+    """The kernel of this name. Of "auto" rank 0 says which it is, and why not a faster one."""
+    if name != "auto":
+        return get_kernel(name, device, needs)
+    choice = choose_kernel(device, needs)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        level = logging.WARNING if choice.passed_over else logging.INFO
+        reasons = "".join(f"\n- {reason}" for reason in choice.passed_over.values())
+        faster = f"; faster here, but not to be had:{reasons}" if reasons else ""
+        logger.log(level, "core attention is computed by kernel %r%s", choice.kernel.name, faster)
+    return choice.kernel
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:

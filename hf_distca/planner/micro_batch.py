@@ -31,6 +31,8 @@ class PlanSettings:
         row_overhead: what the kernel spends on a query row besides its pairs, in pairs (`Kernel.row_overhead`).
         gather_cost: what gathering a byte of K and V on a rank costs, in bytes sent (`Kernel.gather_cost`).
         ping_pong: make two nano-batches of every micro-batch that can be divided.
+        kernel: name of the attention kernel, whose costs these are; "auto" for the one of the device that suits most
+            models.
     """
 
     ranks: int
@@ -43,6 +45,7 @@ class PlanSettings:
     row_overhead: int = 0
     gather_cost: float = 0.0
     ping_pong: bool = False
+    kernel: str = "auto"
 
     @property
     def dominant_kind(self) -> AttentionKind:

@@ -143,7 +143,6 @@ class DistCATrainer(Trainer):
         self.dispatcher = Dispatcher(
             settings,
             args.device,
-            kernel=args.attention_kernel,
             keep_received=args.keep_received,
             keep_core_attention=args.keep_core_attention,
             timeout_s=args.exchange_timeout,

@@ -9,13 +9,6 @@ from tests.kernels.cases import Case, make_inputs
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_auto_follows_the_device() -> None:
-    assert get_kernel("auto", CPU).name == "cpu"
-    assert get_kernel("auto", CUDA).name == "torch_varlen"
-    with pytest.raises(ValueError, match="'auto' knows cpu and cuda devices, got mps"):
-        get_kernel("auto", torch.device("mps"))
-
-
 @pytest.mark.parametrize("name", ["reference", "cpu", "torch_varlen"])
 def test_names(name: str) -> None:
     assert get_kernel(name, CPU).name == name
@@ -38,6 +31,14 @@ def test_shapes_on_host_and_device() -> None:
 def test_shapes_without_tasks() -> None:
     shapes = TaskShapes.build([], [], "cpu")
     assert (shapes.cu_q.tolist(), shapes.max_q, shapes.max_k) == ([0], 0, 0)
+
+
+def test_what_is_made_once() -> None:
+    shapes, made = TaskShapes.build([1], [1], "cpu"), []
+    for key in ("a", "b", "a"):
+        shapes.once(key, lambda key=key: made.append(key))
+    assert made == ["a", "b"]
+    assert TaskShapes.build([1], [1], "cpu").once("a", lambda: 5) == 5
 
 
 def test_refused_shapes() -> None:

@@ -180,8 +180,10 @@ class FlashVarlenKernel(ABC):
                 lse_parts.append(q_QHD.new_empty(heads, tasks.q.stop - tasks.q.start, dtype=torch.float32))
                 continue
             call = VarlenCall.build(shapes, tasks, params)
-            o_QHR, lse_HQ = self._call_forward(q_QHP[tasks.q], k_KGP[tasks.k], v_KGR[tasks.k], call)
-            o_parts.append(o_QHR[..., : v_KGE.shape[2]])
+            o_QHR, lse_HQ = self._call_forward(
+                _rows(q_QHP, tasks.q), _rows(k_KGP, tasks.k), _rows(v_KGR, tasks.k), call
+            )
+            o_parts.append(_unpadded(o_QHR, v_KGE.shape[2]))
             lse_parts.append(lse_HQ)
         o_QHE, lse_HQ = _joined(o_parts), _joined(lse_parts, dim=1)
         for rows_without_keys in _without_partners(shapes)[0]:
@@ -210,20 +212,19 @@ class FlashVarlenKernel(ABC):
         v_KGR, do_QHR, o_QHR = _ready(v_KGE, head_dim_r), _ready(do_QHE, head_dim_r), _ready(o_QHE, head_dim_r)
         parts = []
         for tasks in _calls(shapes, self.backward_grid, q_QHD.shape[1]):
-            q_part_QHP, k_part_KGP, v_part_KGR = q_QHP[tasks.q], k_KGP[tasks.k], v_KGR[tasks.k]
+            q_part_QHP, do_part_QHR, o_part_QHR = (_rows(x, tasks.q) for x in (q_QHP, do_QHR, o_QHR))
+            k_part_KGP, v_part_KGR = _rows(k_KGP, tasks.k), _rows(v_KGR, tasks.k)
             if not tasks.max_q or not tasks.max_k:  # filled in below
                 parts.append((q_part_QHP, k_part_KGP, v_part_KGR))
                 continue
-            call, lse_part_HQ = VarlenCall.build(shapes, tasks, params), lse_QH[tasks.q].T.contiguous()
+            lse_part_HQ, call = _rows(lse_QH, tasks.q).T.contiguous(), VarlenCall.build(shapes, tasks, params)
             parts.append(
-                self._call_backward(
-                    do_QHR[tasks.q], q_part_QHP, k_part_KGP, v_part_KGR, o_QHR[tasks.q], lse_part_HQ, call
-                )
+                self._call_backward(do_part_QHR, q_part_QHP, k_part_KGP, v_part_KGR, o_part_QHR, lse_part_HQ, call)
             )
         dq_parts, dk_parts, dv_parts = zip(*parts, strict=True)
-        dq_QHD = _joined([dq_QHP[..., : q_QHD.shape[2]] for dq_QHP in dq_parts])
-        dk_KGD = _joined([dk_KGP[..., : k_KGD.shape[2]] for dk_KGP in dk_parts])
-        dv_KGE = _joined([dv_KGR[..., : v_KGE.shape[2]] for dv_KGR in dv_parts])
+        dq_QHD = _joined([_unpadded(dq_QHP, q_QHD.shape[2]) for dq_QHP in dq_parts])
+        dk_KGD = _joined([_unpadded(dk_KGP, k_KGD.shape[2]) for dk_KGP in dk_parts])
+        dv_KGE = _joined([_unpadded(dv_KGR, v_KGE.shape[2]) for dv_KGR in dv_parts])
         rows_without_keys, keys_without_rows = _without_partners(shapes)
         for rows in rows_without_keys:
             dq_QHD[rows] = 0
@@ -245,6 +246,16 @@ def _ready(x: Tensor, head_dim: int) -> Tensor:
     step = ALIGNMENT // x.element_size()
     aligned = x.stride(-1) == 1 and not any(n % step for n in (x.storage_offset(), *x.stride()[:-1]))
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """Some rows; x itself where they are all."""
+    return x if rows == slice(0, x.shape[0]) else x[rows]
+
+
+def _unpadded(x: Tensor, head_dim: int) -> Tensor:
+    """The columns that were there before padding."""
+    return x if x.shape[-1] == head_dim else x[..., :head_dim]
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

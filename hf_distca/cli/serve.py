@@ -67,7 +67,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--device", default="cpu", help="cpu, or a GPU such as cuda:0 (default: cpu)")
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for trainers (default: 127.0.0.1)")
     add("--port", type=_port, default=0, help="port to listen on (default: 0, any that is free)")
-    add("--kernel", default="auto", help="what computes core attention (default: auto, the device's own)")
+    add("--kernel", default="auto", help="what computes core attention (default: auto, the fastest that can do it)")
     add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
         "--wait",
@@ -100,8 +100,10 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(str(error)) from error
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    # What trainers need is known when they call: "auto" may be another kernel then.
+    choose = (lambda need: get_kernel("auto", device, [need])) if options.kernel == "auto" else None
     try:
-        server = AttentionServer(token, device, kernel, host=options.bind, port=options.port)
+        server = AttentionServer(token, device, kernel, choose=choose, host=options.bind, port=options.port)
     except OSError as error:
         raise InputError(f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port") from error
     before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}

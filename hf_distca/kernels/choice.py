@@ -47,6 +47,16 @@ class Need:
     head_dim_v: int
     params: AttentionParams
 
+    def check(self, kernel: Kernel, device: torch.device) -> None:
+        """Raise ValueError if a kernel cannot do this on a device, see `Kernel.check`."""
+        kernel.check(
+            device=device,
+            dtype=self.dtype,
+            head_dim_qk=self.head_dim_qk,
+            head_dim_v=self.head_dim_v,
+            params=self.params,
+        )
+
 
 USUAL = Need(torch.bfloat16, 128, 128, AttentionParams(scale=128**-0.5))
 """What most models need; for a choice before the model is known."""
@@ -85,7 +95,8 @@ def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, s
     if name not in KERNELS:
         raise ValueError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
     kernel = FlashAttn3Kernel(sm_margin) if name == "flash_attn_3" else KERNELS[name]()
-    _check(kernel, device, needs)
+    for need in needs:
+        need.check(kernel, device)
     return kernel
 
 
@@ -102,7 +113,8 @@ def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin
     """
     if device.type == "cpu":
         cpu = CpuKernel()
-        _check(cpu, device, needs)
+        for need in needs:
+            need.check(cpu, device)
         return Choice(cpu, {})
     if device.type != "cuda":
         raise ValueError(f"kernel 'auto' knows cpu and cuda devices, got {device}; 'reference' runs on any device")
@@ -117,7 +129,8 @@ def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin
     for name in FASTEST_FIRST.get(major, ELSEWHERE):
         try:
             kernel = candidates[name]()
-            _check(kernel, device, needs or (USUAL,))
+            for need in needs or (USUAL,):
+                need.check(kernel, device)
         except (ImportError, ValueError) as error:
             passed_over[name] = str(error)
         else:
@@ -127,14 +140,3 @@ def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin
         f"no kernel that is installed can compute this model's attention on {device}, a GPU of compute capability "
         f"{major}.{minor}:{reasons}"
     )
-
-
-def _check(kernel: Kernel, device: torch.device, needs: Sequence[Need]) -> None:
-    for need in needs:
-        kernel.check(
-            device=device,
-            dtype=need.dtype,
-            head_dim_qk=need.head_dim_qk,
-            head_dim_v=need.head_dim_v,
-            params=need.params,
-        )

@@ -5,10 +5,45 @@ Shape suffixes: T rows of the task, H query heads, G key/value heads, D head dim
 
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
 
 from hf_distca.kernels.contract import AttentionParams, Kernel, TaskShapes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed to measure: one causal task.
+
+    Attributes:
+        tokens: its rows.
+        q_heads: query heads.
+        kv_heads: key-value heads.
+        head_dim: size of a head.
+    """
+
+    tokens: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def pairs(self) -> float:
+        """Its query-key pairs, each counted as what it costs beside a pair of COLUMNS."""
+        return self.tokens * (self.tokens + 1) / 2 * self.q_heads * self.head_dim / COLUMNS
+
+
+COLUMNS = 512
+"""Query heads times their size of the pairs in which speeds are told: they compare whatever work was measured."""
+USUAL_WORK = Work(tokens=2048, q_heads=8, kv_heads=2, head_dim=64)
+FILLING_WORK = Work(tokens=16384, q_heads=16, kv_heads=4, head_dim=128)
+"""For GPUs: 2048 blocks of 128 rows, many times as many as a GPU has room for. Little work would measure launches."""
+
+
+def work_for(device: torch.device) -> Work:
+    """What is measured on a device."""
+    return FILLING_WORK if device.type == "cuda" else USUAL_WORK
 
 
 def measure_speed(
@@ -16,34 +51,27 @@ def measure_speed(
     device: torch.device,
     dtype: torch.dtype | None = None,
     *,
-    tokens: int = 2048,
-    q_heads: int = 8,
-    kv_heads: int = 2,
-    head_dim: int = 64,
+    work: Work | None = None,
     seconds: float = 0.5,
 ) -> float:
-    """Query-key pairs per second of a forward and backward on one causal task, the median of a few.
-
-    Speeds of workers compare if all are measured with the same numbers.
+    """Query-key pairs per second of a forward and backward, the median of a few.
 
     Args:
         kernel: what computes.
         device: where.
         dtype: of the tensors; None: bfloat16 on CUDA, float32 elsewhere.
-        tokens: rows of the task.
-        q_heads: query heads.
-        kv_heads: key-value heads.
-        head_dim: size of a head.
+        work: what to compute; None: what suits the device.
         seconds: how long to measure, after one call to warm up; three calls at least.
     """
+    work = work_for(device) if work is None else work
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    heads = (q_heads, kv_heads, kv_heads, q_heads)
+    heads = (work.q_heads, work.kv_heads, work.kv_heads, work.q_heads)
     q_THD, k_TGD, v_TGD, do_THD = (
-        torch.full((tokens, count, head_dim), 0.1, dtype=dtype, device=device) for count in heads
+        torch.full((work.tokens, count, work.head_dim), 0.1, dtype=dtype, device=device) for count in heads
     )
-    shapes = TaskShapes.build([tokens], [tokens], device)
-    params = AttentionParams(scale=head_dim**-0.5)
+    shapes = TaskShapes.build([work.tokens], [work.tokens], device)
+    params = AttentionParams(scale=work.head_dim**-0.5)
 
     def once() -> float:
         begin = time.perf_counter()
@@ -57,4 +85,4 @@ def measure_speed(
     times: list[float] = []
     while len(times) < 3 or sum(times) < seconds:
         times.append(once())
-    return tokens * (tokens + 1) / 2 / statistics.median(times)
+    return work.pairs / statistics.median(times)

@@ -9,7 +9,7 @@ import torch
 
 from hf_distca.call_codec import Call
 from hf_distca.dispatch.columns import as_bytes
-from hf_distca.kernels.contract import Kernel
+from hf_distca.kernels import Kernel, Need
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan_codec import decode_plan, read_plan_header
 from hf_distca.server.calls import Assembly, Calls
@@ -37,6 +37,7 @@ class AttentionServer:
         token: the run's token.
         device: where to compute.
         kernel: what computes.
+        choose: finds another kernel for what `kernel` cannot do; None: there is none.
         host: address of the interface to listen on.
         port: TCP port; 0 for any that is free.
         plan_wait_s: how long a call may wait for its plan.
@@ -57,6 +58,7 @@ class AttentionServer:
         device: torch.device,
         kernel: Kernel,
         *,
+        choose: Callable[[Need], Kernel] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         plan_wait_s: float = 30.0,
@@ -64,6 +66,8 @@ class AttentionServer:
         self._token = token
         self._device = device
         self._kernel = kernel
+        self._choose = choose
+        self._kernels: dict[Need, Kernel] = {}
         self._plan_wait_s = plan_wait_s
         self._plans = PlanStore()
         self._calls = Calls(device)
@@ -190,16 +194,27 @@ class AttentionServer:
         tasks = plan.tasks.get((call.nano, call.kind))
         if tasks is None or link.rank >= plan.ranks:
             raise ProtocolError(f"plan {call.plan} has no tasks of nano-batch {call.nano}, {call.kind}")
-        self._kernel.check(
-            device=self._device,
-            dtype=getattr(torch, call.dtype),
-            head_dim_qk=call.dim_qk,
-            head_dim_v=call.dim_v,
-            params=params_of(call),
-        )
+        self._kernel_of(call)
         assembly = self._calls.begin(link, call, tasks, frame.sequence, frame.payload)
         link.channel.receive_into(assembly.parts(link.rank))
         self._calls.arrived(link, assembly)
+
+    def _kernel_of(self, call: Call) -> Kernel:
+        """The kernel that computes a call.
+
+        Raises:
+            ValueError: none can.
+        """
+        need = Need(getattr(torch, call.dtype), call.dim_qk, call.dim_v, params_of(call))
+        if need not in self._kernels:
+            try:
+                need.check(self._kernel, self._device)
+                self._kernels[need] = self._kernel
+            except ValueError:
+                if self._choose is None:
+                    raise
+                self._kernels[need] = self._choose(need)
+        return self._kernels[need]
 
     def _compute_calls(self) -> None:
         """The computing thread."""
@@ -215,7 +230,7 @@ class AttentionServer:
     def _compute_call(self, assembly: Assembly) -> None:
         call, tasks = assembly.call, assembly.tasks
         begin = time.perf_counter()
-        results = compute(call, tasks, assembly.columns, self._kernel, self._device)
+        results = compute(call, tasks, assembly.columns, self._kernel_of(call), self._device)
         seconds = time.perf_counter() - begin
         self.busy_s += seconds
         self.tasks += len(tasks.group.shapes.q_lens)

@@ -7,6 +7,7 @@ import torch
 
 from hf_distca.call_codec import Call
 from hf_distca.kernels import get_kernel
+from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.plan import TASK
 from hf_distca.plan_codec import encode_plan
 from hf_distca.planner.routes import make_routes
@@ -62,6 +63,31 @@ def test_results_are_those_of_the_reference(trainers, nano_batches):
     assert header["pairs"] > 0
     trainers[0].send_plan(6, nano_batches[:1])
     run_calls(trainers, 6, nano_batches[:1], number, softcap=2.0)
+
+
+class WithoutSoftcap(CpuKernel):
+    def check(self, *, params, **kwargs):
+        if params.softcap is not None:
+            raise ValueError("no softcap")
+
+
+def test_another_kernel_is_chosen_for_what_the_first_cannot_do(token, nano_batches):
+    asked = []
+
+    def choose(need):
+        asked.append(need)
+        return CpuKernel()
+
+    server = AttentionServer(token, CPU, WithoutSoftcap(), choose=choose)
+    trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
+    trainers[0].send_plan(0, nano_batches[:1])
+    number = run_calls(trainers, 0, nano_batches[:1])
+    assert not asked
+    run_calls(trainers, 0, nano_batches[:1], number, softcap=2.0)
+    assert {(need.dtype, need.params.softcap) for need in asked} == {(torch.float32, 2.0)}
+    for trainer in trainers:
+        trainer.link.close()
+    server.close()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,7 +10,8 @@ from numpy.typing import NDArray
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Traffic
 from hf_distca.dispatch.pool import PooledPlan
-from hf_distca.dispatch.rows import RowIndex, add_rounds, row_index
+from hf_distca.dispatch.rows import row_index
+from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels.contract import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.metrics import loads_of
@@ -25,7 +25,6 @@ class BoundGroup:
         shapes: lengths of the tasks.
         q_rows: where the query rows are taken from (local or received query rows).
         k_rows: where the K/V rows are taken from (local or received key rows).
-        k_sums: rounds in which the gradients of the K/V rows are added up where they were taken from.
         empty: no task at all.
     """
 
@@ -33,7 +32,6 @@ class BoundGroup:
         self.shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), device)
         self.q_rows = row_index(group.q_rows, device)
         self.k_rows = row_index(group.k_rows, device)
-        self.k_sums = add_rounds(group.k_rows, device)
         self.empty = len(group.q_lens) == 0
 
 
@@ -42,23 +40,15 @@ class BoundMessages:
 
     Attributes:
         rows: local rows to send to ranks, ordered by receiving rank.
-        rows_by_peer: the same, rank by rank, with each rank's part of the sequence; ranks without a row
-            are left out. No row stands twice in one rank's part.
         traffic: how many rows go where.
         way_back: the same rows on their way back.
     """
 
     def __init__(self, messages: Messages, ranks: int, device: torch.device) -> None:
         counts = messages.send_counts[:ranks]
-        ends = np.cumsum(counts)
         self.rows = row_index(messages.send_rows[: counts.sum()], device)
         self.traffic = Traffic(counts.tolist(), messages.recv_counts[:ranks].tolist(), messages.crossing)
         self.way_back = self.traffic.reversed()
-        self.rows_by_peer: list[tuple[RowIndex, slice]] = [
-            (row_index(messages.send_rows[stop - count : stop], device), slice(int(stop - count), int(stop)))
-            for count, stop in zip(counts, ends, strict=True)
-            if count
-        ]
 
 
 class ServerRows:
@@ -87,12 +77,23 @@ def _rows_for(messages: Messages, worker: int) -> NDArray[np.int64]:
 class BoundRoutes:
     """The routes of one rank for one kind of attention layer; see `hf_distca.planner.routes.Routes`.
 
+    Args:
+        plan: of the kind.
+        rank: this one.
+        alone: no other nano-batch takes turns with this one.
+        device: the rank's.
+
     Attributes:
         pairs: query-key pairs of this rank's tasks.
         servers: the dedicated servers that have tasks of the plan; the same on every rank.
+        own_in_backward: own tasks as the backward computes them: in one call, or in two, each with about half of the
+            pairs, where own tasks alone have to hide the exchanges before and after.
+        query_sums: how dQ of local rows is added up: of own_in_backward, prefix, rows that come back, and servers.
+        key_sums: how dK and dV of local rows are: of own_in_backward, rows that come back, and servers.
+        received_sums: how dK and dV of received rows are: of visiting and prefix.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, rank: int, alone: bool, device: torch.device) -> None:
         routes, ranks, window = make_routes(plan, rank), plan.layout.ranks, plan.window
         self.window = window
         self.queries = BoundMessages(routes.queries, ranks, device)
@@ -101,22 +102,27 @@ class BoundRoutes:
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, device) for worker in busy[busy >= ranks])
         self.own = BoundGroup(routes.own, device)
-        self._own, self._device = routes.own, device
         self.prefix = BoundGroup(routes.prefix, device)
         self.visiting = BoundGroup(routes.visiting, device)
         # With full attention a local query's keys are split in its own segment and the rows before it.
         self.prefix_is_causal = window is not None
-
-    @property
-    def receives(self) -> bool:
-        """Whether any task of this rank needs received rows."""
-        return not (self.visiting.empty and self.prefix.empty)
-
-    @cached_property
-    def own_halves(self) -> tuple[BoundGroup, BoundGroup]:
-        """Own tasks in two groups, each with about half of the pairs."""
-        before, after = self._own.split(self._own.half())
-        return BoundGroup(before, self._device), BoundGroup(after, self._device)
+        own = [routes.own]
+        self.own_in_backward: tuple[BoundGroup, ...] = (self.own,)
+        if alone and not (self.visiting.empty and self.prefix.empty):
+            own = list(routes.own.split(routes.own.half()))
+            self.own_in_backward = tuple(BoundGroup(half, device) for half in own)
+        # What goes to ranks comes back first, in the same order, then what goes to servers.
+        query_rows, key_rows = (
+            np.split(messages.send_rows, [messages.send_counts[:ranks].sum()])
+            for messages in (routes.queries, routes.keys)
+        )
+        self.query_sums = RowSum(
+            [*(group.q_rows for group in own), routes.prefix.q_rows, *query_rows], routes.local_rows, device
+        )
+        self.key_sums = RowSum([*(group.k_rows for group in own), *key_rows], routes.local_rows, device)
+        self.received_sums = RowSum(
+            [routes.visiting.k_rows, routes.prefix.k_rows], sum(self.keys.traffic.received), device, in_place=False
+        )
 
 
 class BoundNanoBatch:
@@ -128,11 +134,11 @@ class BoundNanoBatch:
         routes: by kind of attention.
     """
 
-    def __init__(self, number: int, nano_batch: NanoBatch, rank: int, device: torch.device) -> None:
+    def __init__(self, number: int, nano_batch: NanoBatch, rank: int, alone: bool, device: torch.device) -> None:
         self.number = number
         self.rows = int(nano_batch.layout.tokens[rank])
-        self.routes = {kind: BoundRoutes(plan, rank, device) for kind, plan in nano_batch.plans.items()}
-        self._plans, self._rank, self._device = nano_batch.plans, rank, device
+        self.routes = {kind: BoundRoutes(plan, rank, alone, device) for kind, plan in nano_batch.plans.items()}
+        self._plans, self._rank, self._alone, self._device = nano_batch.plans, rank, alone, device
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
 
     def repair(self, kind: AttentionKind, lost: frozenset[int]) -> BoundRoutes:
@@ -145,7 +151,7 @@ class BoundNanoBatch:
         if (kind, lost) not in self._repairs:
             plan = self._plans[kind]
             rest = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
-            self._repairs[kind, lost] = BoundRoutes(rest, self._rank, self._device)
+            self._repairs[kind, lost] = BoundRoutes(rest, self._rank, self._alone, self._device)
         return self._repairs[kind, lost]
 
 
@@ -196,8 +202,9 @@ class BoundPlan:
     ) -> None:
         self.plan = plan
         self.device = device
+        alone = len(plan.nano_batches) == 1
         self.nano_batches = tuple(
-            BoundNanoBatch(number, nano, rank, device) for number, nano in enumerate(plan.nano_batches)
+            BoundNanoBatch(number, nano, rank, alone, device) for number, nano in enumerate(plan.nano_batches)
         )
         self.exchange = exchange
         self.kernel = kernel

@@ -119,6 +119,33 @@ class PendingRows:
         return self._received
 
 
+class Message:
+    """Rows that this rank is about to send.
+
+    Attributes:
+        columns: where the rows go before `send`, ordered by receiving rank; one tensor [S, …] a column, dense within
+            a row.
+    """
+
+    def __init__(self, buffers: _Buffers, group: dist.ProcessGroup | None, clock: Clock) -> None:
+        self.columns = buffers.sent
+        self._buffers, self._group, self._clock = buffers, group, clock
+
+    def send(self) -> PendingRows:
+        """Start the exchange."""
+        buffers, traffic, work = self._buffers, self._buffers.size.traffic, None
+        if traffic.crossing:  # else every rank sees that no row moves, and issues nothing
+            work = dist.all_to_all_single(
+                buffers.received_RB,
+                buffers.sent_SB,
+                output_split_sizes=traffic.received,
+                input_split_sizes=traffic.sent,
+                group=self._group,
+                async_op=True,
+            )
+        return PendingRows(buffers.received, work, self._clock)
+
+
 class Exchange:
     """Sends rows to the ranks that need them, all ranks in the same order.
 
@@ -135,33 +162,34 @@ class Exchange:
     def start(
         self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex = ALL_ROWS
     ) -> PendingRows:
-        """Start an exchange of rows.
-
-        Every rank calls it at the same point with the same columns and the same `traffic.crossing`.
+        """Start an exchange of rows that lie elsewhere.
 
         Args:
-            columns: tensors from which rows are sent, [N, …] each; they travel side by side in one message per
-                pair of ranks.
-            traffic: how many rows go where.
-            role: what the rows are; two exchanges that are on their way or in use at once have different ones.
+            columns: tensors from which rows are sent, [N, …] each.
+            traffic: as in `open`.
+            role: as in `open`.
             rows: the rows to send, of every column, ordered by receiving rank.
         """
         kinds: list[Column] = [(column.shape[1:], column.dtype) for column in columns]
-        buffers = self._laid_out(role, kinds, traffic, columns[0].device)
+        message = self.open(kinds, traffic, role, columns[0].device)
         if any(traffic.sent):
-            for target, column in zip(buffers.sent, columns, strict=True):
+            for target, column in zip(message.columns, columns, strict=True):
                 copy_rows(target, column, rows)
-        work = None
-        if traffic.crossing:  # else every rank sees that no row moves, and issues nothing
-            work = dist.all_to_all_single(
-                buffers.received_RB,
-                buffers.sent_SB,
-                output_split_sizes=traffic.received,
-                input_split_sizes=traffic.sent,
-                group=self._group,
-                async_op=True,
-            )
-        return PendingRows(buffers.received, work, self.clock)
+        return message.send()
+
+    def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> "Message":
+        """Make room for rows that are to be sent, so that what computes them can write them there.
+
+        Every rank opens and sends the same messages in the same order, with the same columns and the same
+        `traffic.crossing`.
+
+        Args:
+            columns: that travel side by side in one message per pair of ranks.
+            traffic: how many rows go where.
+            role: what the rows are; two exchanges that are on their way or in use at once have different ones.
+            device: where the rows are.
+        """
+        return Message(self._laid_out(role, columns, traffic, device), self._group, self.clock)
 
     def _laid_out(self, role: Hashable, columns: list[Column], traffic: Traffic, device: torch.device) -> _Buffers:
         """The buffers of a role for exchanges of this size."""

@@ -25,17 +25,20 @@ import torch
 from torch import Tensor
 
 from hf_distca.call_codec import Direction
-from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, BoundPlan
-from hf_distca.dispatch.exchange import PendingRows
+from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, BoundPlan, ServerRows
+from hf_distca.dispatch.exchange import Column, Message, PendingRows
 from hf_distca.dispatch.pool import ServerCall
-from hf_distca.dispatch.rows import RowSum, put, take
+from hf_distca.dispatch.rows import merge_rows, put, take
 from hf_distca.kernels.contract import AttentionParams
-from hf_distca.kernels.merge import merge
 from hf_distca.plan import AttentionKind
 
 When = Literal["at start", "before waiting", "around", "last"]
 """When own tasks are computed: once the exchange has started; before the wait for it, when the other half's has
 started too; half of them then and half when the results for received rows are on their way; or all of them then."""
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""dQ, dK and dV of the rows of one kernel call."""
 
 
 class AttentionCall:
@@ -72,18 +75,19 @@ class AttentionCall:
         self.params = params
         self.keep_received = keep_received
         self.keep_results = keep_received and not results_change
-        self.own_forward, self.own_backward = self._when()
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
         self.at_servers: ServerCall | None = None
         self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, k, v, o, lse
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
-        self.sums: tuple[RowSum, RowSum, RowSum]  # backward: dq, dk, dv of the local rows
+        self.own_gradients: list[Gradients]  # backward: of own tasks, call by call
+        self.prefix_dq_QHD: Tensor  # backward
 
-    def _when(self) -> tuple[When, When]:
+    @property
+    def own_tasks(self) -> tuple[When, When]:
         """When the forward and the backward compute own tasks."""
         if len(self.bound.nano_batches) == 1:
-            return "at start", "around" if self.routes.receives else "at start"
+            return "at start", "around" if len(self.routes.own_in_backward) > 1 else "at start"
         # The half that starts first leaves its own tasks until the other half's exchange has started too. In the
         # backward that is the second half; after the first half nothing comes that would hide the return of its
         # dK and dV: own tasks do.
@@ -126,9 +130,10 @@ class AttentionCall:
         role = ("queries", True, self.number)
         self.queries_on_the_way = self.exchange.start(columns, self.routes.queries.way_back, role)
 
-    def return_keys(self, columns: list[Tensor]) -> None:
-        """Send results for all received rows of the keys' kind back to their owners."""
-        self.keys_on_the_way = self.exchange.start(columns, self.routes.keys.way_back, ("keys", True, self.number))
+    def open_return_of_keys(self, k_RGD: Tensor, v_RGE: Tensor) -> Message:
+        """Make room for results for all received rows of the keys' kind, shaped like these."""
+        columns: list[Column] = [(x.shape[1:], x.dtype) for x in (k_RGD, v_RGE)]
+        return self.exchange.open(columns, self.routes.keys.way_back, ("keys", True, self.number), k_RGD.device)
 
     def params_of(self, group: BoundGroup) -> AttentionParams:
         """The mask of a group of tasks."""
@@ -148,7 +153,7 @@ def start_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tens
     call.send_keys([k_TGD, v_TGE])
     _start_servers(call, "forward", {"q": q_THD, "k": k_TGD, "v": v_TGE})
     call.local = (q_THD, k_TGD, v_TGE)
-    if call.own_forward == "at start":
+    if call.own_tasks[0] == "at start":
         call.result = _own_forward(call, q_THD, k_TGD, v_TGE)
 
 
@@ -159,7 +164,7 @@ def compute_forward(call: AttentionCall) -> tuple[Tensor, ...]:
         What the backward needs again of the received rows, if the call keeps it.
     """
     routes, kernel = call.routes, call.kernel
-    if call.own_forward == "before waiting":
+    if call.own_tasks[0] == "before waiting":
         q_THD, k_TGD, v_TGE = call.local
         call.result = _own_forward(call, q_THD, k_TGD, v_TGE)
     (q_RHD,) = call.queries_on_the_way.wait()
@@ -180,10 +185,11 @@ def compute_forward(call: AttentionCall) -> tuple[Tensor, ...]:
         rows = routes.prefix.q_rows
         k_KGD, v_KGE = take(k_RGD, routes.prefix.k_rows), take(v_RGE, routes.prefix.k_rows)
         part = kernel.forward(take(q_THD, rows), k_KGD, v_KGE, routes.prefix.shapes, call.params_of(routes.prefix))
-        if not routes.prefix_is_causal:  # a part of the task: its own segment's keys are in already
-            part = merge(*part, take(o_THE, rows), take(lse_TH, rows))
-        put(o_THE, rows, part[0])
-        put(lse_TH, rows, part[1])
+        if routes.prefix_is_causal:
+            put(o_THE, rows, part[0])
+            put(lse_TH, rows, part[1])
+        else:  # a part of the task: its own segment's keys are in already
+            merge_rows(o_THE, lse_TH, rows, *part)
     # The exchange's buffers live shorter than the backward.
     kept = tuple(x.clone() for x in (q_RHD, k_RGD, v_RGE)) if call.keep_received else ()
     if call.keep_results:
@@ -234,9 +240,9 @@ def start_backward(
     columns = {"q": q_THD, "do": do_THE, "o": o_THE, "lse": lse_TH, "k": k_TGD, "v": v_TGE}
     _start_servers(call, "backward", columns)
     call.local = (do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
-    call.sums = RowSum(q_THD.shape, q_THD), RowSum(k_TGD.shape, k_TGD), RowSum(v_TGE.shape, v_TGE)
-    if call.own_backward == "at start":
-        _own_backward(call, call.routes.own)
+    call.own_gradients = []
+    if call.own_tasks[1] == "at start":
+        _own_backward(call)
 
 
 def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
@@ -246,12 +252,10 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
         call: the call.
         kept: what compute_forward returned.
     """
-    routes = call.routes
+    routes, own_tasks = call.routes, call.own_tasks[1]
     do_THE, q_THD, _, _, o_THE, lse_TH = call.local
-    if call.own_backward == "before waiting":
-        _own_backward(call, routes.own)
-    elif call.own_backward == "around":
-        _own_backward(call, routes.own_halves[0])
+    if own_tasks in ("before waiting", "around"):
+        _own_backward(call)
     received = call.queries_on_the_way.wait()
     if call.keep_results:
         (do_QHE,) = received
@@ -262,51 +266,56 @@ def compute_backward(call: AttentionCall, kept: tuple[Tensor, ...]) -> None:
     else:
         do_QHE, o_QHE, lse_QH, q_QHD = received
         k_RGD, v_RGE = call.keys_on_the_way.wait()
-    came_dk, came_dv = RowSum(k_RGD.shape, k_RGD), RowSum(v_RGE.shape, v_RGE)
 
-    dq_QHD = q_QHD
-    if not routes.visiting.empty:
-        dq_QHD = _backward(call, routes.visiting, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH, came_dk, came_dv)
+    dq_QHD, *visiting_keys = _backward(call, routes.visiting, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH)
     call.return_queries([dq_QHD])
-    if not routes.prefix.empty:
-        rows = routes.prefix.q_rows
-        do_QHE, q_QHD, o_QHE, lse_QH = (take(x, rows) for x in (do_THE, q_THD, o_THE, lse_TH))
-        dq_QHD = _backward(call, routes.prefix, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH, came_dk, came_dv)
-        call.sums[0].add(rows, dq_QHD)
-    call.return_keys([came_dk.result(), came_dv.result()])
-    if call.own_backward == "last":
-        _own_backward(call, routes.own)
-    elif call.own_backward == "around":
-        _own_backward(call, routes.own_halves[1])
+    rows = routes.prefix.q_rows
+    do_QHE, q_QHD, o_QHE, lse_QH = (take(x, rows) for x in (do_THE, q_THD, o_THE, lse_TH))
+    call.prefix_dq_QHD, *prefix_keys = _backward(call, routes.prefix, do_QHE, q_QHD, k_RGD, v_RGE, o_QHE, lse_QH)
+    message = call.open_return_of_keys(k_RGD, v_RGE)
+    for column, *parts in zip(message.columns, visiting_keys, prefix_keys, strict=True):
+        routes.received_sums.add_up(parts, out=column)
+    call.keys_on_the_way = message.send()
+    if own_tasks in ("last", "around"):
+        _own_backward(call)
     if call.at_servers is None:
         call.local = ()
 
 
 def finish_backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """Wait for the gradients that other workers computed: dQ, dK and dV of all local rows."""
-    dq, dk, dv = call.sums
-    queries, keys = call.routes.queries, call.routes.keys
-    (came_dq_QHD,) = call.queries_on_the_way.wait()
-    dq.add(queries.rows, came_dq_QHD, borrowed=True)
-    came_dk_KGD, came_dv_KGE = call.keys_on_the_way.wait()
-    for index, part in keys.rows_by_peer:  # several workers may have used a row: rank after rank
-        dk.add(index, came_dk_KGD[part], borrowed=True)
-        dv.add(index, came_dv_KGE[part], borrowed=True)
+    routes = call.routes
+    columns = [list(column) for column in zip(*call.own_gradients, strict=True)]  # of dq, dk, dv
+    columns[0] += [call.prefix_dq_QHD, *call.queries_on_the_way.wait()]
+    for column, came in zip(columns[1:], call.keys_on_the_way.wait(), strict=True):
+        column.append(came)
+    lost: frozenset[int] = frozenset()
     if call.at_servers is not None:
         results, lost = call.at_servers.collect()
-        for rows, (server_dq, server_dk, server_dv) in results:
-            dq.add(rows.q_rows, server_dq)
-            dk.add(rows.k_rows, server_dk)
-            dv.add(rows.k_rows, server_dv)
-        if lost:
-            repair = call.to_repair(lost)
-            start_backward(repair, *call.local)
-            compute_backward(repair, ())
-            for total, home in zip(call.sums, finish_backward(repair), strict=True):
-                total.add(slice(0, len(home)), home)
-        call.at_servers, call.local = None, ()
-    del call.queries_on_the_way, call.keys_on_the_way, call.sums
-    return dq.result(), dk.result(), dv.result()
+        for column, came in zip(columns, _of_all_servers(call, results), strict=True):
+            column.append(came)
+    sums = (routes.query_sums, routes.key_sums, routes.key_sums)
+    dq_THD, dk_TGD, dv_TGE = (sum.add_up(column) for sum, column in zip(sums, columns, strict=True))
+    if lost:
+        repair = call.to_repair(lost)
+        start_backward(repair, *call.local)
+        compute_backward(repair, ())
+        for total, home in zip((dq_THD, dk_TGD, dv_TGE), finish_backward(repair), strict=True):
+            total.add_(home)
+    call.at_servers, call.local = None, ()
+    del call.queries_on_the_way, call.keys_on_the_way, call.own_gradients, call.prefix_dq_QHD
+    return dq_THD, dk_TGD, dv_TGE
+
+
+def _of_all_servers(call: AttentionCall, results: list[tuple[ServerRows, list[Tensor]]]) -> list[Tensor]:
+    """dQ, dK and dV of the rows that servers were sent, server after server; 0 where a server is lost."""
+    came = {rows.server: columns for rows, columns in results}
+    _, q_THD, k_TGD, v_TGE, _, _ = call.local
+    parts = []
+    for rows in call.routes.servers:
+        counts = ((q_THD, rows.q_count), (k_TGD, rows.k_count), (v_TGE, rows.k_count))
+        parts.append(came.get(rows.server) or [x.new_zeros((count, *x.shape[1:])) for x, count in counts])
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def _start_servers(call: AttentionCall, direction: Direction, tensors: dict[str, Tensor]) -> None:
@@ -333,14 +342,12 @@ def _own_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tenso
     return o_THE, lse_TH
 
 
-def _own_backward(call: AttentionCall, own: BoundGroup) -> None:
-    """Add the gradients of own tasks to the sums of the local rows."""
-    if own.empty:
-        return
+def _own_backward(call: AttentionCall) -> None:
+    """The gradients of own tasks, or of the next half of them."""
+    own = call.routes.own_in_backward[len(call.own_gradients)]
     do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH = call.local
-    dq, dk, dv = call.sums
     do_QHE, q_QHD, o_QHE, lse_QH = (take(x, own.q_rows) for x in (do_THE, q_THD, o_THE, lse_TH))
-    dq.add(own.q_rows, _backward(call, own, do_QHE, q_QHD, k_TGD, v_TGE, o_QHE, lse_QH, dk, dv))
+    call.own_gradients.append(_backward(call, own, do_QHE, q_QHD, k_TGD, v_TGE, o_QHE, lse_QH))
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
@@ -357,14 +364,9 @@ def _backward(
     v_NGE: Tensor,
     o_QHE: Tensor,
     lse_QH: Tensor,
-    dk: RowSum,
-    dv: RowSum,
-) -> Tensor:
-    """Gradients of one kernel call: dK and dV are added to the rows they came from, dQ is returned."""
+) -> Gradients:
+    """The gradients of one kernel call."""
     k_KGD, v_KGE = take(k_NGD, group.k_rows), take(v_NGE, group.k_rows)
-    dq_QHD, dk_KGD, dv_KGE = call.kernel.backward(
-        do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, call.params_of(group)
-    )
-    dk.add_all(group.k_sums, dk_KGD)
-    dv.add_all(group.k_sums, dv_KGE)
-    return dq_QHD
+    if group.empty:
+        return q_QHD, k_KGD, v_KGE
+    return call.kernel.backward(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, call.params_of(group))

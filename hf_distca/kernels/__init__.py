@@ -1,12 +1,12 @@
 """Core attention kernels: one contract, implementations chosen by name.
 
 `get_kernel` returns an implementation of `Kernel`, `choose_kernel` the fastest one that can do what a model needs;
-`TaskShapes` and `AttentionParams` say what to compute; `merge` joins what the same rows found in two sets of keys.
+`TaskShapes` and `AttentionParams` say what to compute; `merge_into` joins what the same rows found in two sets of keys.
 """
 
 from .choice import KERNELS, Choice, Need, choose_kernel, get_kernel
 from .contract import KERNEL_NAMES, AttentionParams, Kernel, TaskShapes
-from .merge import merge
+from .merge import merge_into
 
 __all__ = [
     "KERNELS",
@@ -18,5 +18,5 @@ __all__ = [
     "TaskShapes",
     "choose_kernel",
     "get_kernel",
-    "merge",
+    "merge_into",
 ]

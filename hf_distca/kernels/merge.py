@@ -1,44 +1,65 @@
 """Merging what the same rows found in different keys.
 
-Shape suffixes: Q rows, H query heads, E head dim of values.
+Shape suffixes: N rows of the result so far, Q rows of the part, H query heads, E head dim of values.
 """
 
 import torch
 from torch import Tensor
 
-
-def merge(o_a_QHE: Tensor, lse_a_QH: Tensor, o_b_QHE: Tensor, lse_b_QH: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the attention of the same rows to two disjoint sets of keys into attention to all of them.
-
-    Differentiate by handing the merged result to the backward of both parts (see `Kernel.backward`), not
-    through this function.
-
-    Args:
-        o_a_QHE: output of the rows over the first set of keys.
-        lse_a_QH: its log-sum-exp; -inf for a row that has no key in this set.
-        o_b_QHE: output over the second set.
-        lse_b_QH: its log-sum-exp.
-
-    Returns:
-        The merged o in the dtype of o_a and the merged lse in that of lse_a; computed in float32 at least.
-        A row without keys in both sets has o = 0 and lse = -inf.
-    """
-    o_QHE = o_a_QHE.to(lse_a_QH.dtype, copy=True)
-    lse_QH = lse_a_QH.clone()
-    merge_into(o_QHE, lse_QH, o_b_QHE, lse_b_QH)
-    return o_QHE.to(o_a_QHE.dtype), lse_QH
+CHUNK = 1 << 16
+"""Numbers of O that are merged at a time on the CPU where they must be copied: the copies stay in cache."""
 
 
-def merge_into(o_QHE: Tensor, lse_QH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor) -> None:
-    """Merge one more set of keys into o and lse in place.
+def merge_into(
+    o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None = None
+) -> None:
+    """Merge one more set of keys into o and lse in place, computed in the dtype of lse.
+
+    Differentiate by handing the merged result to the backward of both parts (see `Kernel.backward`), not through
+    this function. A row without keys in both sets has o = 0 and lse = -inf.
 
     Args:
-        o_QHE: output so far, in the dtype of lse.
-        lse_QH: its log-sum-exp.
+        o_NHE: output so far.
+        lse_NH: its log-sum-exp; -inf for a row that has had no key.
         o_part_QHE: output over keys not seen so far.
         lse_part_QH: its log-sum-exp.
+        rows_Q: the rows of the part among those of the result, none twice; None: all, in order.
     """
+    if not o_part_QHE.numel():
+        return
+    if o_NHE.device.type in ("cuda", "meta"):
+        torch.ops.hf_distca.merge_into(o_NHE, lse_NH, o_part_QHE, lse_part_QH, rows_Q)
+        return
+    if rows_Q is None and o_NHE.dtype == lse_NH.dtype:
+        _merge(o_NHE, lse_NH, o_part_QHE, lse_part_QH)
+        return
+    step = max(1, CHUNK // o_part_QHE[0].numel())
+    for start in range(0, len(o_part_QHE), step):
+        chunk = slice(start, start + step)
+        rows = chunk if rows_Q is None else rows_Q[chunk]
+        o, lse = o_NHE[rows].to(lse_NH.dtype), lse_NH[rows]
+        _merge(o, lse, o_part_QHE[chunk], lse_part_QH[chunk])
+        o_NHE[rows] = o.to(o_NHE.dtype)
+        lse_NH[rows] = lse
+
+
+def _merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
     # The part's share of the softmax. A row without any key has -inf - (-inf) = nan: any share of 0 will do.
-    share_QH = torch.sigmoid((lse_part_QH - lse_QH).nan_to_num_(nan=0.0))
-    o_QHE.lerp_(o_part_QHE.to(o_QHE.dtype), share_QH.unsqueeze(-1))
-    torch.logaddexp(lse_QH, lse_part_QH, out=lse_QH)
+    share = torch.sigmoid((lse_part - lse).nan_to_num_(nan=0.0))
+    o.lerp_(o_part.to(o.dtype), share.unsqueeze(-1))
+    torch.logaddexp(lse, lse_part, out=lse)
+
+
+def _merge_on_cuda(
+    o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None
+) -> None:
+    from .merge_triton import merge_into as fused  # Triton comes with torch for CUDA only
+
+    fused(o_NHE, lse_NH, o_part_QHE, lse_part_QH, rows_Q)
+
+
+# An operator of torch's, so that whatever looks at operators (fake tensors, profilers) sees it as one.
+_library = torch.library.Library("hf_distca", "FRAGMENT")
+_library.define("merge_into(Tensor(a!) o, Tensor(b!) lse, Tensor o_part, Tensor lse_part, Tensor? rows) -> ()")
+_library.impl("merge_into", _merge_on_cuda, "CUDA")
+_library.impl("merge_into", lambda *_: None, "Meta")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_distca.call_codec import Call
 from hf_distca.dispatch.columns import to_host
-from hf_distca.dispatch.rows import RowSum, take
+from hf_distca.dispatch.rows import take
 from hf_distca.kernels.contract import AttentionParams, Kernel
 from hf_distca.server.plans import ServedTasks
 
@@ -67,9 +67,4 @@ def _backward(
     k_KGD, v_KGE = (take(rows[name], group.k_rows) for name in ("k", "v"))
     do_QHE, q_QHD, o_QHE, lse_QH = (rows[name] for name in ("do", "q", "o", "lse"))
     dq_QHD, dk_KGD, dv_KGE = kernel.backward(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, params)
-    sums = []
-    for like_N, addends_K in ((rows["k"], dk_KGD), (rows["v"], dv_KGE)):
-        total = RowSum(tuple(like_N.shape), like_N)
-        total.add_all(group.k_sums, addends_K)
-        sums.append(total.result())
-    return dq_QHD, *sums
+    return dq_QHD, tasks.key_sums.add_up([dk_KGD]), tasks.key_sums.add_up([dv_KGE])

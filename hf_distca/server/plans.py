@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hf_distca.dispatch.bound import BoundGroup
+from hf_distca.dispatch.sums import RowSum
 from hf_distca.plan import NanoBatch, Plan
 from hf_distca.plan_codec import PlanHeader
 from hf_distca.planner.cost import pairs
@@ -23,6 +24,7 @@ class ServedTasks:
 
     Attributes:
         group: the tasks, as index tensors.
+        key_sums: how dK and dV of received rows are added up.
         rows: for each kind of rows ("queries", "keys") and each trainer, which of the received rows are its own.
         totals: for each kind, how many rows come from all trainers.
         trainers: those that have rows here.
@@ -32,6 +34,9 @@ class ServedTasks:
     def __init__(self, plan: Plan, worker: int, device: torch.device) -> None:
         routes = make_routes(plan, worker)
         self.group = BoundGroup(routes.visiting, device)
+        self.key_sums = RowSum(
+            [routes.visiting.k_rows], int(routes.keys.recv_counts[: plan.layout.ranks].sum()), device
+        )
         self.rows: dict[str, list[slice]] = {}
         self.totals: dict[str, int] = {}
         for kind, messages in (("queries", routes.queries), ("keys", routes.keys)):

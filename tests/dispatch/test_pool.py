@@ -255,7 +255,7 @@ def pool(monkeypatch):
 @pytest.fixture
 def routes():
     """Of one trainer and one server."""
-    routes = BoundRoutes(make_nano_batch([64], 1, 1, 0, kinds=(FULL,)).plans[FULL], 0, torch.device("cpu"))
+    routes = BoundRoutes(make_nano_batch([64], 1, 1, 0, kinds=(FULL,)).plans[FULL], 0, False, torch.device("cpu"))
     assert routes.pairs > 0
     return routes
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel, merge
+from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel, merge_into
+from hf_distca.kernels.merge import CHUNK
 from tests.kernels.cases import Case, expected, make_inputs
 
 CPU = torch.device("cpu")
@@ -30,7 +31,8 @@ def test_prefix_and_own_part_make_the_whole(kernel_name: str, softcap: float | N
     )
 
     q, do = inputs.q, inputs.do
-    o, lse = merge(*kernel.forward(q, *prefix, *prefix_call), *kernel.forward(q, *own, *own_call))
+    o, lse = kernel.forward(q, *own, *own_call)
+    merge_into(o, lse, *kernel.forward(q, *prefix, *prefix_call))
     prefix_grads = kernel.backward(do, q, *prefix, o, lse, *prefix_call)
     own_grads = kernel.backward(do, q, *own, o, lse, *own_call)
     dk, dv = (
@@ -45,9 +47,9 @@ def test_prefix_and_own_part_make_the_whole(kernel_name: str, softcap: float | N
 def test_by_hand() -> None:
     o_a, o_b = torch.tensor([[[4.0]]]), torch.tensor([[[8.0]]])
     lse_a, lse_b = torch.tensor([[math.log(3)]]), torch.tensor([[0.0]])
-    o, lse = merge(o_a, lse_a, o_b, lse_b)
-    assert o.item() == pytest.approx(5.0)
-    assert lse.item() == pytest.approx(math.log(4))
+    merge_into(o_a, lse_a, o_b, lse_b)
+    assert o_a.item() == pytest.approx(5.0)
+    assert lse_a.item() == pytest.approx(math.log(4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -58,17 +60,30 @@ def test_rows_without_keys(dtype: torch.dtype) -> None:
         torch.full((1, 1, 2), 7.0, dtype=dtype),
         torch.tensor([[0.5]]),
     )
-    for o, lse in (merge(zero, none, seven, some), merge(seven, some, zero, none)):
-        assert o.dtype == dtype
+    for first, second in (((zero, none), (seven, some)), ((seven, some), (zero, none))):
+        o, lse = (x.clone() for x in first)
+        merge_into(o, lse, *second)
         assert o.flatten().tolist() == [7.0, 7.0]
         assert lse.item() == 0.5
-    o, lse = merge(zero, none, zero, none)
-    assert o.flatten().tolist() == [0.0, 0.0]
-    assert lse.item() == -math.inf
+    merge_into(zero, none, zero.clone(), none.clone())
+    assert zero.flatten().tolist() == [0.0, 0.0]
+    assert none.item() == -math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [1, 4, CHUNK], ids=lambda chunk: f"chunk{chunk}")
+def test_rows_by_index(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_distca.kernels.merge.CHUNK", chunk)
+    o, lse = torch.ones(4, 1, 2, dtype=dtype), torch.zeros(4, 1)
+    part, part_lse = torch.tensor([[[3.0, 5.0]], [[7.0, 9.0]]], dtype=dtype), torch.zeros(2, 1)
+    merge_into(o, lse, part, part_lse, torch.tensor([3, 1]))
+    assert o.squeeze(1).tolist() == [[1, 1], [4, 5], [1, 1], [2, 3]]
+    assert lse.flatten().tolist() == pytest.approx([0, math.log(2), 0, math.log(2)])
 
 
 def test_large_normalizers_do_not_overflow() -> None:
     ones = torch.ones(1, 1, 1)
-    o, lse = merge(ones, torch.tensor([[1e4]]), 3 * ones, torch.tensor([[1e4]]))
-    assert o.item() == pytest.approx(2.0)
+    lse = torch.tensor([[1e4]])
+    merge_into(ones, lse, 3 * ones, torch.tensor([[1e4]]))
+    assert ones.item() == pytest.approx(2.0)
     assert lse.item() == pytest.approx(1e4 + math.log(2))

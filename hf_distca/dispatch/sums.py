@@ -1,0 +1,196 @@
+"""Sums of rows that come from several tensors: gradients of tasks at the rows that the tasks were made of.
+
+Where a sum's addends are is known when a plan is bound; every layer then adds up in one go, and in the same order.
+
+Shape suffixes: S rows of one source, N rows of the sum, W rows of the sum that are written, A addends of all of them;
+what follows a row's letter is free.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_distca.dispatch.rows import RowIndex, put, row_index, run_by_run, take, to_device
+
+IntArray = NDArray[np.int64]
+
+MAX_SOURCES = 6
+SOURCE_BITS = 3
+"""An addend is one number: its row in the source, shifted by so many bits, and the number of the source."""
+
+
+class RowSum:
+    """How a sum of rows is put together. A row without an addend is 0.
+
+    The rows of the first source are added first, then those of the next, those of one source in their order, and in
+    float32 where they are narrower. If the first source has each row of the sum once and in order, the others
+    are added to it where it lies.
+
+    Args:
+        sources_S: for each source, the row of the sum to which each of its rows is to be added.
+        rows: of the sum.
+        device: where it is computed.
+        in_place: whether the first source may be overwritten.
+
+    Raises:
+        ValueError: more sources than there is room for.
+    """
+
+    def __init__(
+        self, sources_S: Sequence[IntArray], rows: int, device: torch.device, *, in_place: bool = True
+    ) -> None:
+        if len(sources_S) > MAX_SOURCES:
+            raise ValueError(f"a sum has at most {MAX_SOURCES} sources, got {len(sources_S)}")
+        self._rows = rows
+        self._in_place = in_place and np.array_equal(sources_S[0], np.arange(rows))
+        self._fused: _Addends | None = None
+        self._steps: _Steps | None = None
+        if device.type in ("cuda", "meta"):
+            self._fused = _Addends(sources_S, rows, self._in_place, device)
+        else:
+            self._steps = _Steps(sources_S, rows, self._in_place, device)
+
+    def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """The sum, [N, …] in the dtype of the sources.
+
+        Args:
+            sources: [S, …] each, dense within a row, with as many rows as was said. The first belongs to the sum from
+                now on, if it may be overwritten.
+            out: where to write the sum, dense within a row; for sums that overwrite no source.
+        """
+        base = sources[0]
+        if out is None:
+            out = base if self._in_place else base.new_empty((self._rows, *base.shape[1:]))
+        if self._fused is not None:
+            self._fused.add_up(sources, out)
+        elif self._steps is not None:
+            self._steps.add_up(sources, out)
+        return out
+
+
+class _Addends:
+    """A sum as one kernel adds it up: the addends of each row, row after row.
+
+    Attributes:
+        rows_W: int32, the rows that are written; None: all.
+        ends_W: [W + 1] int32, where each of these rows' addends begin; then the number of addends.
+        addends_A: int32, source and row of each.
+        onto: whether they are added to what is there.
+    """
+
+    def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, device: torch.device) -> None:
+        parts = [
+            (targets, np.arange(len(targets)) << SOURCE_BITS | number)
+            for number, targets in enumerate(sources_S)
+            if not (onto and number == 0)
+        ]
+        targets = np.concatenate([part[0] for part in parts]) if parts else np.empty(0, np.int64)
+        addends = np.concatenate([part[1] for part in parts]) if parts else np.empty(0, np.int64)
+        order = np.argsort(targets, kind="stable")
+        counts = np.bincount(targets, minlength=rows)
+        written = np.flatnonzero(counts) if onto else None
+        ends = np.concatenate([[0], np.cumsum(counts if written is None else counts[written])])
+        self.rows_W = None if written is None else to_device(written.astype(np.int32), device)
+        self.ends_W = to_device(ends.astype(np.int32), device)
+        self.addends_A = to_device(addends[order].astype(np.int32), device)
+        self.onto = onto
+        self._written = len(ends) - 1
+
+    def add_up(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        if self._written:
+            torch.ops.hf_distca.sum_rows(out, self.rows_W, self.ends_W, self.addends_A, list(sources), self.onto)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Rows of one source, each added to another row of the sum.
+
+    Attributes:
+        source: number of the source.
+        rows: of the sum.
+        members: rows of the source, in the same order.
+        first: nothing has been added to these rows of the sum before.
+    """
+
+    source: int
+    rows: RowIndex
+    members: RowIndex
+    first: bool
+
+
+class _Steps:
+    """A sum as torch's operators add it up: run by run, so that most of it is slices."""
+
+    def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, device: torch.device) -> None:
+        added = np.full(rows, int(onto))
+        self._onto = onto
+        self._steps = []
+        for source, targets in enumerate(sources_S):
+            for members in _rounds(targets) if source or not onto else ():
+                fresh = added[targets[members]] == 0
+                for first, part in ((True, members[fresh]), (False, members[~fresh])):
+                    if len(part):
+                        self._steps.append(
+                            _Step(source, row_index(targets[part], device), row_index(part, device), first)
+                        )
+                added[targets[members]] += 1
+        self._without = row_index(np.flatnonzero(added == 0), device)
+        # The sum of two is rounded once, in whatever dtype they are added.
+        self._widen = bool((added > 2).any())
+
+    def add_up(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        dtype = torch.promote_types(out.dtype, torch.float32) if self._widen else out.dtype
+        total = out
+        if dtype != out.dtype:
+            total = out.to(dtype) if self._onto else out.new_empty(out.shape, dtype=dtype)
+        for step in self._steps:
+            addends = take(sources[step.source], step.members)
+            if step.first:
+                put(total, step.rows, addends.to(dtype))
+            elif isinstance(step.rows, Tensor):
+                total.index_add_(0, step.rows, addends.to(dtype))
+            else:
+                for run, part in run_by_run(step.rows, addends):
+                    total[run].add_(part)
+        if isinstance(self._without, Tensor):
+            total.index_fill_(0, self._without, 0)
+        else:
+            for run, _ in run_by_run(self._without, total):
+                total[run] = 0
+        if total is not out:
+            out.copy_(total)
+
+
+def _rounds(targets: IntArray) -> Iterator[IntArray]:
+    """Positions in a sequence of row numbers, divided so that no row occurs twice in one part."""
+    if (np.diff(targets) > 0).all():
+        if len(targets):
+            yield np.arange(len(targets))
+        return
+    order = np.argsort(targets, kind="stable")
+    ordered = targets[order]
+    occurrence = np.empty(len(targets), np.int64)
+    occurrence[order] = np.arange(len(targets)) - np.searchsorted(ordered, ordered, side="left")
+    for number in range(int(occurrence.max()) + 1):
+        yield np.flatnonzero(occurrence == number)
+
+
+def _sum_rows_on_cuda(
+    out: Tensor, rows: Tensor | None, ends: Tensor, addends: Tensor, sources: list[Tensor], onto: bool
+) -> None:
+    from hf_distca.dispatch.sums_triton import sum_rows  # Triton comes with torch for CUDA only
+
+    sum_rows(out, rows, ends, addends, sources, onto)
+
+
+# An operator of torch's, so that whatever looks at operators (fake tensors, profilers) sees it as one.
+_library = torch.library.Library("hf_distca", "FRAGMENT")
+_library.define(
+    "sum_rows(Tensor(a!) out, Tensor? rows, Tensor ends, Tensor addends, Tensor[] sources, bool onto) -> ()"
+)
+_library.impl("sum_rows", _sum_rows_on_cuda, "CUDA")
+_library.impl("sum_rows", lambda *_: None, "Meta")

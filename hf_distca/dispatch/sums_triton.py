@@ -1,0 +1,80 @@
+"""`RowSum` on CUDA: one kernel that reads each addend once and writes each row once.
+
+Shape suffixes: N rows of the sum, W rows of the sum that are written, A addends of all of them, S rows of a source;
+what follows a row's letter is free.
+"""
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_distca.dispatch.sums import MAX_SOURCES, SOURCE_BITS
+
+NUMBERS = 2048
+"""Numbers of a row that one program adds up."""
+
+
+@triton.jit
+def _sum_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
+    out, out_row, width, rows, ends, addends,
+    source0, source1, source2, source3, source4, source5,
+    row0, row1, row2, row3, row4, row5,
+    SOURCES: tl.constexpr, BITS: tl.constexpr, BY_INDEX: tl.constexpr, ONTO: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    written = tl.program_id(0)
+    row = tl.load(rows + written).to(tl.int64) if BY_INDEX else written.to(tl.int64)
+    numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = numbers < width
+    into = out + row * out_row + numbers
+    total = tl.load(into, mask=there, other=0).to(WIDE) if ONTO else tl.zeros((BLOCK,), WIDE)
+    for at in range(tl.load(ends + written), tl.load(ends + written + 1)):
+        addend = tl.load(addends + at)
+        source = addend & ((1 << BITS) - 1)
+        member = (addend >> BITS).to(tl.int64)
+        # Of the sources that an addend is not in, nothing is read.
+        total += tl.load(source0 + member * row0 + numbers, mask=there & (source == 0), other=0).to(WIDE)
+        if SOURCES > 1:
+            total += tl.load(source1 + member * row1 + numbers, mask=there & (source == 1), other=0).to(WIDE)
+        if SOURCES > 2:
+            total += tl.load(source2 + member * row2 + numbers, mask=there & (source == 2), other=0).to(WIDE)
+        if SOURCES > 3:
+            total += tl.load(source3 + member * row3 + numbers, mask=there & (source == 3), other=0).to(WIDE)
+        if SOURCES > 4:
+            total += tl.load(source4 + member * row4 + numbers, mask=there & (source == 4), other=0).to(WIDE)
+        if SOURCES > 5:
+            total += tl.load(source5 + member * row5 + numbers, mask=there & (source == 5), other=0).to(WIDE)
+    tl.store(into, total.to(out.dtype.element_ty), mask=there)
+
+
+def sum_rows(
+    out_N: Tensor, rows_W: Tensor | None, ends_W: Tensor, addends_A: Tensor, sources_S: Sequence[Tensor], onto: bool
+) -> None:
+    """Write rows of a sum.
+
+    Args:
+        out_N: the sum, dense within a row.
+        rows_W: the rows to write; None: all.
+        ends_W: where each of these rows' addends begin, then the number of addends.
+        addends_A: source and row of each addend.
+        sources_S: dense within a row.
+        onto: add to what is there.
+    """
+    width = out_N[0].numel()
+    sources = [source if _is_dense(source) else source.contiguous() for source in sources_S]
+    assert _is_dense(out_N)
+    unused = [out_N] * (MAX_SOURCES - len(sources))
+    block = min(NUMBERS, triton.next_power_of_2(width))
+    _sum_kernel[(len(ends_W) - 1, triton.cdiv(width, block))](
+        out_N, out_N.stride(0), width, ends_W if rows_W is None else rows_W, ends_W, addends_A,
+        *sources, *unused, *(x.stride(0) for x in (*sources, *unused)),
+        SOURCES=len(sources), BITS=SOURCE_BITS, BY_INDEX=rows_W is not None, ONTO=onto,
+        WIDE=tl.float64 if out_N.element_size() == 8 else tl.float32, BLOCK=block,
+    )  # fmt: skip
+
+
+def _is_dense(x_N: Tensor) -> bool:
+    """Whether the numbers of a row lie side by side; what has no rows is never read."""
+    return not len(x_N) or x_N[0].is_contiguous()

@@ -200,7 +200,7 @@ def _what(func: Any, name: str, result: Any, args: Any) -> tuple[str, int]:
         return "attention", 1
     if func.is_view or name in ("_unsafe_view", "lift_fresh"):
         return "view", 0
-    outputs = _tensors(result)
+    outputs = _tensors(result) or [args[0]]  # ours return nothing and write to their first argument
     if name in ALLOCATIONS or not any(x.numel() for x in outputs):
         return "nothing", 0
     if name in GEMMS:
@@ -210,6 +210,8 @@ def _what(func: Any, name: str, result: Any, args: Any) -> tuple[str, int]:
 
 def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
     """Bytes that the operator reads and writes."""
+    if func.namespace == "hf_distca":
+        return OURS[name](*args)
     written, read = [], []
     schema = func._schema.arguments
     given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
@@ -223,13 +225,33 @@ def _moved(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
             read += tensors
     fresh = [x for x in _tensors(result) if not any(x is other for other in written)]
     if name in BY_ROWS:
-        if fresh:  # as many rows are read as written
-            return 2 * sum(map(_bytes, fresh)) + sum(_bytes(x) for x in read if not x.is_floating_point())
+        if fresh or "out" in kwargs:  # as many rows are read as written
+            return 2 * sum(map(_bytes, fresh or [kwargs["out"]])) + sum(
+                _bytes(x) for x in read if not x.is_floating_point()
+            )
         source = _bytes(args[3])
         return source + _bytes(args[2]) + source * (2 if name == "index_add_" else 1)
     if name in FILLED_FIRST:
         return 2 * _bytes(args[0]) + sum(map(_bytes, fresh))
     return sum(map(_bytes, written + read + fresh))
+
+
+def _moved_by_merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor, rows: Tensor | None) -> int:
+    """The part is read, and as many rows of the result are read and written."""
+    return 3 * (_bytes(o_part) + _bytes(lse_part)) + (0 if rows is None else _bytes(rows))
+
+
+def _moved_by_sum(
+    out: Tensor, rows: Tensor | None, ends: Tensor, addends: Tensor, sources: list[Tensor], onto: bool
+) -> int:
+    """Each addend is read, and each row that has one is written; read too where it is added to."""
+    row = out[:1].numel() * out.itemsize
+    tables = sum(map(_bytes, (ends, addends))) + (0 if rows is None else _bytes(rows))
+    return len(addends) * row + (len(ends) - 1) * row * (2 if onto else 1) + tables
+
+
+OURS = {"merge_into": _moved_by_merge, "sum_rows": _moved_by_sum}
+"""Operators of hf_distca, each one launch."""
 
 
 def _bytes(x: Tensor) -> int:

@@ -29,23 +29,29 @@ def _sum_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
     numbers = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = numbers < width
     into = out + row * out_row + numbers
-    total = tl.load(into, mask=there, other=0).to(WIDE) if ONTO else tl.zeros((BLOCK,), WIDE)
+    total = tl.load(into, mask=there, other=0).to(WIDE) if ONTO else tl.full((BLOCK,), 0, WIDE)
     for at in range(tl.load(ends + written), tl.load(ends + written + 1)):
         addend = tl.load(addends + at)
         source = addend & ((1 << BITS) - 1)
         member = (addend >> BITS).to(tl.int64)
-        # Of the sources that an addend is not in, nothing is read.
-        total += tl.load(source0 + member * row0 + numbers, mask=there & (source == 0), other=0).to(WIDE)
+        # Of a source that the addend is not in, no column is read.
+        here = numbers < tl.where(source == 0, width, 0)
+        total += tl.load(source0 + member * row0 + numbers, mask=here, other=0).to(WIDE)
         if SOURCES > 1:
-            total += tl.load(source1 + member * row1 + numbers, mask=there & (source == 1), other=0).to(WIDE)
+            here = numbers < tl.where(source == 1, width, 0)
+            total += tl.load(source1 + member * row1 + numbers, mask=here, other=0).to(WIDE)
         if SOURCES > 2:
-            total += tl.load(source2 + member * row2 + numbers, mask=there & (source == 2), other=0).to(WIDE)
+            here = numbers < tl.where(source == 2, width, 0)
+            total += tl.load(source2 + member * row2 + numbers, mask=here, other=0).to(WIDE)
         if SOURCES > 3:
-            total += tl.load(source3 + member * row3 + numbers, mask=there & (source == 3), other=0).to(WIDE)
+            here = numbers < tl.where(source == 3, width, 0)
+            total += tl.load(source3 + member * row3 + numbers, mask=here, other=0).to(WIDE)
         if SOURCES > 4:
-            total += tl.load(source4 + member * row4 + numbers, mask=there & (source == 4), other=0).to(WIDE)
+            here = numbers < tl.where(source == 4, width, 0)
+            total += tl.load(source4 + member * row4 + numbers, mask=here, other=0).to(WIDE)
         if SOURCES > 5:
-            total += tl.load(source5 + member * row5 + numbers, mask=there & (source == 5), other=0).to(WIDE)
+            here = numbers < tl.where(source == 5, width, 0)
+            total += tl.load(source5 + member * row5 + numbers, mask=here, other=0).to(WIDE)
     tl.store(into, total.to(out.dtype.element_ty), mask=there)
 
 

@@ -1,0 +1,46 @@
+"""The fused kernel adds up what the operators of torch add up."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_distca.dispatch.sums import RowSum, _Addends
+from tests.triton_interpreter import interpreted
+
+CPU = torch.device("cpu")
+SOURCES = {
+    "onto the first": [[0, 1, 2, 3], [2, 0, 2], [], [3]],
+    "anew, with rows of no addend": [[2, 1, 2], [2]],
+    "of six": [[0, 3], [0], [1], [3, 3], [0], [2]],
+}
+
+
+@pytest.fixture(scope="module")
+def sum_rows():
+    return interpreted("hf_distca.dispatch.sums_triton").sum_rows
+
+
+def strided(rows, width, dtype, generator):
+    """Rows of a buffer with other columns beside them, as exchanges have them."""
+    buffer = torch.randn(rows, 16 + width, generator=generator).to(dtype)
+    return buffer[:, 8 : 8 + width].view(rows, 2, width // 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("numbers", [4, 2048], ids=["columns of blocks", "a block a row"])
+def test_fused_sum(sum_rows, sources, dtype, numbers, monkeypatch):
+    monkeypatch.setitem(sum_rows.__globals__, "NUMBERS", numbers)
+    targets = [np.array(source, np.int64) for source in sources]
+    onto = sources[0] == [0, 1, 2, 3]
+    generator = torch.Generator().manual_seed(0)
+    rows = [strided(len(source), 6, dtype, generator) for source in sources]
+    out = strided(4, 6, dtype, generator)
+    expected = RowSum(targets, 4, CPU, in_place=False).add_up(rows)
+
+    table = _Addends(targets, 4, onto, CPU)
+    if onto:
+        out.copy_(rows[0])
+    sum_rows(out, table.rows_W, table.ends_W, table.addends_A, rows, onto)
+    # The interpreter cuts bfloat16 off instead of rounding it.
+    torch.testing.assert_close(out, expected, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)

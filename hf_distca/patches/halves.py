@@ -13,8 +13,8 @@ PLAIN = (bool, int, float, str, type(None), DeferredMask)
 """Types of arguments that say the same to both halves."""
 
 
-def split_argument(name: str, value: Any, part: slice, rows: int) -> Any:
-    """One half's share of an argument of a decoder layer.
+def split_argument(name: str, value: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
+    """Both halves' shares of an argument of a decoder layer.
 
     A tensor is taken to have a row per token where its shape says so beyond doubt: [1, T, ...], [N, 1, T, ...] as
     Gemma 3n stacks hidden states, or [T] as positions in a row have it. Tuples, lists and dicts are taken apart.
@@ -22,29 +22,29 @@ def split_argument(name: str, value: Any, part: slice, rows: int) -> Any:
     Args:
         name: of the argument, for errors.
         value: the argument.
-        part: rows of the half.
-        rows: T, rows of both halves.
+        sizes: rows of either half, T together.
 
     Raises:
         ValueError: nothing says how the argument is to be divided.
     """
+    rows = sum(sizes)
     if isinstance(value, Tensor):
-        if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == rows:
-            return value[:, part]
-        if _is_stacked(value) and value.shape[2] == rows:
-            return value[:, :, part]
-        if value.dim() == 1 and value.shape[0] == rows:
-            return value[part]
+        dim = _row_dim(value, rows)
+        if dim is not None:  # the backward of two slices would copy each into zeros of all rows, and add
+            first, second = torch.split(value, list(sizes), dim)
+            return first, second
         if value.dim() == 0:
-            return value
+            return value, value
     elif isinstance(value, dict):
-        return {key: split_argument(f"{name}[{key!r}]", item, part, rows) for key, item in value.items()}
+        pairs = {key: split_argument(f"{name}[{key!r}]", item, sizes) for key, item in value.items()}
+        return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
     elif type(value) in (tuple, list):
-        return type(value)(split_argument(f"{name}[{i}]", item, part, rows) for i, item in enumerate(value))
+        both = [split_argument(f"{name}[{i}]", item, sizes) for i, item in enumerate(value)]
+        return type(value)(pair[0] for pair in both), type(value)(pair[1] for pair in both)
     elif isinstance(value, UserDict):
-        return HalfStates(value, part)
+        return HalfStates(value, slice(0, sizes[0])), HalfStates(value, slice(sizes[0], rows))
     elif isinstance(value, PLAIN):
-        return value
+        return value, value
     elif isinstance(value, Cache):
         raise ValueError("a planned step has no use for cached keys and values; set model.config.use_cache = False")
     described = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -52,6 +52,15 @@ def split_argument(name: str, value: Any, part: slice, rows: int) -> Any:
         f"ping-pong cannot divide the decoder layer's {name} ({described}) into nano-batches of its {rows} rows; "
         "set ping_pong=False for this model"
     )
+
+
+def _row_dim(value: Tensor, rows: int) -> int | None:
+    """The dimension that counts tokens, None where the shape does not say."""
+    if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == rows:
+        return 1
+    if _is_stacked(value) and value.shape[2] == rows:
+        return 2
+    return 0 if value.dim() == 1 and value.shape[0] == rows else None
 
 
 def join_halves(name: str, halves: tuple[Any, ...], sizes: tuple[int, int]) -> Any:

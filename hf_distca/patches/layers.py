@@ -88,20 +88,19 @@ class _PlannedLayer(nn.Module):
             return run(*args, **kwargs)
         bound.ran.layers_in_turns += 1
         del kwargs[PLAN_KEY]
-        rows = bound.rows
-        first = bound.nano_batches[0].rows
+        first, second = (nano.rows for nano in bound.nano_batches)
+        sizes = (first, second)
         outside = ThreadState.now(bound.device.type)
+        split_args = [split_argument(f"argument {i}", value, sizes) for i, value in enumerate(args)]
+        split_kwargs = {name: split_argument(name, value, sizes) for name, value in kwargs.items()}
         halves = []
-        for nano, part in zip(bound.nano_batches, (slice(0, first), slice(first, rows)), strict=True):
-            half_args = [split_argument(f"argument {i}", value, part, rows) for i, value in enumerate(args)]
-            half_kwargs = {name: split_argument(name, value, part, rows) for name, value in kwargs.items()}
-            half_kwargs[PLAN_KEY] = LayerPlan(bound, (nano,), pause=_pause(getcurrent(), outside))
-            halves.append((half_args, half_kwargs))
-        result = _take_turns(run, halves, first, rows, outside)
-        for i, value in enumerate(args):
-            join_states(value, tuple(half_args[i] for half_args, _ in halves))
-        for name, value in kwargs.items():
-            join_states(value, tuple(half_kwargs[name] for _, half_kwargs in halves))
+        for half, nano in enumerate(bound.nano_batches):
+            plan = LayerPlan(bound, (nano,), pause=_pause(getcurrent(), outside))
+            half_kwargs = {name: pair[half] for name, pair in split_kwargs.items()}
+            halves.append(([pair[half] for pair in split_args], {**half_kwargs, PLAN_KEY: plan}))
+        result = _take_turns(run, halves, sizes, outside)
+        for value, pair in zip((*args, *kwargs.values()), (*split_args, *split_kwargs.values()), strict=True):
+            join_states(value, pair)
         return result
 
     def _is_watched(self) -> bool:
@@ -145,8 +144,7 @@ def _pause(layer: greenlet, outside: ThreadState) -> Callable[[], None]:
 def _take_turns(
     run: Callable[..., Any],
     halves: Sequence[tuple[list[Any], dict[str, Any]]],
-    first: int,
-    rows: int,
+    sizes: tuple[int, int],
     outside: ThreadState,
 ) -> Any:
     """Run both halves, one until it pauses, then the other, in the same order on every rank."""
@@ -177,7 +175,6 @@ def _take_turns(
         for runner in runners:  # where one half fails, the other leaves its contexts now and not some time later
             runner.throw()
         outside.restore()
-    sizes = (first, rows - first)
     for key in collected[0]:
         for values in zip(collected[0][key], collected[1][key], strict=True):
             outer[key].append(join_halves(key, values, sizes))

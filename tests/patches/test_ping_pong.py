@@ -115,19 +115,26 @@ def _events(checkpointing: bool, keep: bool) -> list[str]:
     events: list[str] = []
     started: list[object] = []  # kept, so that none takes the place of another
     exchange, kernel = dispatcher.exchange, dispatcher.kernel
-    start, forward, backward = exchange.start, kernel.forward, kernel.backward
+    open_message, forward, backward = exchange.open, kernel.forward, kernel.backward
 
-    def recorded_start(columns, traffic, role, *rows):
-        pending = start(columns, traffic, role, *rows)
-        if traffic.crossing:
-            number = len(started)
+    def recorded_open(columns, traffic, role, device):
+        message = open_message(columns, traffic, role, device)
+        if not traffic.crossing:
+            return message
+        send = message.send
+
+        def recorded_send():
+            number, pending = len(started), send()
             started.append(pending)
             events.append(f"start {number}")
             wait = pending.wait
             pending.wait = lambda: events.append(f"wait {number}") or wait()
-        return pending
+            return pending
 
-    exchange.start = recorded_start
+        message.send = recorded_send
+        return message
+
+    exchange.open = recorded_open
     kernel.forward = lambda *args: events.append("compute") or forward(*args)
     kernel.backward = lambda *args: events.append("compute") or backward(*args)
     documents = random_documents([128, 128])
@@ -233,15 +240,26 @@ def test_layers_keep_their_name_and_stock_behaviour():
 
 
 def test_arguments_are_split_by_shape():
-    rows, part = 6, slice(0, 2)
+    sizes = (2, 4)
     hidden = torch.arange(12).view(1, 6, 2)
-    assert split_argument("hidden_states", hidden, part, rows).tolist() == [[[0, 1], [2, 3]]]
-    assert split_argument("cache_position", torch.arange(6), part, rows).tolist() == [0, 1]
-    cos, sin = split_argument("position_embeddings", (hidden, -hidden), part, rows)
+    first, second = split_argument("hidden_states", hidden, sizes)
+    assert first.tolist() == [[[0, 1], [2, 3]]]
+    assert second.tolist() == [[[4, 5], [6, 7], [8, 9], [10, 11]]]
+    assert [part.tolist() for part in split_argument("cache_position", torch.arange(6), sizes)] == [
+        [0, 1],
+        [2, 3, 4, 5],
+    ]
+    (cos, sin), _ = split_argument("position_embeddings", (hidden, -hidden), sizes)
     assert (cos.shape, sin.shape) == ((1, 2, 2), (1, 2, 2))
-    assert split_argument("per_type", {"full": hidden}, part, rows)["full"].shape == (1, 2, 2)
-    assert split_argument("use_cache", False, part, rows) is False
-    assert split_argument("num_items_in_batch", torch.tensor(5), part, rows) == 5
+    assert split_argument("per_type", {"full": hidden}, sizes)[1]["full"].shape == (1, 4, 2)
+    assert split_argument("use_cache", False, sizes) == (False, False)
+    assert split_argument("num_items_in_batch", torch.tensor(5), sizes) == (5, 5)
+
+
+def test_gradients_of_halves_are_joined_in_one_copy():
+    hidden = torch.zeros(1, 6, 2, requires_grad=True)
+    first, second = split_argument("hidden_states", hidden, (2, 4))
+    assert type(first.grad_fn).__name__ == type(second.grad_fn).__name__ == "SplitWithSizesBackward0"
 
 
 @pytest.mark.parametrize(
@@ -255,12 +273,12 @@ def test_arguments_are_split_by_shape():
 )
 def test_argument_that_cannot_be_split(value, described):
     with pytest.raises(ValueError, match=rf"layer's memory \({described}\).*set ping_pong=False"):
-        split_argument("memory", value, slice(0, 2), 6)
+        split_argument("memory", value, (2, 4))
 
 
 def test_stacked_hidden_states():
     whole = torch.arange(4 * 6 * 3).view(4, 1, 6, 3)
-    halves = tuple(split_argument("x", whole, part, 6) for part in (slice(0, 2), slice(2, 6)))
+    halves = split_argument("x", whole, (2, 4))
     assert [list(half.shape) for half in halves] == [[4, 1, 2, 3], [4, 1, 4, 3]]
     assert torch.equal(halves[1], whole[:, :, 2:])
     assert torch.equal(join_halves("x", halves, (2, 4)), whole)
@@ -268,7 +286,7 @@ def test_stacked_hidden_states():
 
 def test_states_that_layers_leave_to_later_ones():
     whole = UserDict({"old": (torch.arange(6).view(1, 1, 6, 1),)})
-    first, second = (split_argument("x", whole, part, 6) for part in (slice(0, 2), slice(2, 6)))
+    first, second = split_argument("x", whole, (2, 4))
     assert second["old"][0].flatten().tolist() == [2, 3, 4, 5]
     first["new"] = (torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
     second["new"] = (torch.ones(1, 1, 4, 1), torch.zeros(1, 1, 4, 1))

@@ -6,7 +6,7 @@ Shape suffixes: S rows of one source, N rows of the sum, W rows of the sum that 
 what follows a row's letter is free.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,7 @@ class RowSum:
         if len(sources_S) > MAX_SOURCES:
             raise ValueError(f"a sum has at most {MAX_SOURCES} sources, got {len(sources_S)}")
         self._rows = rows
-        self._in_place = in_place and np.array_equal(sources_S[0], np.arange(rows))
+        self._in_place = in_place and len(sources_S[0]) == rows and _increasing(sources_S[0])
         self._fused: _Addends | None = None
         self._steps: _Steps | None = None
         if device.type in ("cuda", "meta"):
@@ -83,20 +83,20 @@ class _Addends:
     """
 
     def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, device: torch.device) -> None:
-        parts = [
-            (targets, np.arange(len(targets)) << SOURCE_BITS | number)
-            for number, targets in enumerate(sources_S)
-            if not (onto and number == 0)
-        ]
-        targets = np.concatenate([part[0] for part in parts]) if parts else np.empty(0, np.int64)
-        addends = np.concatenate([part[1] for part in parts]) if parts else np.empty(0, np.int64)
-        order = np.argsort(targets, kind="stable")
+        parts = [(np.empty(0, np.int32), np.empty(0, np.int32))]
+        for number, targets in enumerate(sources_S):
+            if number or not onto:
+                addends = np.arange(len(targets), dtype=np.int32) << SOURCE_BITS | number
+                parts.append((targets.astype(np.int32), addends))
+        targets, addends = (np.concatenate(column) for column in zip(*parts, strict=True))
+        if not _increasing(targets):
+            addends = addends[np.argsort(targets, kind="stable")]
         counts = np.bincount(targets, minlength=rows)
         written = np.flatnonzero(counts) if onto else None
         ends = np.concatenate([[0], np.cumsum(counts if written is None else counts[written])])
         self.rows_W = None if written is None else to_device(written.astype(np.int32), device)
         self.ends_W = to_device(ends.astype(np.int32), device)
-        self.addends_A = to_device(addends[order].astype(np.int32), device)
+        self.addends_A = to_device(addends, device)
         self.onto = onto
         self._written = len(ends) - 1
 
@@ -130,7 +130,7 @@ class _Steps:
         self._onto = onto
         self._steps = []
         for source, targets in enumerate(sources_S):
-            for members in _rounds(targets) if source or not onto else ():
+            for members in _increasing_runs(targets) if source or not onto else ():
                 fresh = added[targets[members]] == 0
                 for first, part in ((True, members[fresh]), (False, members[~fresh])):
                     if len(part):
@@ -165,18 +165,16 @@ class _Steps:
             out.copy_(total)
 
 
-def _rounds(targets: IntArray) -> Iterator[IntArray]:
-    """Positions in a sequence of row numbers, divided so that no row occurs twice in one part."""
-    if (np.diff(targets) > 0).all():
-        if len(targets):
-            yield np.arange(len(targets))
-        return
-    order = np.argsort(targets, kind="stable")
-    ordered = targets[order]
-    occurrence = np.empty(len(targets), np.int64)
-    occurrence[order] = np.arange(len(targets)) - np.searchsorted(ordered, ordered, side="left")
-    for number in range(int(occurrence.max()) + 1):
-        yield np.flatnonzero(occurrence == number)
+def _increasing(targets: IntArray) -> bool:
+    """Whether each row number is larger than the one before, so that none occurs twice."""
+    return bool((targets[1:] > targets[:-1]).all())
+
+
+def _increasing_runs(targets: IntArray) -> list[IntArray]:
+    """Positions in a sequence of row numbers, divided where they do not increase."""
+    if not len(targets):
+        return []
+    return np.split(np.arange(len(targets)), np.flatnonzero(targets[1:] <= targets[:-1]) + 1)
 
 
 def _sum_rows_on_cuda(

@@ -170,7 +170,7 @@ def test_lora(group):
 
 
 def test_autocast(group):
-    """Weights in float32: kernels and exchanges are given bfloat16 all the same."""
+    """Weights in float32: kernels are given bfloat16 all the same. On the CPU, where sums take other operators."""
     with without_numbers(CPU):
         model = empty_model("llama", CPU, torch.float32, **{**SMALL, **MODELS["llama"]})
         with torch.autocast("cpu", torch.bfloat16):

@@ -297,7 +297,7 @@ def test_states_that_layers_leave_to_later_ones():
 
 def test_cache():
     with pytest.raises(ValueError, match=r"no use for cached keys and values; set model\.config\.use_cache = False"):
-        split_argument("past_key_values", DynamicCache(), slice(0, 2), 6)
+        split_argument("past_key_values", DynamicCache(), (2, 4))
 
 
 def test_output_that_cannot_be_joined():

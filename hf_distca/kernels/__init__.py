@@ -1,7 +1,8 @@
 """Core attention kernels: one contract, implementations chosen by name.
 
 `get_kernel` returns an implementation of `Kernel`, `choose_kernel` the fastest one that can do what a model needs;
-`TaskShapes` and `AttentionParams` say what to compute; `merge_into` joins what the same rows found in two sets of keys.
+`TaskShapes` and `AttentionParams` say what to compute; `merge_into` joins what the same rows found in two sets of
+keys.
 """
 
 from .choice import KERNELS, Choice, Need, choose_kernel, get_kernel

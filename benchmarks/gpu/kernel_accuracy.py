@@ -195,12 +195,15 @@ def check_kernel(setting: Setting, name: str) -> Findings:
                     findings.at_most(error, LSE_BOUND if tensor == "lse" else BOUNDS[dtype], f"{what}, {tensor}")
                     seen = worst.setdefault(dtype_name, {})
                     seen[tensor] = max(seen.get(tensor, 0.0), error)
+    if get_kernel("auto", device).name == name:
+        findings.check(bool(ran), f"{name} is what 'auto' is here, and refuses everything")
+        findings.figures["is_auto"] = True
     if not ran:
         findings.skipped = next(iter(refused.values()))
         return findings
     with findings.trying(f"{name} makes the host wait for the device"):
         _call_without_waiting(kernel, setting)
-    findings.figures = {
+    findings.figures |= {
         "calls": ran,
         "refused": len(refused),
         "reasons": sorted(set(refused.values())),

@@ -37,13 +37,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.kernels.contract import AttentionParams, TaskShapes
 from hf_distca.kernels.torch_varlen import TorchVarlenKernel
 from hf_distca.patches.kinds import attention_kinds
@@ -364,8 +365,25 @@ def without_numbers(device: torch.device = META) -> Iterator[None]:
             stack.enter_context(patch("torch.is_autocast_enabled", lambda _device: False))
             stack.enter_context(patch("torch.get_autocast_dtype", lambda _device: torch.bfloat16))
         else:
+            stack.enter_context(patch("hf_distca.dispatch.index_buffer.host_bytes", _with_numbers))
+            if device.type == "cpu":  # host and device are one there: no numbers at all
+                stack.enter_context(patch("hf_distca.dispatch.bound.IndexBuffer", _NoNumbers))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
+
+
+class _NoNumbers(IndexBuffer):
+    """Hands out tensors that will never hold the numbers."""
+
+    def place(self, numbers: np.ndarray) -> Tensor:
+        """The tensor, see `IndexBuffer.place`."""
+        return torch.empty(numbers.shape, dtype=torch.from_numpy(numbers[:0]).dtype)
+
+
+def _with_numbers(size: int, *, pinned: bool) -> Tensor:
+    """Memory on the host, where numbers of plans are written."""
+    with unset_fake_temporarily():
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def empty_model(

@@ -13,6 +13,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.harness import median_seconds
 from hf_distca.dispatch.backends import exchange_backend, exchange_options
 from hf_distca.dispatch.exchange import Exchange, Traffic
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.rows import row_index
 
 
@@ -45,7 +46,9 @@ def _exchange(setting: Setting) -> Findings:
         torch.randn(rows, heads, dim, device=device).to(setting.dtype),
         torch.randn(rows, 14, device=device),
     ]
-    last_first = row_index(np.arange(rows)[::-1].copy(), device)
+    buffer = IndexBuffer(device)
+    last_first = row_index(np.arange(rows)[::-1], buffer)
+    buffer.send()
     traffic = Traffic([rows], [rows], crossing=True)
 
     def there_and_back() -> None:

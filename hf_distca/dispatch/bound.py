@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Traffic
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.pool import PooledPlan
 from hf_distca.dispatch.rows import row_index
 from hf_distca.dispatch.sums import RowSum
@@ -28,10 +29,10 @@ class BoundGroup:
         empty: no task at all.
     """
 
-    def __init__(self, group: TaskGroup, device: torch.device) -> None:
-        self.shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), device)
-        self.q_rows = row_index(group.q_rows, device)
-        self.k_rows = row_index(group.k_rows, device)
+    def __init__(self, group: TaskGroup, buffer: IndexBuffer) -> None:
+        self.shapes = TaskShapes.placed(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
+        self.q_rows = row_index(group.q_rows, buffer)
+        self.k_rows = row_index(group.k_rows, buffer)
         self.empty = len(group.q_lens) == 0
 
 
@@ -44,9 +45,9 @@ class BoundMessages:
         way_back: the same rows on their way back.
     """
 
-    def __init__(self, messages: Messages, ranks: int, device: torch.device) -> None:
+    def __init__(self, messages: Messages, ranks: int, buffer: IndexBuffer) -> None:
         counts = messages.send_counts[:ranks]
-        self.rows = row_index(messages.send_rows[: counts.sum()], device)
+        self.rows = row_index(messages.send_rows[: counts.sum()], buffer)
         self.traffic = Traffic(counts.tolist(), messages.recv_counts[:ranks].tolist(), messages.crossing)
         self.way_back = self.traffic.reversed()
 
@@ -62,10 +63,10 @@ class ServerRows:
         k_count: number of K/V rows.
     """
 
-    def __init__(self, server: int, routes: Routes, ranks: int, device: torch.device) -> None:
+    def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
         self.server = server
         q_rows, k_rows = (_rows_for(messages, ranks + server) for messages in (routes.queries, routes.keys))
-        self.q_rows, self.k_rows = row_index(q_rows, device), row_index(k_rows, device)
+        self.q_rows, self.k_rows = row_index(q_rows, buffer), row_index(k_rows, buffer)
         self.q_count, self.k_count = len(q_rows), len(k_rows)
 
 
@@ -81,7 +82,7 @@ class BoundRoutes:
         plan: of the kind.
         rank: this one.
         alone: no other nano-batch takes turns with this one.
-        device: the rank's.
+        buffer: takes the index tensors to the rank's device; to be sent before they are used.
 
     Attributes:
         pairs: query-key pairs of this rank's tasks.
@@ -93,35 +94,35 @@ class BoundRoutes:
         received_sums: how dK and dV of received rows are: of visiting and prefix.
     """
 
-    def __init__(self, plan: Plan, rank: int, alone: bool, device: torch.device) -> None:
+    def __init__(self, plan: Plan, rank: int, alone: bool, buffer: IndexBuffer) -> None:
         routes, ranks, window = make_routes(plan, rank), plan.layout.ranks, plan.window
         self.window = window
-        self.queries = BoundMessages(routes.queries, ranks, device)
-        self.keys = BoundMessages(routes.keys, ranks, device)
+        self.queries = BoundMessages(routes.queries, ranks, buffer)
+        self.keys = BoundMessages(routes.keys, ranks, buffer)
         self.pairs = int(loads_of(plan)[rank])
         busy = np.unique(plan.tasks["worker"])
-        self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, device) for worker in busy[busy >= ranks])
-        self.own = BoundGroup(routes.own, device)
-        self.prefix = BoundGroup(routes.prefix, device)
-        self.visiting = BoundGroup(routes.visiting, device)
+        self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
+        self.own = BoundGroup(routes.own, buffer)
+        self.prefix = BoundGroup(routes.prefix, buffer)
+        self.visiting = BoundGroup(routes.visiting, buffer)
         # With full attention a local query's keys are split in its own segment and the rows before it.
         self.prefix_is_causal = window is not None
         own = [routes.own]
         self.own_in_backward: tuple[BoundGroup, ...] = (self.own,)
         if alone and not (self.visiting.empty and self.prefix.empty):
             own = list(routes.own.split(routes.own.half()))
-            self.own_in_backward = tuple(BoundGroup(half, device) for half in own)
+            self.own_in_backward = tuple(BoundGroup(half, buffer) for half in own)
         # What goes to ranks comes back first, in the same order, then what goes to servers.
         query_rows, key_rows = (
             np.split(messages.send_rows, [messages.send_counts[:ranks].sum()])
             for messages in (routes.queries, routes.keys)
         )
         self.query_sums = RowSum(
-            [*(group.q_rows for group in own), routes.prefix.q_rows, *query_rows], routes.local_rows, device
+            [*(group.q_rows for group in own), routes.prefix.q_rows, *query_rows], routes.local_rows, buffer
         )
-        self.key_sums = RowSum([*(group.k_rows for group in own), *key_rows], routes.local_rows, device)
+        self.key_sums = RowSum([*(group.k_rows for group in own), *key_rows], routes.local_rows, buffer)
         self.received_sums = RowSum(
-            [routes.visiting.k_rows, routes.prefix.k_rows], sum(self.keys.traffic.received), device, in_place=False
+            [routes.visiting.k_rows, routes.prefix.k_rows], sum(self.keys.traffic.received), buffer, in_place=False
         )
 
 
@@ -134,11 +135,11 @@ class BoundNanoBatch:
         routes: by kind of attention.
     """
 
-    def __init__(self, number: int, nano_batch: NanoBatch, rank: int, alone: bool, device: torch.device) -> None:
+    def __init__(self, number: int, nano_batch: NanoBatch, rank: int, alone: bool, buffer: IndexBuffer) -> None:
         self.number = number
         self.rows = int(nano_batch.layout.tokens[rank])
-        self.routes = {kind: BoundRoutes(plan, rank, alone, device) for kind, plan in nano_batch.plans.items()}
-        self._plans, self._rank, self._alone, self._device = nano_batch.plans, rank, alone, device
+        self.routes = {kind: BoundRoutes(plan, rank, alone, buffer) for kind, plan in nano_batch.plans.items()}
+        self._plans, self._rank, self._alone, self._device = nano_batch.plans, rank, alone, buffer.device
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
 
     def repair(self, kind: AttentionKind, lost: frozenset[int]) -> BoundRoutes:
@@ -151,7 +152,9 @@ class BoundNanoBatch:
         if (kind, lost) not in self._repairs:
             plan = self._plans[kind]
             rest = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
-            self._repairs[kind, lost] = BoundRoutes(rest, self._rank, self._alone, self._device)
+            buffer = IndexBuffer(self._device)
+            self._repairs[kind, lost] = BoundRoutes(rest, self._rank, self._alone, buffer)
+            buffer.send()
         return self._repairs[kind, lost]
 
 
@@ -203,9 +206,11 @@ class BoundPlan:
         self.plan = plan
         self.device = device
         alone = len(plan.nano_batches) == 1
+        buffer = IndexBuffer(device)
         self.nano_batches = tuple(
-            BoundNanoBatch(number, nano, rank, alone, device) for number, nano in enumerate(plan.nano_batches)
+            BoundNanoBatch(number, nano, rank, alone, buffer) for number, nano in enumerate(plan.nano_batches)
         )
+        buffer.send()
         self.exchange = exchange
         self.kernel = kernel
         self.pool = pool

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.kernels import merge_into
 
 RowIndex = slice | tuple[slice, ...] | Tensor
@@ -22,18 +23,13 @@ FEW_RUNS = 8
 would be another launch."""
 
 
-def to_device(numbers: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
-    """The numbers of an index on a device."""
-    return torch.from_numpy(numbers).to(device, non_blocking=True)
-
-
-def row_index(rows: NDArray[np.int64], device: torch.device) -> RowIndex:
-    """Make an index of the given rows, of shape [N]."""
+def row_index(rows: NDArray[np.int64], buffer: IndexBuffer) -> RowIndex:
+    """Make an index of the given rows, of shape [N]; it is there once the buffer is sent."""
     if len(rows) == 0:
         return slice(0, 0)
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    if len(breaks) >= (FEW_RUNS if device.type == "cpu" else 1):
-        return to_device(rows, device)
+    if len(breaks) >= (FEW_RUNS if buffer.device.type == "cpu" else 1):
+        return buffer.place(rows)
     runs = tuple(slice(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks))
     return runs if len(runs) > 1 else runs[0]
 

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_distca.dispatch.rows import RowIndex, put, row_index, run_by_run, take, to_device
+from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.rows import RowIndex, put, row_index, run_by_run, take
 
 IntArray = NDArray[np.int64]
 
@@ -33,7 +34,7 @@ class RowSum:
     Args:
         sources_S: for each source, the row of the sum to which each of its rows is to be added.
         rows: of the sum.
-        device: where it is computed.
+        buffer: takes the sum to where it is computed; to be sent before that.
         in_place: whether the first source may be overwritten.
 
     Raises:
@@ -41,7 +42,7 @@ class RowSum:
     """
 
     def __init__(
-        self, sources_S: Sequence[IntArray], rows: int, device: torch.device, *, in_place: bool = True
+        self, sources_S: Sequence[IntArray], rows: int, buffer: IndexBuffer, *, in_place: bool = True
     ) -> None:
         if len(sources_S) > MAX_SOURCES:
             raise ValueError(f"a sum has at most {MAX_SOURCES} sources, got {len(sources_S)}")
@@ -49,10 +50,10 @@ class RowSum:
         self._in_place = in_place and len(sources_S[0]) == rows and _increasing(sources_S[0])
         self._fused: _Addends | None = None
         self._steps: _Steps | None = None
-        if device.type in ("cuda", "meta"):
-            self._fused = _Addends(sources_S, rows, self._in_place, device)
+        if buffer.device.type in ("cuda", "meta"):
+            self._fused = _Addends(sources_S, rows, self._in_place, buffer)
         else:
-            self._steps = _Steps(sources_S, rows, self._in_place, device)
+            self._steps = _Steps(sources_S, rows, self._in_place, buffer)
 
     def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """The sum, [N, …] in the dtype of the sources.
@@ -82,7 +83,7 @@ class _Addends:
         onto: whether they are added to what is there.
     """
 
-    def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, device: torch.device) -> None:
+    def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer) -> None:
         parts = [(np.empty(0, np.int32), np.empty(0, np.int32))]
         for number, targets in enumerate(sources_S):
             if number or not onto:
@@ -94,9 +95,9 @@ class _Addends:
         counts = np.bincount(targets, minlength=rows)
         written = np.flatnonzero(counts) if onto else None
         ends = np.concatenate([[0], np.cumsum(counts if written is None else counts[written])])
-        self.rows_W = None if written is None else to_device(written.astype(np.int32), device)
-        self.ends_W = to_device(ends.astype(np.int32), device)
-        self.addends_A = to_device(addends, device)
+        self.rows_W = None if written is None else buffer.place(written.astype(np.int32))
+        self.ends_W = buffer.place(ends.astype(np.int32))
+        self.addends_A = buffer.place(addends)
         self.onto = onto
         self._written = len(ends) - 1
 
@@ -125,7 +126,7 @@ class _Step:
 class _Steps:
     """A sum as torch's operators add it up: run by run, so that most of it is slices."""
 
-    def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, device: torch.device) -> None:
+    def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer) -> None:
         added = np.full(rows, int(onto))
         self._onto = onto
         self._steps = []
@@ -135,10 +136,10 @@ class _Steps:
                 for first, part in ((True, members[fresh]), (False, members[~fresh])):
                     if len(part):
                         self._steps.append(
-                            _Step(source, row_index(targets[part], device), row_index(part, device), first)
+                            _Step(source, row_index(targets[part], buffer), row_index(part, buffer), first)
                         )
                 added[targets[members]] += 1
-        self._without = row_index(np.flatnonzero(added == 0), device)
+        self._without = row_index(np.flatnonzero(added == 0), buffer)
         # The sum of two is rounded once, in whatever dtype they are added.
         self._widen = bool((added > 2).any())
 

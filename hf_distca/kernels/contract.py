@@ -11,7 +11,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 KERNEL_NAMES = ("auto", "reference", "cpu", "torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4")
@@ -67,6 +69,15 @@ class TaskShapes:
         Raises:
             ValueError: the two differ in number, or a length is negative.
         """
+        return TaskShapes.placed(
+            q_lens, k_lens, lambda numbers: torch.from_numpy(numbers).to(device, non_blocking=True)
+        )
+
+    @staticmethod
+    def placed(
+        q_lens: Sequence[int], k_lens: Sequence[int], place: Callable[[NDArray[np.int32]], Tensor]
+    ) -> "TaskShapes":
+        """The same with `place` to take numbers to the device: one that gathers many can send them together."""
         q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
         if len(q_lens) != len(k_lens):
             raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give one of each per task")
@@ -74,7 +85,7 @@ class TaskShapes:
             raise ValueError(f"lengths must be 0 or more, got q_lens {q_lens} and k_lens {k_lens}")
 
         def cumulative(lens: tuple[int, ...]) -> Tensor:
-            return torch.tensor([0, *accumulate(lens)], dtype=torch.int32).to(device, non_blocking=True)
+            return place(np.array([0, *accumulate(lens)], np.int32))
 
         return TaskShapes(
             q_lens=q_lens,

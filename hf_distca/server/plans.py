@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hf_distca.dispatch.bound import BoundGroup
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.plan import NanoBatch, Plan
 from hf_distca.plan_codec import PlanHeader
@@ -31,11 +32,11 @@ class ServedTasks:
         pairs: query-key pairs of all tasks.
     """
 
-    def __init__(self, plan: Plan, worker: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
-        self.group = BoundGroup(routes.visiting, device)
+        self.group = BoundGroup(routes.visiting, buffer)
         self.key_sums = RowSum(
-            [routes.visiting.k_rows], int(routes.keys.recv_counts[: plan.layout.ranks].sum()), device
+            [routes.visiting.k_rows], int(routes.keys.recv_counts[: plan.layout.ranks].sum()), buffer
         )
         self.rows: dict[str, list[slice]] = {}
         self.totals: dict[str, int] = {}
@@ -64,11 +65,13 @@ class ServedPlan:
 
     def __init__(self, header: PlanHeader, nano_batches: tuple[NanoBatch, ...], device: torch.device) -> None:
         self.ranks = header.ranks
+        buffer = IndexBuffer(device)
         self.tasks = {
-            (number, kind): ServedTasks(plan, header.worker, device)
+            (number, kind): ServedTasks(plan, header.worker, buffer)
             for number, nano in enumerate(nano_batches)
             for kind, plan in nano.plans.items()
         }
+        buffer.send()
 
 
 class PlanStore:

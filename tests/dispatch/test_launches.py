@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from tests.counting import (
     META,
@@ -54,15 +55,7 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield group
 
 
-def run(
-    model: PreTrainedModel,
-    group: dist.ProcessGroup,
-    layout: str,
-    turns: bool,
-    checkpoint: str = "none",
-    device: torch.device = META,
-) -> tuple[Counting, MetaKernel]:
-    """One step of a model; to be called inside `without_numbers`."""
+def small_plan(model: PreTrainedModel, layout: str, turns: bool) -> MicroBatchPlan:
     settings = PlanSettings(
         RANKS,
         sum(LENGTHS) // RANKS,
@@ -72,7 +65,19 @@ def run(
         row_overhead=MetaKernel.row_overhead,
         ping_pong=turns,
     )
-    bound = bound_plan(plan_micro_batch(LENGTHS, settings), RANK, group, device)
+    return plan_micro_batch(LENGTHS, settings)
+
+
+def run(
+    model: PreTrainedModel,
+    group: dist.ProcessGroup,
+    layout: str,
+    turns: bool,
+    checkpoint: str = "none",
+    device: torch.device = META,
+) -> tuple[Counting, MetaKernel]:
+    """One step of a model; to be called inside `without_numbers`."""
+    bound = bound_plan(small_plan(model, layout, turns), RANK, group, device)
     if turns:
         plan_layers(model)
     if checkpoint != "none":
@@ -158,6 +163,18 @@ def inner_layer(mode: Counting, kind: str) -> tuple[int, ...]:
         [c for c in mode.calls if c.owner == "dispatch" and c.layer == (first if c.backward else last)],
     )
     return sums.launches, sums.copies, sums.views, sums.attention, sums.exchanges, -(-sums.moved // 1000)
+
+
+@pytest.mark.parametrize(("model_type", "layout"), [("llama", "joint"), ("gemma3_text", "fixed")])
+def test_binding_is_one_copy(group, model_type, layout):
+    """Of all numbers of both nano-batches and all kinds of layers."""
+    with without_numbers():
+        model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
+        plan = small_plan(model, layout, True)
+        with Counting() as mode:
+            bound_plan(plan, RANK, group)
+    assert [call.name for call in mode.calls if call.launches] == ["copy_"]
+    assert mode.calls[-1].moved > 1000
 
 
 def test_lora(group):

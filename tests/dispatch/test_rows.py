@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from hf_distca.dispatch.arena import Arena, rounded_up
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.rows import FEW_RUNS, copy_rows, put, row_index, take
 
 CPU = torch.device("cpu")
@@ -10,7 +11,7 @@ SCATTERED = list(range(0, 4 * FEW_RUNS, 2))
 
 
 def index(rows):
-    return row_index(np.array(rows, np.int64), CPU)
+    return row_index(np.array(rows, np.int64), IndexBuffer(CPU))
 
 
 def test_kinds_of_index():
@@ -22,8 +23,8 @@ def test_kinds_of_index():
 
 def test_runs_are_one_index_where_each_would_be_a_launch():
     meta = torch.device("meta")
-    assert row_index(np.array([3, 4, 5]), meta) == slice(3, 6)
-    assert row_index(np.array([3, 4, 7]), meta).shape == (3,)
+    assert row_index(np.array([3, 4, 5]), IndexBuffer(meta)) == slice(3, 6)
+    assert row_index(np.array([3, 4, 7]), IndexBuffer(meta)).shape == (3,)
 
 
 @pytest.mark.parametrize("rows", [[], [2, 3], [5, 6, 0, 3], SCATTERED], ids=["none", "slice", "runs", "scattered"])

@@ -4,13 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.sums import MAX_SOURCES, RowSum
 
 CPU = torch.device("cpu")
 
 
 def row_sum(sources, rows, **options):
-    return RowSum([np.array(source, np.int64) for source in sources], rows, CPU, **options)
+    return RowSum([np.array(source, np.int64) for source in sources], rows, IndexBuffer(CPU), **options)
 
 
 def column(*values, dtype=torch.float32):

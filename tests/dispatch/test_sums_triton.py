@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.sums import RowSum, _Addends
 from tests.triton_interpreter import interpreted
 
@@ -36,9 +37,9 @@ def test_fused_sum(sum_rows, sources, dtype, numbers, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     rows = [strided(len(source), 6, dtype, generator) for source in sources]
     out = strided(4, 6, dtype, generator)
-    expected = RowSum(targets, 4, CPU, in_place=False).add_up(rows)
+    expected = RowSum(targets, 4, IndexBuffer(CPU), in_place=False).add_up(rows)
 
-    table = _Addends(targets, 4, onto, CPU)
+    table = _Addends(targets, 4, onto, IndexBuffer(CPU))
     if onto:
         out.copy_(rows[0])
     sum_rows(out, table.rows_W, table.ends_W, table.addends_A, rows, onto)

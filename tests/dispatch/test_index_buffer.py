@@ -1,0 +1,39 @@
+import numpy as np
+import pytest
+import torch
+
+from hf_distca.dispatch import index_buffer
+from hf_distca.dispatch.index_buffer import IndexBuffer
+from tests.counting import META, Counting
+
+NUMBERS = [np.array([3, 1, 2]), np.array([0, 5], np.int32), np.arange(0), np.arange(4)[::2]]
+
+
+def test_numbers_come_back_aligned():
+    buffer = IndexBuffer(torch.device("cpu"))
+    placed = [buffer.place(numbers) for numbers in NUMBERS]
+    buffer.send()
+    assert [x.tolist() for x in placed] == [[3, 1, 2], [0, 5], [], [0, 2]]
+    assert [x.dtype for x in placed] == [torch.int64, torch.int32, torch.int64, torch.int64]
+    assert [x.storage_offset() * x.itemsize for x in placed] == [0, 32, 48, 48]
+    assert len({x.untyped_storage().data_ptr() for x in placed}) == 1
+
+
+@pytest.mark.parametrize(("chunk", "copies"), [(64, 1), (63, 2), (1, 4)])
+def test_one_copy_where_there_is_room(monkeypatch, chunk, copies):
+    monkeypatch.setattr(index_buffer, "CHUNK_BYTES", chunk)
+    buffer = IndexBuffer(META)
+    with Counting() as mode:
+        placed = [buffer.place(np.arange(2)) for _ in range(4)]
+        buffer.send()
+        buffer.send()
+    assert [x.shape for x in placed] == [(2,)] * 4
+    assert [call.name for call in mode.calls if call.what == "copy"] == ["copy_"] * copies
+
+
+def test_what_is_placed_after_sending_lies_elsewhere():
+    buffer = IndexBuffer(torch.device("cpu"))
+    first = buffer.place(np.array([1]))
+    buffer.send()
+    buffer.place(np.array([2]))
+    assert first.tolist() == [1]

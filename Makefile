@@ -54,9 +54,9 @@ tests: $(SETUP)
 	$(BIN)/python -m pytest
 
 # What calls into other libraries, and trains under accelerate as users launch it.
-VERSION_TESTS := tests/test_imports.py tests/kernels tests/collator tests/dispatch/test_groups.py \
-	tests/patches/test_planned_attention.py tests/patches/test_unplanned.py tests/patches/test_kinds.py \
-	tests/patches/test_compile.py tests/trainer/test_trainer.py tests/trainer/test_adapters.py \
+VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \
+	tests/collator tests/dispatch/test_groups.py tests/patches/test_planned_attention.py \
+	tests/patches/test_unplanned.py tests/patches/test_compile.py tests/trainer/test_adapters.py \
 	tests/trainer/test_parallel.py tests/trainer/test_launch.py -k "not test_launch or fsdp2 or zero3"
 
 # uv, because pip knows no way to take the oldest. What these versions need in turn is as new as they let it be.

@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
@@ -36,8 +36,14 @@ ARGUMENTS = {
     "dataloader_num_workers": 0,
     "save_strategy": "no",
 }
-FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, "activation_checkpointing": True}
-PLAIN = {**FEW, "activation_checkpointing": False}
+# Older transformers know it by its first name alone.
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
+FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True}
+PLAIN = {**FEW, CHECKPOINTING: False}
 FSDP_CHECKPOINTS = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
 LORA = {**FEW, "max_steps": 8, "learning_rate": 3e-2}
 BF16 = {**LORA, "bf16": True}

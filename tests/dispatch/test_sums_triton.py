@@ -21,9 +21,9 @@ def sum_rows():
     return interpreted("hf_distca.dispatch.sums_triton").sum_rows
 
 
-def strided(rows, width, dtype, generator):
+def strided(rows, width, dtype, generator, more=0):
     """Rows of a buffer with other columns beside them, as exchanges have them."""
-    buffer = torch.randn(rows, 16 + width, generator=generator).to(dtype)
+    buffer = torch.randn(rows, 16 + width + more, generator=generator).to(dtype)
     return buffer[:, 8 : 8 + width].view(rows, 2, width // 2)
 
 
@@ -35,7 +35,7 @@ def test_fused_sum(sum_rows, sources, dtype, numbers, monkeypatch):
     targets = [np.array(source, np.int64) for source in sources]
     onto = sources[0] == [0, 1, 2, 3]
     generator = torch.Generator().manual_seed(0)
-    rows = [strided(len(source), 6, dtype, generator) for source in sources]
+    rows = [strided(len(source), 6, dtype, generator, number) for number, source in enumerate(sources)]
     out = strided(4, 6, dtype, generator)
     expected = RowSum(targets, 4, IndexBuffer(CPU), in_place=False).add_up(rows)
 

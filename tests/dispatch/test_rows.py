@@ -5,12 +5,8 @@ import pytest
 import torch
 
 from hf_distca.dispatch.arena import Arena, rounded_up
-<<<<<<< Updated upstream
 from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.rows import FEW_RUNS, copy_rows, put, row_index, take
-=======
 from hf_distca.dispatch.rows import FEW_RUNS, copy_rows, merge_rows, put, row_index, take
->>>>>>> Stashed changes
 
 CPU = torch.device("cpu")
 SCATTERED = list(range(0, 4 * FEW_RUNS, 2))
@@ -49,7 +45,8 @@ def test_take_put_and_copy(rows):
 @pytest.mark.parametrize("rows", [[2, 3], [5, 6, 0, 3], SCATTERED], ids=["slice", "runs", "scattered"])
 def test_merge(rows):
     o, lse = torch.ones(40, 1, 2), torch.zeros(40, 1)
-    merge_rows(o, lse, index(rows), torch.tensor(rows).view(-1, 1, 1).expand(-1, 1, 2).float(), torch.zeros(len(rows), 1))
+    part = torch.tensor(rows).view(-1, 1, 1).expand(-1, 1, 2).float()
+    merge_rows(o, lse, index(rows), part, torch.zeros(len(rows), 1))
     assert o[:, 0, 1].tolist() == [(1 + row) / 2 if row in rows else 1 for row in range(40)]
     assert lse.flatten().tolist() == pytest.approx([math.log(2) if row in rows else 0 for row in range(40)])
 

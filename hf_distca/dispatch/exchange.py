@@ -23,6 +23,10 @@ Column = tuple[tuple[int, ...], torch.dtype]
 ALIGNMENT = 16
 """Bytes. Columns and rows begin at multiples of it: kernels load so many at once from where the numbers lie."""
 
+SIZES_KEPT = 8
+"""A plan's exchanges of one role have a size for each kind of attention and direction, of which models have up to
+four; what is kept of them is where columns lie in memory that is there anyway."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -156,7 +160,7 @@ class Exchange:
     def __init__(self, groups: Groups) -> None:
         self._group = groups.exchange
         self._arena = Arena()
-        self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role; one a direction
+        self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one a size
         self.clock = Clock()
 
     def start(
@@ -199,7 +203,7 @@ class Exchange:
                 return buffers
         size = _Size(columns, traffic)
         if all(self._arena.holds((role, name), rows * size.row_bytes) for name, rows in size.rows.items()):
-            del known[:-1]  # what an earlier plan left: this one has one size a direction
+            del known[: 1 - SIZES_KEPT]  # what earlier plans left
         else:
             known.clear()  # the memory goes back before more is taken
         known.append(_Buffers(self._arena, role, size, device))

@@ -37,3 +37,19 @@ def test_columns_and_rows_begin_where_kernels_can_load_them(rank_pools):
 @pytest.mark.parametrize("crossing", [True, False])
 def test_rows_back(crossing):
     assert Traffic([1, 2], [3, 4], crossing).reversed() == Traffic([3, 4], [1, 2], crossing)
+
+
+def test_buffers_are_laid_out_once_for_all_kinds_of_layers():
+    device = torch.device("cpu")
+    exchange = Exchange(Groups(device, timeout_s=60.0))
+    # Two kinds of layers, forward and backward: other columns, other numbers of rows.
+    sizes = [
+        ([((2, 8), torch.float32)] * columns, Traffic([rows], [rows], crossing=False))
+        for rows, columns in ((40, 3), (30, 1), (20, 3), (10, 1))
+    ]
+
+    def layer():
+        return [exchange.open(columns, traffic, "queries", device).columns[0] for columns, traffic in sizes]
+
+    first = layer()
+    assert all(again is before for again, before in zip(layer(), first, strict=True))

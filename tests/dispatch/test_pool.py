@@ -8,6 +8,7 @@ from hf_distca.call_codec import Call
 from hf_distca.dispatch.bound import BoundRoutes
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.pool import Pool, PooledPlan
 from hf_distca.dispatch.speeds import Observed, Served, TimedKernel
 from hf_distca.kernels import get_kernel
@@ -255,7 +256,9 @@ def pool(monkeypatch):
 @pytest.fixture
 def routes():
     """Of one trainer and one server."""
-    routes = BoundRoutes(make_nano_batch([64], 1, 1, 0, kinds=(FULL,)).plans[FULL], 0, False, torch.device("cpu"))
+    routes = BoundRoutes(
+        make_nano_batch([64], 1, 1, 0, kinds=(FULL,)).plans[FULL], 0, False, IndexBuffer(torch.device("cpu"))
+    )
     assert routes.pairs > 0
     return routes
 

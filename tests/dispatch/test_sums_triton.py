@@ -1,11 +1,16 @@
 """The fused kernel adds up what the operators of torch add up."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 
+from hf_distca.dispatch import sums_triton
 from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.sums import RowSum, _Addends
+from hf_distca.dispatch.sums import MAX_SOURCES, RowSum, _Addends
+from tests.triton_compiler import AMPERE, BLACKWELL, HOPPER, compiled
 from tests.triton_interpreter import interpreted
 
 CPU = torch.device("cpu")
@@ -45,3 +50,16 @@ def test_fused_sum(sum_rows, sources, dtype, numbers, monkeypatch):
     sum_rows(out, table.rows_W, table.ends_W, table.addends_A, rows, onto)
     # The interpreter cuts bfloat16 off instead of rounding it.
     torch.testing.assert_close(out, expected, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
+@pytest.mark.parametrize("onto", [False, True], ids=["anew", "onto"])
+def test_machine_code(capability, onto):
+    kernel = importlib.reload(sums_triton)._sum_kernel
+    types = {"out": "*bf16", "out_row": "i32", "width": "i32", "rows": "*i32", "ends": "*i32", "addends": "*i32"}
+    types |= {f"source{i}": "*bf16" for i in range(MAX_SOURCES)} | {f"row{i}": "i32" for i in range(MAX_SOURCES)}
+    constants = {"SOURCES": 4, "BITS": 3, "BY_INDEX": onto, "ONTO": onto, "WIDE": tl.float32, "BLOCK": 2048}
+    ptx = compiled(kernel, capability, types, constants)
+    assert "ld.global.v4.b32" in ptx  # 16 bytes at once
+    assert "st.global.v4.b32" in ptx

@@ -1,11 +1,13 @@
 """The fused kernel merges as the operators of torch do."""
 
+import importlib
 import math
 
 import pytest
 import torch
 
-from hf_distca.kernels import merge_into
+from hf_distca.kernels import merge_into, merge_triton
+from tests.triton_compiler import AMPERE, BLACKWELL, HOPPER, compiled
 from tests.triton_interpreter import interpreted
 
 
@@ -14,7 +16,7 @@ def fused():
     return interpreted("hf_distca.kernels.merge_triton").merge_into
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero")  # the interpreter takes logarithms of what is not used, too
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # in what the interpreter does not use
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [None, [4, 0, 2]], ids=["all rows", "by index"])
 @pytest.mark.parametrize("numbers", [16, 2048], ids=["few heads a program", "all heads a program"])
@@ -38,3 +40,15 @@ def test_fused_merge(fused, dtype, rows, numbers, monkeypatch):
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
     assert o[0, 0].tolist() == [0.0] * 12
     assert lse[0, 0] == -math.inf
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
+def test_machine_code(capability):
+    kernel = importlib.reload(merge_triton)._merge_kernel
+    types = {"o": "*bf16", "lse": "*fp32", "o_part": "*bf16", "lse_part": "*fp32", "rows": "*i64"}
+    strides = ("o_row", "lse_row", "lse_head", "o_part_row", "lse_part_row", "lse_part_head")
+    types |= dict.fromkeys((*strides, "heads", "head_dim"), "i32")
+    ptx = compiled(kernel, capability, types, {"BY_INDEX": True, "BLOCK_H": 16, "BLOCK_E": 128})
+    assert "ld.global.v4.b32" in ptx  # 16 bytes at once
+    assert "st.global.v4.b32" in ptx

@@ -30,16 +30,17 @@ class IndexBuffer:
 
     def place(self, numbers: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
         """The tensor that will hold the numbers, of their shape [N] and dtype."""
-        if self._used + max(numbers.nbytes, 1) > len(self._host_B):
+        dense: NDArray[np.int64] | NDArray[np.int32] = np.ascontiguousarray(numbers)
+        if self._used + max(dense.nbytes, 1) > len(self._host_B):
             self.send()
-            size = max(CHUNK_BYTES, numbers.nbytes)
+            size = max(CHUNK_BYTES, dense.nbytes)
             self._host_B = host_bytes(size, pinned=self.device.type == "cuda")
             on_host = self.device.type == "cpu"
             self._device_B = self._host_B if on_host else torch.empty(size, dtype=torch.uint8, device=self.device)
-        start, stop = self._used, self._used + numbers.nbytes
-        self._host_B.numpy()[start:stop] = np.ascontiguousarray(numbers).view(np.uint8)
+        start, stop = self._used, self._used + dense.nbytes
+        self._host_B.numpy()[start:stop] = dense.view(np.uint8)
         self._used = -(-stop // ALIGNMENT) * ALIGNMENT
-        return self._device_B[start:stop].view(torch.from_numpy(numbers[:0]).dtype)
+        return self._device_B[start:stop].view(torch.from_numpy(dense[:0]).dtype)
 
     def send(self) -> None:
         """Send what has been placed, without waiting for its arrival. Nothing can be placed in the same memory again.

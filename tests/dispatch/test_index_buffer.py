@@ -37,3 +37,9 @@ def test_what_is_placed_after_sending_lies_elsewhere():
     buffer.send()
     buffer.place(np.array([2]))
     assert first.tolist() == [1]
+
+
+def test_numbers_that_lie_in_another_order():
+    buffer = IndexBuffer(torch.device("cpu"))
+    assert buffer.place(np.arange(5)[::-1]).tolist() == [4, 3, 2, 1, 0]
+    assert buffer.place(np.arange(6)[::2]).tolist() == [0, 2, 4]

@@ -4,6 +4,8 @@ A copy of its own for each would cost the host some ten microseconds, and from p
 wait for it.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,7 +32,7 @@ class IndexBuffer:
 
     def place(self, numbers: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
         """The tensor that will hold the numbers, of their shape [N] and dtype."""
-        dense: NDArray[np.int64] | NDArray[np.int32] = np.ascontiguousarray(numbers)
+        dense: NDArray[Any] = np.ascontiguousarray(numbers)
         if self._used + max(dense.nbytes, 1) > len(self._host_B):
             self.send()
             size = max(CHUNK_BYTES, dense.nbytes)

@@ -181,7 +181,7 @@ class Exchange:
                 copy_rows(target, column, rows)
         return message.send()
 
-    def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> "Message":
+    def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> Message:
         """Make room for rows that are to be sent, so that what computes them can write them there.
 
         Every rank opens and sends the same messages in the same order, with the same columns and the same

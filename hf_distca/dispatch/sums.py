@@ -48,12 +48,8 @@ class RowSum:
             raise ValueError(f"a sum has at most {MAX_SOURCES} sources, got {len(sources_S)}")
         self._rows = rows
         self._in_place = in_place and len(sources_S[0]) == rows and _increasing(sources_S[0])
-        self._fused: _Addends | None = None
-        self._steps: _Steps | None = None
-        if buffer.device.type in ("cuda", "meta"):
-            self._fused = _Addends(sources_S, rows, self._in_place, buffer)
-        else:
-            self._steps = _Steps(sources_S, rows, self._in_place, buffer)
+        table = _Addends if buffer.device.type in ("cuda", "meta") else _Steps
+        self._table: _Addends | _Steps = table(sources_S, rows, self._in_place, buffer)
 
     def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """The sum, [N, …] in the dtype of the sources.
@@ -66,10 +62,7 @@ class RowSum:
         base = sources[0]
         if out is None:
             out = base if self._in_place else base.new_empty((self._rows, *base.shape[1:]))
-        if self._fused is not None:
-            self._fused.add_up(sources, out)
-        elif self._steps is not None:
-            self._steps.add_up(sources, out)
+        self._table.add_up(sources, out)
         return out
 
 

@@ -42,7 +42,7 @@ class FlashAttnKernel(FlashVarlenKernel):
             dropout_p=0.0,
             softmax_scale=call.scale,
             causal=call.causal,
-            **_window(call),
+            **call.window(),
             softcap=call.softcap,
         )
         return o_QHP, lse_HQ
@@ -75,21 +75,12 @@ class FlashAttnKernel(FlashVarlenKernel):
             dropout_p=0.0,
             softmax_scale=call.scale,
             causal=call.causal,
-            **_window(call),
+            **call.window(),
             softcap=call.softcap,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return dq_QHP, dk_KGP, dv_KGP
-
-
-def _window(call: VarlenCall) -> dict[str, int]:
-    """The window as the package has it: -1 for all."""
-    left, right = call.window_left, call.window_right
-    return {
-        "window_size_left": -1 if left is None else left,
-        "window_size_right": -1 if right is None else right,
-    }
 
 
 def _package() -> ModuleType:

@@ -99,8 +99,7 @@ class FlashAttn3Kernel(FlashVarlenKernel):
             "max_seqlen_k": call.max_k,
             "softmax_scale": call.scale,
             "is_causal": call.causal,
-            "window_size_left": -1 if call.window_left is None else call.window_left,
-            "window_size_right": -1 if call.window_right is None else call.window_right,
+            **call.window(),
             "softcap": call.softcap,
             "sm_margin": self._sm_margin,
         }

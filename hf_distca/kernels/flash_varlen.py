@@ -72,6 +72,14 @@ class VarlenCall:
             softcap=params.softcap or 0.0,
         )
 
+    def window(self) -> dict[str, int]:
+        """The window as FlashAttention-2 and 3 are told of it: -1 for all."""
+        left, right = self.window_left, self.window_right
+        return {
+            "window_size_left": -1 if left is None else left,
+            "window_size_right": -1 if right is None else right,
+        }
+
 
 class FlashVarlenKernel(ABC):
     """A kernel built on a FlashAttention varlen kernel. See `Kernel` for its public methods.

@@ -35,9 +35,6 @@ class ServedTasks:
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         self.group = BoundGroup(routes.visiting, buffer)
-        self.key_sums = RowSum(
-            [routes.visiting.k_rows], int(routes.keys.recv_counts[: plan.layout.ranks].sum()), buffer
-        )
         self.rows: dict[str, list[slice]] = {}
         self.totals: dict[str, int] = {}
         for kind, messages in (("queries", routes.queries), ("keys", routes.keys)):
@@ -45,6 +42,7 @@ class ServedTasks:
             stops = np.cumsum(counts)
             self.rows[kind] = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
             self.totals[kind] = int(counts.sum())
+        self.key_sums = RowSum([routes.visiting.k_rows], self.totals["keys"], buffer)
         self.trainers = frozenset(
             rank
             for rank, parts in enumerate(zip(self.rows["queries"], self.rows["keys"], strict=True))

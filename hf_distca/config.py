@@ -95,9 +95,9 @@ class DistCAConfig:
             "the others train; 'external' lets servers started with `hf-distca serve` join and leave at any time."
         },
     )
-    trainers_serve: bool = field(
+    ranks_serve: bool = field(
         default=True,
-        metadata={"help": "Trainers compute core attention too while there are dedicated servers."},
+        metadata={"help": "Ranks compute core attention too while there are dedicated servers."},
     )
     attention_server_address: str = field(
         default="127.0.0.1:0",

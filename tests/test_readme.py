@@ -77,8 +77,8 @@ def test_settings_and_their_defaults():
 
 
 def test_settings_of_attention_servers():
-    named = set(re.findall(r"`((?:attention_server|trainers_serve)\w*)`", PAGES["attention_servers.md"]))
-    assert {"attention_servers", "trainers_serve"} <= named <= set(FIELDS) | {"attention_servers"}
+    named = set(re.findall(r"`((?:attention_server|ranks_serve)\w*)`", PAGES["attention_servers.md"]))
+    assert {"attention_servers", "ranks_serve"} <= named <= set(FIELDS) | {"attention_servers"}
 
 
 @pytest.mark.parametrize("page", PAGES)

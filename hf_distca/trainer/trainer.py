@@ -155,7 +155,7 @@ class DistCATrainer(Trainer):
                 args.attention_server_launch,
                 address=args.attention_server_address,
                 token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
-                ranks_serve=args.trainers_serve,
+                ranks_serve=args.ranks_serve,
                 timeout_s=args.attention_server_timeout,
             )
         if settings.ping_pong:

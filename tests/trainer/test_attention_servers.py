@@ -33,7 +33,7 @@ def attention_servers(result: dict) -> list[int]:
 def test_servers_of_the_same_launch(strategy, servers, serve, expected, tmp_path):
     arguments = ARGUMENTS | {
         "attention_servers": servers,
-        "trainers_serve": serve,
+        "ranks_serve": serve,
         "save_strategy": "steps",  # the arguments are saved too
         "dataloader_num_workers": servers - 1,
     }
@@ -144,7 +144,7 @@ def test_a_server_takes_the_gpu_of_its_number(processes, cpu, gpus, device):
 
 def test_settings_reach_the_pool(tmp_path):
     trainer = make_trainer(
-        str(tmp_path), attention_servers="external", trainers_serve=False, attention_server_timeout=7.0
+        str(tmp_path), attention_servers="external", ranks_serve=False, attention_server_timeout=7.0
     )
     try:
         assert trainer.pool is trainer.dispatcher.pool

@@ -1,0 +1,191 @@
+"""What a rank's core attention spent its time on: one recorder, one clock a device.
+
+The executor reports phases, kernel calls and waits to it; a pool adds what servers report. Whoever wants to know
+listens: the trainer's log, the speeds of workers, a timeline.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from hf_distca.dispatch.schedule import Direction
+
+Kind = Literal["phase", "kernel", "wait", "server"]
+"""A phase of a schedule; a kernel call or a wait for an exchange, which lie within phases; a server's kernel call."""
+
+KINDS: tuple[Kind, ...] = ("phase", "kernel", "wait", "server")
+
+ALWAYS: frozenset[Kind] = frozenset({"wait"})
+"""Added up even if nobody listens: training logs how long ranks wait."""
+
+
+class Work(NamedTuple):
+    """One core attention.
+
+    Attributes:
+        layer: index of the model's attention layer; None where the model does not tell.
+        nano_batch: index of the nano-batch.
+        direction: forward or backward.
+    """
+
+    layer: int | None
+    nano_batch: int
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time.
+
+    Attributes:
+        kind: what went on.
+        part: which phase, exchange, group of tasks or server.
+        work: for which core attention; None outside of any.
+        begin: when it began, in seconds on the device's clock, which starts anywhere.
+        end: when it ended.
+        pairs: query-key pairs that a kernel call computed.
+    """
+
+    kind: Kind
+    part: str
+    work: Work | None
+    begin: float
+    end: float
+    pairs: int = 0
+
+
+class Recording:
+    """Spans that a listener asked for, from `Recorder.listen` on.
+
+    Args:
+        recorder: whose spans.
+        kinds: those to keep.
+    """
+
+    def __init__(self, recorder: "Recorder", kinds: frozenset[Kind]) -> None:
+        self.kinds = kinds
+        self._recorder = recorder
+        self._spans: list[Span] = []
+
+    def keep(self, span: Span) -> None:
+        """Take in a span, if it is of a kind that was asked for."""
+        if span.kind in self.kinds:
+            self._spans.append(span)
+
+    def take(self) -> list[Span]:
+        """The spans since the last call, in the order in which they ended. On CUDA it waits for them to end."""
+        self._recorder.finish()
+        spans, self._spans = self._spans, []
+        return spans
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self._recorder.forget(self)
+
+
+class Recorder:
+    """Measures what runs under it, on the clock of the device that does it.
+
+    On the CPU that is the clock of the process. On CUDA work is queued and the host does not wait for it: events
+    around it tell when the stream came by. As many events are kept as the stream is behind, whether or not anybody
+    asks. What nobody wants is not measured.
+
+    Args:
+        device: the rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._recordings: list[Recording] = []
+        self._kinds: frozenset[Kind] = ALWAYS
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._queued: deque[_Queued] = deque()
+        self._free: list[torch.cuda.Event] = []
+        self._anchor: torch.cuda.Event | None = None
+        self._anchor_s = 0.0  # when the anchor was passed, on the device's clock
+
+    def listen(self, *kinds: Kind) -> Recording:
+        """Keep spans of these kinds from now on; of all kinds if none is named."""
+        recording = Recording(self, frozenset(kinds or KINDS))
+        self._recordings.append(recording)
+        self._kinds |= recording.kinds
+        return recording
+
+    def forget(self, recording: Recording) -> None:
+        """Keep nothing more for a listener."""
+        self._recordings.remove(recording)
+        self._kinds = ALWAYS.union(*(other.kinds for other in self._recordings))
+
+    def span(self, kind: Kind, part: str, work: Work | None = None, pairs: int = 0) -> AbstractContextManager[None]:
+        """Measure what is done inside, if anybody wants to know; the arguments are those of a Span."""
+        if kind not in self._kinds:
+            return nullcontext()
+        measured = self._on_cuda if self._device.type == "cuda" else self._here
+        return measured(kind, part, work, pairs)
+
+    def add(self, span: Span) -> None:
+        """Take in a span that was measured elsewhere, such as in a server's reply."""
+        self._seconds[span.kind] += span.end - span.begin
+        for recording in self._recordings:
+            recording.keep(span)
+
+    def seconds(self, kind: Kind) -> float:
+        """Seconds of all spans of a kind that were measured so far. On CUDA it waits for them to end."""
+        self.finish()
+        return self._seconds[kind]
+
+    def drain(self) -> None:
+        """Take in what is over, without waiting. The dispatcher does it with every micro-batch."""
+        while self._queued and self._queued[0].end.query():
+            self._take_in(self._queued.popleft())
+
+    def finish(self) -> None:
+        """Take in everything; on CUDA it waits for what is queued."""
+        while self._queued:
+            self._queued[0].end.synchronize()
+            self._take_in(self._queued.popleft())
+
+    @contextmanager
+    def _here(self, kind: Kind, part: str, work: Work | None, pairs: int) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.add(Span(kind, part, work, begin, time.perf_counter(), pairs))
+
+    @contextmanager
+    def _on_cuda(self, kind: Kind, part: str, work: Work | None, pairs: int) -> Iterator[None]:
+        self.drain()
+        begin, end = self._event(), self._event()
+        begin.record()
+        yield
+        end.record()
+        self._queued.append(_Queued(kind, part, work, pairs, begin, end))
+
+    def _event(self) -> torch.cuda.Event:
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+
+    def _take_in(self, queued: "_Queued") -> None:
+        """Take in a span that is over. Each is measured from the one before: a long time would lose its digits."""
+        begin_s = self._anchor_s
+        if self._anchor is not None:
+            begin_s += self._anchor.elapsed_time(queued.begin) / 1000
+            self._free.append(self._anchor)
+        seconds = queued.begin.elapsed_time(queued.end) / 1000
+        self._anchor, self._anchor_s = queued.begin, begin_s
+        self._free.append(queued.end)
+        self.add(Span(queued.kind, queued.part, queued.work, begin_s, begin_s + seconds, queued.pairs))
+
+
+class _Queued(NamedTuple):
+    """A span whose end the stream may not have reached."""
+
+    kind: Kind
+    part: str
+    work: Work | None
+    pairs: int
+    begin: torch.cuda.Event
+    end: torch.cuda.Event

@@ -1,0 +1,219 @@
+"""The order in which a rank carries out one core attention of a nano-batch: a list of phases, forward and backward.
+
+Pure data, made when a plan is bound. The executor (`hf_distca.dispatch.executor`) runs it; whatever tells the order
+of things elsewhere, a simulator or a timeline, reads the same list.
+
+A core attention is cut in three by two pauses, at which the other nano-batch of the layer runs up to its own pause:
+
+              forward                              backward
+    part 1    send Q, K and V                      send dO, Q, K, V, O and LSE
+    part 2    receive them, compute visiting       receive them, gradients of visiting and prefix tasks,
+              and prefix tasks, send O and LSE     send dQ, dK and dV
+    part 3    receive O and LSE                    receive dQ, dK and dV
+
+Own tasks need nothing from others. They are computed where they hide an exchange, see `OWN_TASKS`.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+Direction = Literal["forward", "backward"]
+
+Turn = Literal["alone", "first", "second"]
+"""Of a nano-batch in a layer: there is no other, or it is the one that begins the forward, or the other one."""
+
+Place = Literal["local", "received"]
+"""Where rows are: among those that the rank holds of the nano-batch, or those that others sent to it. The results of a
+kernel call go to where its queries are; the gradients of queries to where these are, and those of keys and values to
+where those are."""
+
+Tasks = Literal["own", "own 1/2", "own 2/2", "prefix", "visiting"]
+"""Tasks of one kernel call, see `hf_distca.planner.routes.Routes`. Where own tasks alone have to hide the exchanges
+before and after, the backward computes them in two halves of about equal pairs."""
+
+Kept = Literal["nothing", "received", "results"]
+"""What the forward leaves to the backward of the rows that it received: nothing, so that they are sent again; Q, K and
+V; or O and LSE too."""
+
+OWN_TASKS: dict[tuple[Direction, Turn], tuple[Literal["before pause", "after pause", "after prefix"], ...]] = {
+    ("forward", "alone"): ("before pause",),
+    ("forward", "first"): ("after pause",),
+    ("forward", "second"): ("before pause",),
+    ("backward", "alone"): ("before pause", "after prefix"),
+    ("backward", "second"): ("after pause",),
+    ("backward", "first"): ("after prefix",),
+}
+"""Where own tasks are computed: before or after the first pause, or after the prefix tasks; at two places: half each.
+
+Of two nano-batches the one that starts leaves its own tasks until the other one's exchange has started too; in the
+backward that is the second. After the first one's backward nothing comes that would hide the return of its dK and dV:
+own tasks do. A nano-batch that is alone hides the way there behind one half, and the way back behind the other.
+"""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows that travel together, of as many columns as are named.
+
+    Attributes:
+        rows: "queries" or "keys": between ranks, rows of that kind in the order of the routes; "servers": rows of
+            both kinds, to dedicated servers.
+        columns: tensors that travel, by the names of the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
+        back: whether they go back to the ranks that hold the rows.
+        stage: of how many that are sent one after another, the number of this one.
+    """
+
+    rows: Literal["queries", "keys", "servers"]
+    columns: tuple[str, ...]
+    back: bool = False
+    stage: int = 0
+
+    @property
+    def name(self) -> str:
+        """For people: what travels, and where servers are at the other end, which way."""
+        at_servers = (" from servers" if self.back else " to servers") if self.rows == "servers" else ""
+        return " ".join(self.columns) + at_servers
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """Tasks that are computed in one kernel call.
+
+    Attributes:
+        tasks: which.
+        queries: where their query rows are.
+        keys: where their K/V rows are.
+        causal: whether rows are aligned with keys at the end of each task; else every row sees all keys of its task.
+        first: whether the results are the first for their query rows; else they are merged with those before.
+        stage: of the K/V rows that are read.
+    """
+
+    tasks: Tasks
+    queries: Place
+    keys: Place
+    causal: bool = True
+    first: bool = True
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is done without a pause in between, in this order.
+
+    Attributes:
+        wait: what has to have arrived.
+        run: kernel calls.
+        send: what starts to travel then.
+        pause: whether the other nano-batch runs before the next phase begins.
+    """
+
+    wait: tuple[Transfer, ...] = ()
+    run: tuple[KernelCall, ...] = ()
+    send: tuple[Transfer, ...] = ()
+    pause: bool = False
+
+    @cached_property
+    def name(self) -> str:
+        """For people: "wait q, k v; run visiting; send o lse"."""
+        parts: dict[str, Sequence[str]] = {
+            "wait": [transfer.name for transfer in self.wait],
+            "run": [call.tasks for call in self.run],
+            "send": [transfer.name for transfer in self.send],
+        }
+        return "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts.items() if names)
+
+
+Schedule = tuple[Phase, ...]
+
+
+def make_schedule(
+    direction: Direction,
+    turn: Turn,
+    *,
+    tasks: Collection[Tasks],
+    windowed: bool,
+    servers: bool = False,
+    kept: Kept = "nothing",
+) -> Schedule:
+    """The phases of one core attention on one rank.
+
+    Every rank sends and receives in the same order, whatever tasks it has itself.
+
+    Args:
+        direction: forward or backward.
+        turn: of the nano-batch.
+        tasks: the groups of tasks that the rank has; it makes no kernel call for others.
+        windowed: whether the layer attends by a sliding window: prefix tasks then have all keys of their rows, else
+            those before the rows' own segment.
+        servers: whether the plan has tasks for dedicated servers.
+        kept: what the backward has already; the forward sends everything.
+    """
+    forward = direction == "forward"
+    there = _forward_there() if forward else _backward_there(kept)
+    if servers:
+        there += (Transfer("servers", ("q", "k", "v") if forward else ("q", "do", "o", "lse", "k", "v")),)
+    results = ("o", "lse") if forward else ("dq",)
+    queries_back = Transfer("queries", results, back=True)
+    keys_back = Transfer("keys", ("dk", "dv"), back=True)
+    servers_back = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
+
+    visiting = _call(tasks, KernelCall("visiting", "received", "received"))
+    prefix = _call(tasks, KernelCall("prefix", "local", "received", causal=windowed, first=windowed))
+    own = _own_calls(direction, turn, tasks)
+    phases = [
+        Phase(send=there),
+        Phase(run=own.get("before pause", ()), pause=True),
+        Phase(run=own.get("after pause", ())),
+        # Visitors first: their results have a way to go.
+        Phase(
+            wait=tuple(transfer for transfer in there if transfer.rows != "servers"),
+            run=visiting,
+            send=(queries_back,),
+        ),
+        Phase(run=prefix, send=() if forward else (keys_back,)),
+        Phase(run=own.get("after prefix", ()), pause=True),
+        Phase(
+            wait=(queries_back, *(() if forward else (keys_back,)), *((servers_back,) if servers else ())),
+        ),
+    ]
+    return _joined(phases)
+
+
+def _forward_there() -> tuple[Transfer, ...]:
+    return Transfer("queries", ("q",)), Transfer("keys", ("k", "v"))
+
+
+def _backward_there(kept: Kept) -> tuple[Transfer, ...]:
+    if kept == "results":
+        return (Transfer("queries", ("do",)),)
+    if kept == "received":
+        return (Transfer("queries", ("do", "o", "lse")),)
+    return Transfer("queries", ("do", "o", "lse", "q")), Transfer("keys", ("k", "v"))
+
+
+def _call(tasks: Collection[Tasks], call: KernelCall) -> tuple[KernelCall, ...]:
+    return (call,) if call.tasks in tasks else ()
+
+
+def _own_calls(direction: Direction, turn: Turn, tasks: Collection[Tasks]) -> dict[str, tuple[KernelCall, ...]]:
+    """The kernel calls of own tasks, by the place in the schedule."""
+    places = OWN_TASKS[direction, turn]
+    halves: tuple[Tasks, ...] = ("own 1/2", "own 2/2")
+    if "own 1/2" not in tasks or len(places) == 1:
+        return {places[0]: _call(tasks, KernelCall("own", "local", "local"))}
+    return {
+        place: _call(tasks, KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)
+    }
+
+
+def _joined(phases: list[Phase]) -> Schedule:
+    """Without empty phases: a pause of one is that of the phase before."""
+    joined: list[Phase] = []
+    for phase in phases:
+        if phase.wait or phase.run or phase.send:
+            joined.append(phase)
+        elif phase.pause:
+            joined[-1] = replace(joined[-1], pause=True)
+    return tuple(joined)

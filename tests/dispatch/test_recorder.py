@@ -1,0 +1,147 @@
+"""The recorder: what it measures and for whom; on CUDA with a stand-in for the events of a stream."""
+
+import pytest
+import torch
+
+from hf_distca.dispatch import recorder as recorder_module
+from hf_distca.dispatch.recorder import Recorder, Span, Work
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WORK = Work(3, 1, "backward")
+
+
+class Stream:
+    """What has been queued; it gets done as the test says.
+
+    Attributes:
+        now: the time that an event records, in whole seconds.
+        made: events made so far.
+        queued: events that are recorded and not reached.
+    """
+
+    def __init__(self):
+        self.now, self.made, self.queued = 0, 0, []
+
+
+class Event:
+    """An event as torch.cuda.Event is."""
+
+    def __init__(self, stream):
+        self.stream, self.at = stream, None
+
+    def record(self):
+        assert self not in self.stream.queued, "the stream has not reached it yet"
+        self.at = self.stream.now
+        self.stream.queued.append(self)
+
+    def query(self):
+        return self not in self.stream.queued
+
+    def synchronize(self):
+        while not self.query():
+            self.stream.queued.pop(0)
+
+    def elapsed_time(self, after):
+        assert self.query()
+        assert after.query()
+        return (after.at - self.at) * 1000.0
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    stream = Stream()
+
+    def make(enable_timing):
+        assert enable_timing
+        stream.made += 1
+        return Event(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", make)
+    return stream
+
+
+@pytest.mark.parametrize("behind", [0, 1, 5])
+def test_events_are_as_many_as_the_stream_is_behind(stream, behind):
+    recorder, expected = Recorder(CUDA), 0
+    for index in range(1000):
+        stream.now += 1
+        with recorder.span("wait", "q"):
+            stream.now += index % 7
+        expected += index % 7
+        del stream.queued[: max(len(stream.queued) - 2 * behind, 0)]
+    assert stream.made <= 2 * (behind + 1) + 1  # one is kept to measure the next span from
+    assert recorder.seconds("wait") == expected
+    assert recorder.seconds("wait") == expected
+    assert stream.queued == []
+
+
+def test_seconds_wait_for_what_is_queued(stream):
+    recorder = Recorder(CUDA)
+    for _ in range(3):
+        with recorder.span("wait", "q"):
+            stream.now += 2
+    assert stream.made == 6
+    assert recorder.seconds("wait") == 6
+    with recorder.span("wait", "q"):
+        stream.now += 5
+    assert stream.made == 6
+    assert recorder.seconds("wait") == 11
+
+
+def test_spans_on_cuda_lie_on_one_clock_whatever_lies_within_whatever(stream):
+    recorder = Recorder(CUDA)
+    recording = recorder.listen()
+    stream.now = 100
+    with recorder.span("phase", "first", WORK):
+        stream.now += 1
+        with recorder.span("kernel", "own", WORK, pairs=7):
+            stream.now += 2
+        stream.now += 4
+    stream.now += 8
+    with recorder.span("wait", "o lse"):
+        stream.now += 16
+    first, second, third = recording.take()
+    assert (second, first, third) == (
+        Span("phase", "first", WORK, second.begin, second.begin + 7),
+        Span("kernel", "own", WORK, second.begin + 1, second.begin + 3, pairs=7),
+        Span("wait", "o lse", None, second.begin + 15, second.begin + 31),
+    )
+
+
+def test_on_the_cpu_the_clock_is_that_of_the_process(monkeypatch):
+    times = iter([1.0, 3.5, 10.0, 11.0])
+    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: next(times))
+    recorder = Recorder(CPU)
+    recording = recorder.listen("wait")
+    with recorder.span("kernel", "own"):
+        pass  # nobody asked: no clock is read
+    with recorder.span("wait", "q", WORK):
+        pass
+    assert recording.take() == [Span("wait", "q", WORK, 1.0, 3.5)]
+    assert recording.take() == []
+    recording.stop()
+    with recorder.span("wait", "q"):
+        pass
+    assert recording.take() == []
+    assert recorder.seconds("wait") == 3.5
+
+
+def test_listeners_get_what_they_asked_for():
+    recorder = Recorder(CPU)
+    kernels, everything = recorder.listen("kernel"), recorder.listen()
+    recorder.add(Span("server", "3", WORK, 1.0, 2.0, pairs=5))
+    with recorder.span("kernel", "own", WORK, pairs=4):
+        pass
+    assert [(span.part, span.pairs) for span in kernels.take()] == [("own", 4)]
+    assert [span.kind for span in everything.take()] == ["server", "kernel"]
+    everything.stop()
+    recorder.add(Span("server", "3", WORK, 1.0, 2.0))
+    assert recorder.seconds("server") == 2.0
+    assert kernels.take() == everything.take() == []
+
+
+def test_what_fails_inside_is_not_measured(stream):
+    recorder = Recorder(CUDA)
+    with pytest.raises(ValueError, match="no"), recorder.span("wait", "q"):
+        raise ValueError("no")
+    assert recorder.seconds("wait") == 0

@@ -33,7 +33,7 @@ from hf_distca import Dispatcher, PlanSettings
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 ROWS = [[96, 32], [16] * 8]
 
@@ -92,11 +92,13 @@ def both_ways(attention: Callable[..., Tensor], rows: int) -> list[float]:
 
 def measure(layout: str, rounds: int) -> dict[str, float]:
     """Medians in milliseconds, on this rank."""
-    settings = PlanSettings(ranks=2, tokens_per_rank=128, kinds=(AttentionKind(None, 1, 1, 8, 8),), block_size=8)
+    settings = PlanSettings(
+        ranks=2, tokens_per_rank=128, kinds=(AttentionKind(None, 1, 1, 8, 8),), balance_block_size=8
+    )
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     dispatcher.kernel = NoKernel()
     make, documents = (
-        (plan_rows, ROWS) if layout == "fixed" else (plan_micro_batch, [length for row in ROWS for length in row])
+        (plan_placed, ROWS) if layout == "fixed" else (plan_micro_batch, [length for row in ROWS for length in row])
     )
     plan = make(documents, settings)
     bound = dispatcher.bind(plan).for_layer()

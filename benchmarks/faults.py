@@ -163,7 +163,7 @@ def train(port: int | None, steps: int | None, enough: str) -> tuple[list[float]
     model = LlamaForCausalLM(config).double()
     plan_layers(model)
     kinds = (AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=8, dim_v=8),)
-    settings = PlanSettings(ranks, 4096, kinds, block_size=8, ping_pong=True)
+    settings = PlanSettings(ranks, 4096, kinds, balance_block_size=8, ping_pong=True)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     seen, pool = Losses(), None
     logging.getLogger("hf_distca.dispatch.pool").addHandler(seen)

@@ -56,7 +56,7 @@ from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.metrics import bytes_between
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 WAYS = ("packed", "whole", "context", "fixed", "joint")
 LAST_PIECE = 256
@@ -353,7 +353,7 @@ def works_of(
         "packed": work_packed(rows),
         "whole": work_whole(rows),
         "context": work_context(rows, row_bytes),
-        "fixed": work_planned(plan_rows(rows, settings), shape.kind, row_bytes),
+        "fixed": work_planned(plan_placed(rows, settings), shape.kind, row_bytes),
         "joint": work_planned(plan_micro_batch(lengths, settings), shape.kind, row_bytes),
     }
 

@@ -75,7 +75,7 @@ def plan_once(batch: dict, ranks: int, kind: str) -> Plan:
         lengths = [length for row in rows for length in row]
         return balance(joint_layout(lengths, ranks, batch["T"]))
     layout = fixed_layout(rows, ranks)
-    return balance(head_tail(layout) if kind == "fixed, head-tail" else layout, tolerance=tolerance_of(kind))
+    return balance(head_tail(layout) if kind == "fixed, head-tail" else layout, balance_tolerance=tolerance_of(kind))
 
 
 def head_tail(layout: Layout) -> Layout:
@@ -105,10 +105,10 @@ def tolerance_of(kind: str) -> float:
     return 0.05 if kind == "fixed, 5 %" else 0.0
 
 
-def unneeded_short(plan: Plan, tolerance: float) -> int:
+def unneeded_short(plan: Plan, balance_tolerance: float) -> int:
     """Short tasks that can go one by one while every worker stays within the tolerance."""
     loads = loads_of(plan)
-    room = loads.mean() * (1 + max(tolerance, FINEST)) - loads
+    room = loads.mean() * (1 + max(balance_tolerance, FINEST)) - loads
     fewer = without_short(plan.tasks, plan.layout, room.tolist(), plan.window, BLOCK)
     without = Plan(plan.layout, fewer, plan.workers, plan.window)
     return measure(plan).tasks_cut_below_block - measure(without).tasks_cut_below_block

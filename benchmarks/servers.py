@@ -41,7 +41,7 @@ from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch
-from hf_distca.planner.micro_batch import plan_rows
+from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.server import AttentionServer
 from hf_distca.wire import Directory, make_token
 
@@ -63,7 +63,7 @@ def serve(port: int, token: bytes, readings: Connection) -> None:
 
 def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
     """A plan whose nano-batches are the documents, one each."""
-    plans = [plan_rows([[length]], settings) for length in lengths]
+    plans = [plan_placed([[length]], settings) for length in lengths]
     nano_batches = [
         NanoBatch(np.array([number]), plan.nano_batches[0].layout, plan.nano_batches[0].plans)
         for number, plan in enumerate(plans)
@@ -107,7 +107,7 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
     pool.wait_for(1, 60)
     if len(pool.servers) != 1:
         raise RuntimeError("the server did not join")
-    plans = {"alone": plan_rows([lengths], settings), "server": plan_of(lengths, settings)}
+    plans = {"alone": plan_placed([lengths], settings), "server": plan_of(lengths, settings)}
     tokens = torch.randint(0, 1024, (1, sum(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     batch = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "shift_labels": tokens}

@@ -30,7 +30,7 @@ from hf_distca import Dispatcher, PlanSettings
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 TOKENS = 8192
 ROWS = [[TOKENS], [512] * 16]
@@ -72,13 +72,13 @@ def measure_steps(rounds: int) -> tuple[dict[str, list[float]], dict[str, list[f
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
     )
-    unmoved = replace(settings, tolerance=UNBALANCED)
+    unmoved = replace(settings, balance_tolerance=UNBALANCED)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     plans = {
-        "ddp": plan_rows(ROWS, unmoved),
-        "fixed": plan_rows(ROWS, settings),
+        "ddp": plan_placed(ROWS, unmoved),
+        "fixed": plan_placed(ROWS, settings),
         "joint": plan_micro_batch([length for row in ROWS for length in row], settings),
-        "ideal": plan_rows(equal_rows(), unmoved),
+        "ideal": plan_placed(equal_rows(), unmoved),
     }
     batches = {}
     for way, plan in plans.items():

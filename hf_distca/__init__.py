@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_distca.patches.register import register
 
 if TYPE_CHECKING:
-    from hf_distca.collator.packing import DistCACollator
+    from hf_distca.collator.collation import DistCACollator
     from hf_distca.collator.sampler import GlobalBatchSampler
     from hf_distca.config import DistCAConfig
     from hf_distca.dispatch.dispatcher import Dispatcher
@@ -37,7 +37,7 @@ __all__ = [
 _MODULES = {
     "CollatorWithLengths": "dispatch.padding_free",
     "Dispatcher": "dispatch.dispatcher",
-    "DistCACollator": "collator.packing",
+    "DistCACollator": "collator.collation",
     "DistCAConfig": "config",
     "DistCATrainer": "trainer.trainer",
     "DistCATrainingArguments": "trainer.arguments",

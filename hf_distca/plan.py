@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+PLAN_KEY = "distca_plan"
+"""Under this key a batch carries its plan, and under this keyword a model hands it to its attention layers."""
+
 SEGMENT = np.dtype(
     [
         ("document", np.int64),  # index into Layout.lengths

@@ -25,7 +25,7 @@ from benchmarks.gpu.planned_steps import stock_result
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import run_ranks
 from hf_distca import Dispatcher, plan_layers
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_rows
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 RANKS = 2
 TIMEOUT_S = 20
@@ -136,7 +136,7 @@ def _step(setting: Setting, way: Way) -> RankResult:
     else:
         # The long documents on one rank, the short ones on the other.
         lengths.sort(reverse=True)
-        plan = plan_rows([lengths[:2], lengths[2:]], settings)
+        plan = plan_placed([lengths[:2], lengths[2:]], settings)
     if len(plan.nano_batches) != 1 + way.ping_pong:
         raise RuntimeError(f"the plan has {len(plan.nano_batches)} nano-batches")
     documents = documents_of(setting.lengths)

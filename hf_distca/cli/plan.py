@@ -14,7 +14,7 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import bytes_between, loads_of
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_RANKS = 4096
@@ -76,7 +76,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--tokens-per-rank", required=True, type=_positive, metavar="T", help="most tokens a rank holds")
     add("--layout", choices=("joint", "fixed"), default="joint", help="who places tokens (default: joint)")
     add(
-        "--tolerance",
+        "--balance-tolerance",
         type=_tolerance,
         default=0.0,
         help="fraction a rank's attention may be above the mean; 0.01 at least (default: 0.0)",
@@ -85,7 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--kv-heads", type=_positive, default=8, help="key-value heads (default: 8)")
     add("--head-dim", type=_positive, default=128, help="size of a head (default: 128)")
     add("--dtype", choices=tuple(BYTES), default="bfloat16", help="of activations (default: bfloat16)")
-    add("--block-size", type=_positive, default=128, help="rows that cuts fall on multiples of (default: 128)")
+    add("--balance-block-size", type=_positive, default=128, help="rows that cuts fall on multiples of (default: 128)")
     add(
         "--kernel",
         choices=tuple(KERNELS),
@@ -130,8 +130,8 @@ def _settings(options: argparse.Namespace) -> PlanSettings:
         kinds=(AttentionKind(options.window, options.q_heads, options.kv_heads, options.head_dim, options.head_dim),),
         bytes_per_value=BYTES[options.dtype],
         document_layout=options.layout,
-        tolerance=options.tolerance,
-        block_size=options.block_size,
+        balance_tolerance=options.balance_tolerance,
+        balance_block_size=options.balance_block_size,
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
         ping_pong=options.ping_pong and options.ranks > 1,
@@ -146,10 +146,10 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
     if len(rows) > ranks:
         raise InputError(f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank")
     check_capacity(as_lengths(documents), ranks, tokens)
-    if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * settings.block_size:
+    if ranks > MANY_RANKS and sum(documents) < ranks * LEAST_BLOCKS * settings.balance_block_size:
         raise InputError(
             f"{sum(documents)} tokens on {ranks} ranks leave fewer than {LEAST_BLOCKS} blocks of "
-            f"{settings.block_size} rows to each; give more documents, or at most {MANY_RANKS} ranks"
+            f"{settings.balance_block_size} rows to each; give more documents, or at most {MANY_RANKS} ranks"
         )
     if not rows or settings.document_layout == "joint":
         return plan_micro_batch(documents, settings)
@@ -160,7 +160,7 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
             raise InputError(
                 f"row {number} holds {sum(row)} tokens, but a rank takes {tokens}; raise --tokens-per-rank"
             )
-    return plan_rows(rows, settings)
+    return plan_placed(rows, settings)
 
 
 def _figures(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings) -> dict[str, float]:
@@ -176,7 +176,7 @@ def _figures(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings) 
         "bytes_bottleneck": int(moved.max()),
         "tasks": len(rows),
         "min_rows": int(rows.min()),
-        "tasks_below_block": int((rows < settings.block_size).sum()),
+        "tasks_below_block": int((rows < settings.balance_block_size).sum()),
         "nano_batches": len(plans),
     }
 
@@ -209,7 +209,7 @@ def _table(plan: MicroBatchPlan, figures: dict[str, float], plan_ms: float, opti
         ("bytes per layer, all ranks", f"{figures['bytes_total'] / 1e6:.2f} MB"),
         ("bytes per layer, busiest rank", f"{figures['bytes_bottleneck'] / 1e6:.2f} MB"),
         ("tasks", f"{figures['tasks']}, the smallest of {figures['min_rows']} rows"),
-        (f"tasks below {options.block_size} rows", f"{figures['tasks_below_block']}"),
+        (f"tasks below {options.balance_block_size} rows", f"{figures['tasks_below_block']}"),
         ("planned in", f"{plan_ms:.1f} ms"),
     ]
     return "\n".join(f"{name:<30} {value}" for name, value in lines)

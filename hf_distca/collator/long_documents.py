@@ -12,14 +12,14 @@ LongDocuments = Literal["error", "truncate", "split"]
 """What to do with a document longer than the limit.
 
 "error": refuse the data set. "truncate": keep its first tokens, up to the limit. "split": cut it into
-consecutive pieces, each a document of its own that attends to itself only; the last row of a piece still
+consecutive excerpts, each a document of its own that attends to itself only; the last row of an excerpt still
 predicts the first token of the next, so that splitting loses context, but no target.
 """
 
-PIECE = np.dtype(
+EXCERPT = np.dtype(
     [
         ("document", np.int64),  # index into the data set
-        ("start", np.int64),  # first token of the piece
+        ("start", np.int64),  # first token of the excerpt
         ("stop", np.int64),  # one past its last token
         ("end", np.int64),  # one past the last token of the document that may be a target
     ]
@@ -28,18 +28,18 @@ PIECE = np.dtype(
 
 
 def fit_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments, limit_name: str) -> NDArray[np.void]:
-    """Apply the policy for long documents; a document within the limit is one piece, its whole self.
+    """Apply the policy for long documents; a document within the limit is one excerpt, its whole self.
 
     Logs a warning with the number of documents and tokens that "truncate" drops.
 
     Args:
         lengths: [documents] int64, the length of each document in tokens.
-        limit: the most tokens that a piece may have.
+        limit: the most tokens that an excerpt may have.
         policy: see LongDocuments.
         limit_name: what messages call the limit, such as "ranks · tokens_per_rank".
 
     Returns:
-        [pieces] of dtype PIECE, in the order of the data set.
+        [excerpts] of dtype EXCERPT, in the order of the data set.
 
     Raises:
         ValueError: a document is longer than the limit and the policy is "error", or the limit or the policy
@@ -56,7 +56,7 @@ def fit_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments,
             f"{len(too_long)} of {len(lengths)} documents are longer than {limit_name} = {limit} tokens; the "
             f"longest, document {longest}, has {lengths[longest]}. Raise tokens_per_rank, use more ranks, or "
             "choose what becomes of long documents: 'truncate' keeps their first tokens, 'split' cuts them "
-            "into pieces."
+            "into excerpts."
         )
     if len(too_long) and policy == "truncate":
         warn_truncated(len(too_long), int((lengths[too_long] - limit).sum()), limit, limit_name)
@@ -64,26 +64,26 @@ def fit_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments,
 
 
 def cut_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments) -> NDArray[np.void]:
-    """The pieces of documents under the policy "truncate" or "split", without checks or warnings.
+    """The excerpts of documents under the policy "truncate" or "split", without checks or warnings.
 
     Args:
         lengths: [documents] int64, the length of each document in tokens.
-        limit: the most tokens that a piece may have.
+        limit: the most tokens that an excerpt may have.
         policy: see LongDocuments.
 
     Returns:
-        [pieces] of dtype PIECE, in the order of the data set.
+        [excerpts] of dtype EXCERPT, in the order of the data set.
     """
     used = np.minimum(lengths, limit) if policy == "truncate" else lengths
     counts = -(-used // limit)
-    pieces = np.empty(int(counts.sum()), PIECE)
-    pieces["document"] = np.repeat(np.arange(len(lengths)), counts)
-    # How many pieces of the same document come before this one.
-    before = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
-    pieces["end"] = np.repeat(used, counts)
-    pieces["start"] = before * limit
-    pieces["stop"] = np.minimum(pieces["start"] + limit, pieces["end"])
-    return pieces
+    excerpts = np.empty(int(counts.sum()), EXCERPT)
+    excerpts["document"] = np.repeat(np.arange(len(lengths)), counts)
+    # How many excerpts of the same document come before this one.
+    before = np.arange(len(excerpts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    excerpts["end"] = np.repeat(used, counts)
+    excerpts["start"] = before * limit
+    excerpts["stop"] = np.minimum(excerpts["start"] + limit, excerpts["end"])
+    return excerpts
 
 
 def warn_truncated(documents: int, tokens: int, limit: int, limit_name: str) -> None:

@@ -22,15 +22,15 @@ class PlannedDocuments:
     """A planned global micro-batch and those of its documents that one rank holds rows of.
 
     Attributes:
-        plan: the plan of all ranks. Its documents are the pieces, in order, then fillers of one token each,
+        plan: the plan of all ranks. Its documents are the excerpts, in order, then fillers of one token each,
             as many as it takes until every rank holds a row: a rank without one would be missing in every
             exchange.
-        pieces: [pieces] of dtype PIECE, which tokens of the data set each document of the plan is.
+        excerpts: [excerpts] of dtype EXCERPT, which tokens of the data set each document of the plan is.
         documents: the whole documents that this rank holds rows of, by their index in the data set.
     """
 
     plan: MicroBatchPlan
-    pieces: NDArray[np.void]
+    excerpts: NDArray[np.void]
     documents: dict[int, TokenDocument]
 
 
@@ -76,11 +76,11 @@ class RankDocuments(Dataset[PlannedDocuments]):
         return len(self.lengths)
 
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
-        pieces = micro_batch.pieces
+        excerpts = micro_batch.excerpts
         plan = self._plan(micro_batch)
         held = [nano.documents[nano.layout.of_rank(self.rank)["document"]] for nano in plan.nano_batches]
         in_plan = np.unique(np.concatenate(held))
-        indices = np.unique(pieces["document"][in_plan[in_plan < len(pieces)]]).tolist()
+        indices = np.unique(excerpts["document"][in_plan[in_plan < len(excerpts)]]).tolist()
         documents = fetch_documents(self.dataset, indices, self.columns)
         for index, document in zip(indices, documents, strict=True):
             if len(document.input_ids) != self.lengths[index]:
@@ -89,7 +89,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
                     "lengths were taken. Expected a data set that gives the same tokens each time; tokenize "
                     f"it beforehand, and recompute or remove the column '{self.columns.length}'."
                 )
-        return PlannedDocuments(plan, pieces, dict(zip(indices, documents, strict=True)))
+        return PlannedDocuments(plan, excerpts, dict(zip(indices, documents, strict=True)))
 
     def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
         lengths = micro_batch.lengths.tolist()

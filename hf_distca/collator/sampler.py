@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from hf_distca.collator.placement import pack_in_order, place_evenly, place_tightly
+from hf_distca.collator.bin_packing import pack_in_order, place_evenly, place_tightly
 
 CLASSES_PER_OCTAVE = (1, 4, 16)
 """How finely documents are sorted by length before they are placed, coarsest (most random) first."""
@@ -20,15 +20,15 @@ class GlobalMicroBatch:
     """The documents that all ranks together train on in one forward and backward pass.
 
     Attributes:
-        pieces: [documents] of dtype PIECE, each a document of the micro-batch.
+        excerpts: [documents] of dtype EXCERPT, each a document of the micro-batch.
     """
 
-    pieces: NDArray[np.void]
+    excerpts: NDArray[np.void]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """[documents] int64: tokens of each document."""
-        tokens: NDArray[np.int64] = self.pieces["stop"] - self.pieces["start"]
+        tokens: NDArray[np.int64] = self.excerpts["stop"] - self.excerpts["start"]
         return tokens
 
 
@@ -38,7 +38,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     Every rank iterates over all of it, so the loader must not be sharded again (accelerate:
     `num_processes=1`). A data set like RankDocuments takes each GlobalMicroBatch as its index.
 
-    Every piece comes once per epoch, whole. With `shuffle`, all micro-batches of an epoch get about equally
+    Every excerpt comes once per epoch, whole. With `shuffle`, all micro-batches of an epoch get about equally
     many tokens, and similar numbers of long and short documents: no step has a fraction of the others'
     tokens. What shares a micro-batch changes from epoch to epoch. Without it, documents come in the order of
     the data set, as full as that allows, and the last micro-batch is what is left.
@@ -47,25 +47,25 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     It has no `batch_size`: the number of documents varies.
 
     Args:
-        pieces: [pieces] of dtype PIECE, from `fit_documents`.
+        excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
         capacity: the most tokens of a micro-batch: ranks · tokens_per_rank.
         shuffle: whether to draw new micro-batches in each epoch.
         seed: with the epoch, determines the order.
 
     Raises:
-        ValueError: there is no piece, or one is longer than the capacity.
+        ValueError: there is no excerpt, or one is longer than the capacity.
     """
 
-    def __init__(self, pieces: NDArray[np.void], capacity: int, shuffle: bool = True, seed: int = 0):
-        if len(pieces) == 0:
+    def __init__(self, excerpts: NDArray[np.void], capacity: int, shuffle: bool = True, seed: int = 0):
+        if len(excerpts) == 0:
             raise ValueError("There are no documents to form micro-batches from; expected at least one.")
-        lengths: NDArray[np.int64] = pieces["stop"] - pieces["start"]
+        lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
         if lengths.max() > capacity:
             raise ValueError(
                 f"A document has {lengths.max()} tokens, more than the {capacity} tokens of a micro-batch. "
                 "Apply fit_documents with this capacity first."
             )
-        self.pieces = pieces
+        self.excerpts = excerpts
         self.capacity = capacity
         self.shuffle = shuffle
         self.seed = seed
@@ -74,9 +74,9 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         if shuffle:
             self._batches = self._count_shuffled()
         else:
-            batches = list(pack_in_order(zip(lengths.tolist(), range(len(pieces)), strict=True), capacity))
+            batches = list(pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity))
             self._batches = len(batches)
-            self._in_order = np.array([piece for batch in batches for piece in batch])
+            self._in_order = np.array([excerpt for batch in batches for excerpt in batch])
             self._sizes_in_order = np.array([len(batch) for batch in batches])
 
     def __len__(self) -> int:
@@ -95,7 +95,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         order, sizes = self._shuffled() if self.shuffle else (self._in_order, self._sizes_in_order)
         stops = np.cumsum(sizes)
         for start, stop in zip((stops - sizes).tolist(), stops.tolist(), strict=True):
-            yield [GlobalMicroBatch(self.pieces[order[start:stop]])]
+            yield [GlobalMicroBatch(self.excerpts[order[start:stop]])]
 
     def _count_shuffled(self) -> int:
         """How many micro-batches an epoch has: few enough to be nearly full, enough for every epoch."""
@@ -108,9 +108,9 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         return max(place_tightly(longest_first, self.capacity)) + 1
 
     def _shuffled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """This epoch's pieces, one micro-batch after another, and how many each micro-batch has."""
+        """This epoch's excerpts, one micro-batch after another, and how many each micro-batch has."""
         random = np.random.default_rng((self.seed, self.epoch))
-        shuffled = random.permutation(len(self.pieces))
+        shuffled = random.permutation(len(self.excerpts))
         batch_of = self._place(shuffled)
         # Placing starts the first micro-batches with the longest documents: give them a random place in the
         # epoch.
@@ -121,7 +121,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         )
 
     def _place(self, shuffled: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The micro-batch of each piece of `shuffled`."""
+        """The micro-batch of each excerpt of `shuffled`."""
         lengths = self._lengths[shuffled]
         # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that ranks on different
         # processors agree.

@@ -13,14 +13,10 @@ from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
 from hf_distca.dispatch.pool import Pool
 from hf_distca.dispatch.speeds import TimedKernel
 from hf_distca.kernels import Kernel, get_kernel
-from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_rows
-from hf_distca.planner.pool import plan_for_pool
+from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.planner.micro_batch import PlanSettings, plan_placed
+from hf_distca.planner.with_servers import plan_with_servers
 from hf_distca.wire.directory import Directory
-
-PLAN_KEY = "distca_plan"
-"""Under this key a batch carries its plan, and under this keyword attention layers receive it."""
-
 
 FILLER = [1]
 """Document lengths of a rank that has no documents."""
@@ -111,7 +107,7 @@ class Dispatcher:
         pooled = None
         if self.pool is not None and self.pool.servers:
             workers = self.pool.workers(len(plan.nano_batches))
-            plan = plan_for_pool(plan, workers, self.settings, ranks_serve=self.pool.ranks_serve)
+            plan = plan_with_servers(plan, workers, self.settings, ranks_serve=self.pool.ranks_serve)
             pooled = self.pool.bind(plan.nano_batches)
         return BoundPlan(
             plan,
@@ -142,7 +138,7 @@ class Dispatcher:
         if count:
             count = max(count, at_least)
         rows = [[(rank[i] if i < len(rank) else []) or FILLER for rank in gathered] for i in range(count)]
-        return [plan_rows(row, self.settings) for row in rows]
+        return [plan_placed(row, self.settings) for row in rows]
 
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
         """Plan batches whose documents already lie on this rank; their tokens stay. A collective.

@@ -21,11 +21,11 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import _active_collector
 
 from hf_distca.dispatch.bound import BoundPlan, LayerPlan
-from hf_distca.dispatch.dispatcher import PLAN_KEY
 from hf_distca.patches.halves import join_halves, join_states, split_argument
 from hf_distca.patches.kinds import is_attention
 from hf_distca.patches.thread_state import ThreadState
 from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.plan import PLAN_KEY
 
 logger = logging.get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """Balancing core attention on a given layout: which rows to compute elsewhere, and where.
 
-Rows move in the fewest and cheapest pieces:
+Rows move in few and cheap tasks:
 
 1. Flows: who gives how many pairs to whom (`plan_flows`). Few and large ones, since bytes grow like the
    square root of the pairs moved.
@@ -9,7 +9,7 @@ Rows move in the fewest and cheapest pieces:
    them together cost least (`_Round._stack`).
 
 Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
-worker is within the tolerance. Exchanges of work then relieve the busiest worker (`exchanged`). What tasks
+worker is within the tolerance. Swaps of work then relieve the busiest worker (`swapped`). What tasks
 below a block are not needed for the balance are taken out (`without_short`).
 """
 
@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout, Plan
 from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, row_reaching
-from hf_distca.planner.exchanges import Rules, exchanged
 from hf_distca.planner.flows import plan_flows
 from hf_distca.planner.layout import check_settings, merge_touching
 from hf_distca.planner.short_tasks import without_short
 from hf_distca.planner.sources import Price, Source
+from hf_distca.planner.swaps import Rules, swapped
 
 BUSY = 0.8
-"""Workers whose surplus reaches this share of the largest are the bottleneck of the exchange."""
+"""Workers whose surplus reaches this share of the largest hold up everybody."""
 FORBIDDEN = 1e18
-"""Bytes that a piece below a block counts for while places are compared."""
+"""Bytes that a task below a block counts for while places are compared."""
 AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Flows aim at this share of the tolerance, pass after pass; rounding to rows has the rest."""
 NEARLY = 0.15
@@ -43,8 +43,8 @@ def balance(
     *,
     workers: Workers | None = None,
     window: int | None = None,
-    tolerance: float = 0.0,
-    block_size: int = 128,
+    balance_tolerance: float = 0.0,
+    balance_block_size: int = 128,
     row_bytes: RowBytes | None = None,
     row_overhead: int = 0,
     gather_cost: float = 0.0,
@@ -56,30 +56,30 @@ def balance(
         workers: speeds and base loads; worker r < layout.ranks is rank r, further ones hold no rows. None for
             the ranks alone, all equal.
         window: width of the sliding window; None for full causal attention.
-        tolerance: how far above the ideal finishing time the last worker may finish, measured on the plan
+        balance_tolerance: how far above the ideal finishing time the last worker may finish, measured on the plan
             returned. Below FINEST it counts as FINEST. Where whole rows cannot reach it, the best found.
-        block_size: rows of a kernel block. Cuts fall on its multiples, and no task is shorter, except where a
+        balance_block_size: rows of a kernel block. Cuts fall on its multiples, and no task is shorter, except where a
             document or segment ends or where the balance needs it (short_tasks.py says when it does).
         row_bytes: bytes of the rows; None for RowBytes().
         row_overhead: what a query row costs besides its pairs, in pairs; counted in whole blocks. What is balanced
             is then pairs + rows · row_overhead.
         gather_cost: what a byte of K and V costs that is gathered on the rank itself because a task is left on either
-            side of a piece that moves, compared with a byte sent.
+            side of one that moves, compared with a byte sent.
 
     Raises:
         ValueError: settings out of range, or fewer workers than ranks.
     """
-    check_settings(tolerance, block_size, window)
+    check_settings(balance_tolerance, balance_block_size, window)
     workers = workers or Workers.uniform(layout.ranks)
     if len(workers) < layout.ranks:
         raise ValueError(
             f"the layout has {layout.ranks} ranks, but only {len(workers)} workers are described; "
             "every rank is a worker, dedicated ones come after them"
         )
-    slack = max(tolerance, FINEST)
+    slack = max(balance_tolerance, FINEST)
     # A row p costs min(p + 1, window) + c: what row p + c costs with a window of window + c. So rows are counted from
     # c on while tasks are chosen; whole blocks of them, so that cuts stay on the blocks' boundaries.
-    origin = round(row_overhead / block_size) * block_size
+    origin = round(row_overhead / balance_block_size) * balance_block_size
     row_bytes = row_bytes or RowBytes()
     price_all, price_sent = _prices(row_bytes, window, origin)
     gathered = gather_cost * row_bytes.kv
@@ -93,16 +93,18 @@ def balance(
     for aim in AIM:
         if best_time <= limit or not len(tasks):
             break
-        tasks = _Round(tasks, layout.lengths, workers, price_all, price_sent, gathered, slack, aim, block_size).run()
+        tasks = _Round(
+            tasks, layout.lengths, workers, price_all, price_sent, gathered, slack, aim, balance_block_size
+        ).run()
         finish = float(workers.finishing(_loads(tasks, len(workers), window)).max())
         if finish < best_time:
             best, best_time = tasks, finish
     most = (max(limit, best_time) - np.asarray(workers.base_load)) * np.asarray(workers.speed)
     if as_laid_out > limit * (1 + NEARLY):  # else nearly all tasks are at home, and few bytes can be saved
-        rules = Rules(row_bytes, kept_window, window, origin, block_size)
-        best = merged(exchanged(best, layout, (most - _loads(best, len(workers), window)).tolist(), rules))
+        rules = Rules(row_bytes, kept_window, window, origin, balance_block_size)
+        best = merged(swapped(best, layout, (most - _loads(best, len(workers), window)).tolist(), rules))
     room = (most - _loads(best, len(workers), window)).tolist()
-    best = merged(without_short(best, layout, room, window, block_size))
+    best = merged(without_short(best, layout, room, window, balance_block_size))
     best["start"] -= origin
     best["stop"] -= origin
     return Plan(kept_layout, best, len(workers), kept_window)
@@ -194,11 +196,11 @@ class _Round:
         for giver, flows in plan_flows(self.surplus, self._partners()).items():
             self._give(giver, flows)
         kept = np.ones(len(self.tasks), bool)
-        pieces: list[tuple[int, int, int, int]] = []
+        cut: list[tuple[int, int, int, int]] = []
         for task, parts in sorted(self.parts.items()):
             kept[task] = False
-            pieces += self._stack(task, parts)
-        return merged(np.concatenate([self.tasks[kept], np.array(pieces, dtype=TASK)]))
+            cut += self._stack(task, parts)
+        return merged(np.concatenate([self.tasks[kept], np.array(cut, dtype=TASK)]))
 
     def _price(self, giver: int) -> Price:
         """What giving costs: all bytes, but for the busiest givers those they send, which all wait for."""
@@ -255,14 +257,14 @@ class _Round:
             begin, end = float(first[max(at - 1, 0)]), float(first[min(at + 1, len(first) - 1)])
         bounds = self._whole_rows(cuts[at], start, stop, doc)
         takers = [owner, *(taker for _, taker in parts), owner]
-        pieces = [(doc, *rows, taker) for rows, taker in zip(itertools.pairwise(bounds), takers, strict=True)]
-        pieces = [piece for piece in pieces if piece[1] < piece[2]]
-        for _, _, last, taker in pieces:
+        cut = [(doc, *rows, taker) for rows, taker in zip(itertools.pairwise(bounds), takers, strict=True)]
+        cut = [span for span in cut if span[1] < span[2]]
+        for _, _, last, taker in cut:
             self._learn(doc, taker, last)
-        return pieces
+        return cut
 
     def _short(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> NDArray[np.int64]:
-        """[choices] int64: pieces below a block that would come of [choices, parts + 1] cuts."""
+        """[choices] int64: tasks below a block that would come of [choices, parts + 1] cuts."""
         short: NDArray[np.int64] = (np.diff(cuts, axis=1) < self.block).sum(axis=1)
         short += (cuts[:, 0] > start + 1) & (cuts[:, 0] < start + self.block)
         if stop != self.lengths[doc]:

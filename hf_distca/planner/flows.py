@@ -13,7 +13,7 @@ Flows = dict[int, list[tuple[int, float]]]
 """giver -> (taker, pairs) of each of its flows"""
 
 TRIES = 24
-"""Exchanges of two givers' turns that are tried; fewer with very many workers."""
+"""How often two givers change turns to see what it costs; fewer with very many workers."""
 MOST = 4096
 """Tries times workers."""
 
@@ -21,7 +21,7 @@ MOST = 4096
 def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     """Flows that take every worker down to a surplus of 0, as far as there is room.
 
-    The giver with the most goes first, so that it finds the largest rooms; then exchanging the turns of two
+    The giver with the most goes first, so that it finds the largest rooms; then a change of turns between two
     givers is kept where it costs less. Not where givers are partners: what they gain from sharing takers does not
     show in roots of pairs. The tries come from a fixed seed, so that all ranks find the same.
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, Layout
 from hf_distca.planner.cost import FINEST, as_lengths
-from hf_distca.planner.packing import pack
+from hf_distca.planner.joint.place import place
 
 
 def fixed_layout(
@@ -62,7 +62,7 @@ def fixed_layout(
     # Of ranks that begin at one token, all but the last are empty.
     rank = np.searchsorted(first_of_rank, cuts, "right") - 1
     stop = np.append(cuts[1:], stops[-1:])[: len(cuts)]
-    return _assemble(lengths, document, cuts - first, stop - first, rank, ranks)
+    return _assemble(lengths, (document, cuts - first, stop - first, rank), ranks)
 
 
 def packed_layout(lengths: Sequence[int] | NDArray[np.int64], ranks: int, tokens_per_rank: int) -> Layout:
@@ -84,8 +84,8 @@ def joint_layout(
     tokens_per_rank: int,
     *,
     window: int | None = None,
-    tolerance: float = 0.0,
-    block_size: int = 128,
+    balance_tolerance: float = 0.0,
+    balance_block_size: int = 128,
 ) -> Layout:
     """Place documents so that every rank has equal tokens and, as far as that allows, equal attention.
 
@@ -97,46 +97,48 @@ def joint_layout(
         ranks: number of ranks.
         tokens_per_rank: the most rows a rank may hold.
         window: width of the sliding window; None for full causal attention.
-        tolerance: how far above the mean a rank's pairs may be; below FINEST it counts as FINEST.
-        block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
+        balance_tolerance: how far above the mean a rank's pairs may be; below FINEST it counts as FINEST.
+        balance_block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
 
     Raises:
         ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
     """
     array = as_lengths(lengths)
-    check_settings(tolerance, block_size, window)
+    check_settings(balance_tolerance, balance_block_size, window)
     check_capacity(array, ranks, tokens_per_rank)
-    document, start, stop, rank = pack(array, ranks, window, max(tolerance, FINEST), block_size)
-    return _assemble(array, document, start, stop, rank, ranks, by_document=True)
+    placed = place(array, ranks, window, max(balance_tolerance, FINEST), balance_block_size)
+    return _assemble(array, tuple(placed.T), ranks, by_document=True)
 
 
-def merge_touching(pieces: NDArray[np.void], place: str) -> NDArray[np.void]:
-    """Pieces of documents with those made one that follow and touch each other in one place.
+def merge_touching(table: NDArray[np.void], place: str) -> NDArray[np.void]:
+    """Rows of documents that follow and touch each other in one place made one.
 
     Args:
-        pieces: fields document, start, stop, and `place`; in order of place.
-        place: the field that says where a piece is.
+        table: [n] tasks or segments, in order of place.
+        place: the field that says where rows are: "worker" or "rank".
     """
     touches = (
-        (pieces[place][1:] == pieces[place][:-1])
-        & (pieces["document"][1:] == pieces["document"][:-1])
-        & (pieces["start"][1:] == pieces["stop"][:-1])
+        (table[place][1:] == table[place][:-1])
+        & (table["document"][1:] == table["document"][:-1])
+        & (table["start"][1:] == table["stop"][:-1])
     )
     if not touches.any():
-        return pieces
+        return table
     first = np.flatnonzero(np.append(True, ~touches))
-    last = np.append(first[1:], len(pieces)) - 1
-    result: NDArray[np.void] = pieces[first]
-    result["stop"] = pieces["stop"][last]
+    last = np.append(first[1:], len(table)) - 1
+    result: NDArray[np.void] = table[first]
+    result["stop"] = table["stop"][last]
     return result
 
 
-def check_settings(tolerance: float, block_size: int, window: int | None) -> None:
+def check_settings(balance_tolerance: float, balance_block_size: int, window: int | None) -> None:
     """Raise ValueError for planner settings that are out of range."""
-    if not 0 <= tolerance < float("inf"):
-        raise ValueError(f"tolerance must be 0 or more (0.05 allows 5 % above the mean), got {tolerance}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1 row, got {block_size}")
+    if not 0 <= balance_tolerance < float("inf"):
+        raise ValueError(
+            f"balance_tolerance must be 0 or more (0.05 allows 5 % above the mean), got {balance_tolerance}"
+        )
+    if balance_block_size < 1:
+        raise ValueError(f"balance_block_size must be at least 1 row, got {balance_block_size}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 row, or None for full attention, got {window}")
 
@@ -155,20 +157,21 @@ def check_capacity(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int)
 
 def _assemble(
     lengths: NDArray[np.int64],
-    document: NDArray[np.int64],
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
-    rank: NDArray[np.int64],
+    columns: tuple[NDArray[np.int64], ...],
     ranks: int,
     *,
     by_document: bool = False,
 ) -> Layout:
-    """A layout from its segments: sorted by rank, in the given order or by document, with offsets."""
+    """A layout from the (document, start, stop, rank) of its segments.
+
+    They are sorted by rank, and on a rank stay in the given order or are sorted by document.
+    """
+    document, start, _, rank = columns
     order = np.argsort(rank, kind="stable")
     if by_document:
         order = np.lexsort((start, document, rank))
     segments = np.zeros(len(order), SEGMENT)
-    for name, values in (("document", document), ("start", start), ("stop", stop), ("rank", rank)):
+    for name, values in zip(("document", "start", "stop", "rank"), columns, strict=True):
         segments[name] = values[order]
     segments = merge_touching(segments, "rank")
     rows = segments["stop"] - segments["start"]

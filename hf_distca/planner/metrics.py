@@ -52,7 +52,7 @@ def rows_of(plan: Plan) -> NDArray[np.int64]:
 
 
 def measure(
-    plan: Plan, row_bytes: RowBytes | None = None, *, workers: Workers | None = None, block_size: int = 128
+    plan: Plan, row_bytes: RowBytes | None = None, *, workers: Workers | None = None, balance_block_size: int = 128
 ) -> PlanMetrics:
     """Count what a plan achieves and what it costs.
 
@@ -60,7 +60,7 @@ def measure(
         plan: any plan.
         row_bytes: bytes of the rows; None for RowBytes().
         workers: speeds and base loads by which max_over_mean is counted; None for equal workers.
-        block_size: rows of a kernel block.
+        balance_block_size: rows of a kernel block.
 
     Raises:
         ValueError: `workers` describes another number of workers than the plan has.
@@ -72,7 +72,7 @@ def measure(
     ideal = workers.ideal(int(loads.sum()))
     tokens = plan.layout.tokens
     rows = plan.tasks["stop"] - plan.tasks["start"]
-    below = rows < block_size
+    below = rows < balance_block_size
     at_end = plan.tasks["stop"] == plan.layout.lengths[plan.tasks["document"]]
     moved = bytes_between(plan, row_bytes or RowBytes())
     return PlanMetrics(

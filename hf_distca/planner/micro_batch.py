@@ -12,7 +12,7 @@ from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import RowBytes, Workers, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import bytes_between, loads_of
-from hf_distca.planner.nano_batches import mirrored, split_documents, split_rows
+from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class PlanSettings:
         bytes_per_value: of the dtype that core attention is computed in.
         document_layout: "joint" places tokens and attention together; "fixed" packs documents in order, with
             equal tokens per rank.
-        tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
-        block_size: rows; tasks are cut at multiples of it.
+        balance_tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
+        balance_block_size: rows; tasks are cut at multiples of it.
         row_overhead: what the kernel spends on a query row besides its pairs, in pairs (`Kernel.row_overhead`).
         gather_cost: what gathering a byte of K and V on a rank costs, in bytes sent (`Kernel.gather_cost`).
         ping_pong: make two nano-batches of every micro-batch that can be divided.
@@ -40,8 +40,8 @@ class PlanSettings:
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
     bytes_per_value: int = 2
     document_layout: str = "joint"
-    tolerance: float = 0.0
-    block_size: int = 128
+    balance_tolerance: float = 0.0
+    balance_block_size: int = 128
     row_overhead: int = 0
     gather_cost: float = 0.0
     ping_pong: bool = False
@@ -78,14 +78,14 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
     return _plan(array, groups, layouts, settings)
 
 
-def plan_rows(rows: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
+def plan_placed(rows: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
     """Balance the core attention of documents that already lie on ranks and stay there.
 
     Args:
         rows: lengths of the documents of each rank, in the order of its rows.
         settings: see PlanSettings.
     """
-    cuts = split_rows(rows) if settings.ping_pong else None
+    cuts = split_placed(rows) if settings.ping_pong else None
     if cuts is None:
         parts = [rows]
     else:
@@ -114,8 +114,8 @@ def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:
         settings.ranks,
         settings.tokens_per_rank,
         window=settings.dominant_kind.window,
-        tolerance=settings.tolerance,
-        block_size=settings.block_size,
+        balance_tolerance=settings.balance_tolerance,
+        balance_block_size=settings.balance_block_size,
     )
 
 
@@ -132,8 +132,8 @@ def plan_tasks(layout: Layout, kind: AttentionKind, settings: PlanSettings, work
         layout,
         workers=workers,
         window=kind.window,
-        tolerance=settings.tolerance,
-        block_size=settings.block_size,
+        balance_tolerance=settings.balance_tolerance,
+        balance_block_size=settings.balance_block_size,
         row_bytes=settings.row_bytes(kind),
         row_overhead=settings.row_overhead,
         gather_cost=settings.gather_cost,

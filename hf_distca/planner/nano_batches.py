@@ -37,7 +37,7 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
     return [np.flatnonzero(~group), np.flatnonzero(group)]
 
 
-def split_rows(rows: Sequence[Sequence[int]]) -> list[int] | None:
+def split_placed(rows: Sequence[Sequence[int]]) -> list[int] | None:
     """Where to divide the documents of every rank so that both parts have about equal tokens.
 
     Args:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout, Plan
+from hf_distca.planner.cost import pairs
 
 IntArray = NDArray[np.int64]
 
@@ -31,24 +32,35 @@ class TaskGroup:
         k_lens: [tasks] K/V rows of each task.
         q_rows: [sum of q_lens] where its query rows are, task after task.
         k_rows: [sum of k_lens] where its K/V rows are; a row that two tasks need stands here twice.
+        task_pairs: [tasks] query-key pairs of each task, those that its window leaves.
     """
 
     q_lens: IntArray
     k_lens: IntArray
     q_rows: IntArray
     k_rows: IntArray
+    task_pairs: IntArray
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs of all tasks."""
+        return int(self.task_pairs.sum())
 
     def half(self) -> int:
         """So many tasks, from the first on, have about half of the pairs; 1 or more if there are any."""
-        pairs = np.cumsum(self.q_lens * (2 * self.k_lens - self.q_lens))
-        return int(np.abs(2 * pairs - pairs[-1]).argmin()) + 1 if len(pairs) else 0
+        before = np.cumsum(self.task_pairs)
+        return int(np.abs(2 * before - before[-1]).argmin()) + 1 if len(before) else 0
 
     def split(self, cut: int) -> tuple["TaskGroup", "TaskGroup"]:
         """The first `cut` tasks and the others."""
         at_q, at_k = int(self.q_lens[:cut].sum()), int(self.k_lens[:cut].sum())
         return (
-            TaskGroup(self.q_lens[:cut], self.k_lens[:cut], self.q_rows[:at_q], self.k_rows[:at_k]),
-            TaskGroup(self.q_lens[cut:], self.k_lens[cut:], self.q_rows[at_q:], self.k_rows[at_k:]),
+            TaskGroup(
+                self.q_lens[:cut], self.k_lens[:cut], self.q_rows[:at_q], self.k_rows[:at_k], self.task_pairs[:cut]
+            ),
+            TaskGroup(
+                self.q_lens[cut:], self.k_lens[cut:], self.q_rows[at_q:], self.k_rows[at_k:], self.task_pairs[cut:]
+            ),
         )
 
 
@@ -170,15 +182,19 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     visiting = np.flatnonzero(here & ~resident)
     visiting = visiting[np.lexsort((start[visiting], pieces.document[visiting], pieces.source[visiting]))]
 
-    def group(select: IntArray, q_rows: IntArray, key_start: IntArray, key_stop: IntArray) -> TaskGroup:
-        k_rows = received.rows(pieces.document[select], key_start[select], key_stop[select])
-        return TaskGroup((stop - start)[select], (key_stop - key_start)[select], q_rows, k_rows)
+    def group(select: IntArray, q_rows: IntArray, causal: bool) -> TaskGroup:
+        k_rows = received.rows(pieces.document[select], first[select], last[select])
+        q_lens, k_lens = (stop - start)[select], (last - first)[select]
+        task_pairs = pairs(start[select], stop[select], plan.window) if causal else q_lens * k_lens
+        return TaskGroup(q_lens, k_lens, q_rows, k_rows, task_pairs)
 
     own_index = np.flatnonzero(in_own)
     own_q = _expand(pieces.local[own_index], (stop - start)[own_index])
     own_k_start = (pieces.local - start + own_first)[own_index]  # local row of the first key
     own_k_lens = (stop - own_first)[own_index]
-    own = TaskGroup((stop - start)[own_index], own_k_lens, own_q, _expand(own_k_start, own_k_lens))
+    own_q_lens = (stop - start)[own_index]
+    own_pairs = pairs(own_k_lens - own_q_lens, own_k_lens, plan.window)
+    own = TaskGroup(own_q_lens, own_k_lens, own_q, _expand(own_k_start, own_k_lens), own_pairs)
     prefix_index = np.flatnonzero(in_prefix)
     prefix_q = _expand(pieces.local[prefix_index], (stop - start)[prefix_index])
     visiting_q = np.arange((stop - start)[visiting].sum(), dtype=np.int64)
@@ -187,8 +203,8 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         queries=queries,
         keys=keys,
         own=own,
-        prefix=group(prefix_index, prefix_q, first, last),
-        visiting=group(visiting, visiting_q, first, last),
+        prefix=group(prefix_index, prefix_q, causal=plan.window is not None),
+        visiting=group(visiting, visiting_q, causal=True),
     )
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import TASK, Layout
 from hf_distca.planner.cost import pairs
 
-Piece = tuple[int, int, int]
+Span = tuple[int, int, int]
 """(start, stop, worker) of a task of some document"""
 
 
@@ -50,7 +50,7 @@ def without_short(
     # A change frees room on one worker, so that another may become possible in any document.
     while any(document.remove_one(left) for document in documents.values()):
         pass
-    rows = [(doc, *piece) for doc, document in documents.items() for piece in document.pieces]
+    rows = [(doc, *span) for doc, document in documents.items() for span in document.spans]
     return np.concatenate([tasks[~concerned], np.array(rows, TASK)])
 
 
@@ -58,23 +58,21 @@ class _Document:
     """The tasks of one document.
 
     Attributes:
-        pieces: its tasks by start; they touch, and neighbours have different workers.
+        spans: its tasks by start; they touch, and neighbours have different workers.
         segments: (start, stop, rank) of its rows.
     """
 
-    def __init__(
-        self, pieces: list[Piece], segments: list[Piece], length: int, window: int | None, block: int
-    ) -> None:
-        self.pieces, self.segments, self.length = pieces, segments, length
+    def __init__(self, spans: list[Span], segments: list[Span], length: int, window: int | None, block: int) -> None:
+        self.spans, self.segments, self.length = spans, segments, length
         self.window, self.block = window, block
 
     def remove_one(self, room: list[float]) -> bool:
         """Make the cheapest change that removes the first short task that can go; whether there was one."""
-        for index, piece in enumerate(self.pieces):
-            if not self._is_short(piece):
+        for index, span in enumerate(self.spans):
+            if not self._is_short(span):
                 continue
-            span = slice(max(index - 1, 0), index + 2)
-            old = self.pieces[span]
+            near = slice(max(index - 1, 0), index + 2)
+            old = self.spans[near]
             fitting = []
             for new in self._changes(index):
                 added = self._added(old, new)
@@ -83,17 +81,17 @@ class _Document:
                     fitting.append((self._rows_away(new), new, added))
             if fitting:
                 _, new, added = min(fitting, key=lambda change: change[0])
-                self.pieces[span] = new
+                self.spans[near] = new
                 for worker, amount in added.items():
                     room[worker] -= amount
                 return True
         return False
 
-    def _changes(self, index: int) -> Iterator[list[Piece]]:
+    def _changes(self, index: int) -> Iterator[list[Span]]:
         """What task `index` and the tasks before and after it may become."""
-        start, stop, worker = self.pieces[index]
-        before = self.pieces[max(index - 1, 0) : index]
-        after = self.pieces[index + 1 : index + 2]
+        start, stop, worker = self.spans[index]
+        before = self.spans[max(index - 1, 0) : index]
+        after = self.spans[index + 1 : index + 2]
         for first, _, other in before:
             yield joined([(first, stop, other), *after])
             for cut in ((stop - self.block) // self.block * self.block, stop - self.block):
@@ -105,32 +103,32 @@ class _Document:
                 if last - cut >= self.block:
                     yield [*before, (start, cut, worker), (cut, last, other)]
 
-    def _is_short(self, piece: Piece) -> bool:
-        return piece[1] - piece[0] < self.block and piece[1] != self.length and piece not in self.segments
+    def _is_short(self, span: Span) -> bool:
+        return span[1] - span[0] < self.block and span[1] != self.length and span not in self.segments
 
-    def _count_short(self, pieces: list[Piece]) -> int:
-        return sum(self._is_short(piece) for piece in pieces)
+    def _count_short(self, spans: list[Span]) -> int:
+        return sum(self._is_short(span) for span in spans)
 
-    def _added(self, old: list[Piece], new: list[Piece]) -> dict[int, int]:
+    def _added(self, old: list[Span], new: list[Span]) -> dict[int, int]:
         """worker -> pairs that it computes more, or fewer, after a change."""
         added: dict[int, int] = {}
-        for sign, pieces in ((-1, old), (1, new)):
-            for start, stop, worker in pieces:
+        for sign, spans in ((-1, old), (1, new)):
+            for start, stop, worker in spans:
                 added[worker] = added.get(worker, 0) + sign * pairs(start, stop, self.window)
         return added
 
-    def _rows_away(self, pieces: list[Piece]) -> int:
+    def _rows_away(self, spans: list[Span]) -> int:
         """Rows of some tasks that their workers do not hold."""
         return sum(
             stop - start - sum(max(min(stop, b) - max(start, a), 0) for a, b, rank in self.segments if rank == worker)
-            for start, stop, worker in pieces
+            for start, stop, worker in spans
         )
 
 
-def joined(pieces: list[Piece]) -> list[Piece]:
-    """Pieces that touch, those of one worker that follow each other made one."""
-    joined: list[Piece] = []
-    for start, stop, worker in pieces:
+def joined(spans: list[Span]) -> list[Span]:
+    """Spans that touch, those of one worker that follow each other made one."""
+    joined: list[Span] = []
+    for start, stop, worker in spans:
         if joined and joined[-1][2] == worker:
             joined[-1] = (joined[-1][0], stop, worker)
         else:

@@ -18,7 +18,7 @@ class Price:
         kv: bytes of K and V of one row.
         origin: the first row that there is: rows are counted from a document's first row - origin.
         pair_window: the window by which a row counts pairs.
-        reach: where the cheapest piece of F pairs ends, in units of √(2F).
+        reach: where the cheapest rows of F pairs end, in units of √(2F).
     """
 
     def __init__(self, rows: float, kv: float, window: int | None, origin: int = 0) -> None:
@@ -85,7 +85,7 @@ class Source:
 
     def _single(self, amount: float, known: dict[int, int]) -> tuple[Array, Array, Array]:
         """Each [tasks]: bytes of all of `amount` from this task (inf where it has less); bytes and pairs of
-        as much of it as the task has. The piece lies where the bytes are least, or at the task's end."""
+        as much of it as the task has. The rows lie where the bytes are least, or at the task's end."""
         start, stop = row_reaching(self.low, self.window), row_reaching(self.high, self.window)
         available = np.maximum(self.high - self.low, 0.0)
         part = np.minimum(amount, available)

@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 
 
 class UpcomingBatches:

@@ -10,10 +10,10 @@ from accelerate.data_loader import prepare_data_loader
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_distca.collator.collation import DistCACollator
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
 from hf_distca.collator.long_documents import fit_documents
-from hf_distca.collator.packing import DistCACollator
 from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.dispatch.dispatcher import Dispatcher
@@ -87,11 +87,11 @@ def packed_loader(
 ) -> DataLoader[Any]:
     """A loader of planned global micro-batches of whole documents, each of at most `capacity` tokens."""
     rank, settings = dispatcher.groups.rank, dispatcher.settings
-    pieces = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
+    excerpts = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
     seed = args.seed if args.data_seed is None else args.data_seed
     loader = DataLoader(
         RankDocuments(dataset, lengths, settings, rank, columns),
-        batch_sampler=GlobalBatchSampler(pieces, capacity, shuffle=shuffle, seed=seed),
+        batch_sampler=GlobalBatchSampler(excerpts, capacity, shuffle=shuffle, seed=seed),
         collate_fn=DistCACollator(rank),
         **loader_options,
     )

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, seed_worker
 
 from hf_distca.collator.documents import Columns
-from hf_distca.collator.streaming import StreamPacker
-from hf_distca.dispatch.dispatcher import PLAN_KEY, Dispatcher
+from hf_distca.collator.streams import StreamPacker
+from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.padding_free import CollatorWithLengths
 from hf_distca.dispatch.pool import Pool
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import check_reentrant, plan_settings
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.ahead import UpcomingBatches
 from hf_distca.trainer.arguments import DistCATrainingArguments
 from hf_distca.trainer.attention_servers import TOKEN_FILE, open_pool

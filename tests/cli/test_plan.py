@@ -39,7 +39,7 @@ def plan(tmp_path):
 
 
 def test_json_is_one_object_with_the_figures(plan, capsys):
-    assert plan([[4, 4], [2, 6]], 2, 8, "--layout", "fixed", "--tolerance", "100", "--json") == 0
+    assert plan([[4, 4], [2, 6]], 2, 8, "--layout", "fixed", "--balance-tolerance", "100", "--json") == 0
     figures = json.loads(capsys.readouterr().out)
     assert list(figures) == KEYS
     assert figures["max_over_mean"] == pytest.approx(24 / 22)
@@ -57,7 +57,7 @@ def test_table_is_for_people(plan, capsys):
 
 def test_dump_holds_documents_segments_and_tasks(plan, tmp_path):
     file = tmp_path / "dump.json"
-    assert plan([[4, 4], [8]], 2, 8, "--layout", "fixed", "--tolerance", "100", "--dump", str(file)) == 0
+    assert plan([[4, 4], [8]], 2, 8, "--layout", "fixed", "--balance-tolerance", "100", "--dump", str(file)) == 0
     assert json.loads(file.read_text()) == {
         "nano_batches": [
             {
@@ -72,7 +72,7 @@ def test_dump_holds_documents_segments_and_tasks(plan, tmp_path):
 
 def test_dump_holds_both_nano_batches(plan, tmp_path):
     file = tmp_path / "dump.json"
-    assert plan([[4, 3], [2, 6]], 2, 8, "--layout", "fixed", "--tolerance", "100", "--dump", str(file)) == 0
+    assert plan([[4, 3], [2, 6]], 2, 8, "--layout", "fixed", "--balance-tolerance", "100", "--dump", str(file)) == 0
     first, second = json.loads(file.read_text())["nano_batches"]
     assert (first["documents"], first["segments"]) == ([0, 2], [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]])
     assert (second["documents"], second["segments"]) == ([1, 3], [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]])
@@ -130,8 +130,8 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1], ("--kv-heads", "5"), "kv_heads must divide q_heads"),
         ([1], ("--window", "0"), "--window: must be a positive whole number, got '0'"),
         ([1], ("--head-dim", "x"), "--head-dim: must be a positive whole number, got 'x'"),
-        ([1], ("--tolerance", "-1"), "--tolerance: must be a number from 0 on"),
-        ([1], ("--tolerance", "nan"), "--tolerance: must be a number from 0 on"),
+        ([1], ("--balance-tolerance", "-1"), "--balance-tolerance: must be a number from 0 on"),
+        ([1], ("--balance-tolerance", "nan"), "--balance-tolerance: must be a number from 0 on"),
         ([1], ("--dtype", "int3"), "--dtype: invalid choice"),
         ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x"),
     ],

@@ -6,9 +6,9 @@ import pytest
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader
 
+from hf_distca.collator.collation import DistCACollator
 from hf_distca.collator.lengths import document_lengths
 from hf_distca.collator.long_documents import fit_documents
-from hf_distca.collator.packing import DistCACollator
 from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.plan import AttentionKind
@@ -27,10 +27,10 @@ def dataset():
 
 def loader_of(dataset, rank, workers=0):
     lengths = document_lengths(dataset, progress=False)
-    pieces = fit_documents(lengths, RANKS * TOKENS, "error", "ranks · tokens_per_rank")
+    excerpts = fit_documents(lengths, RANKS * TOKENS, "error", "ranks · tokens_per_rank")
     return DataLoader(
-        RankDocuments(dataset, lengths, PlanSettings(RANKS, TOKENS, block_size=8), rank),
-        batch_sampler=GlobalBatchSampler(pieces, RANKS * TOKENS),
+        RankDocuments(dataset, lengths, PlanSettings(RANKS, TOKENS, balance_block_size=8), rank),
+        batch_sampler=GlobalBatchSampler(excerpts, RANKS * TOKENS),
         collate_fn=DistCACollator(rank),
         num_workers=workers,
     )

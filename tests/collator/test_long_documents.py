@@ -55,7 +55,7 @@ def test_a_policy_or_limit_that_is_none():
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 20))
 def test_pieces_cover_every_token_once(lengths, limit):
-    pieces = fit_documents(np.array(lengths), limit, "split", "limit")
-    rows = [(p["document"], row) for p in pieces for row in range(p["start"], p["stop"])]
+    excerpts = fit_documents(np.array(lengths), limit, "split", "limit")
+    rows = [(p["document"], row) for p in excerpts for row in range(p["start"], p["stop"])]
     assert rows == [(document, row) for document, length in enumerate(lengths) for row in range(length)]
-    assert (pieces["stop"] - pieces["start"]).max() <= limit
+    assert (excerpts["stop"] - excerpts["start"]).max() <= limit

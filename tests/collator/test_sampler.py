@@ -15,7 +15,7 @@ def sampler_of(lengths, capacity, **options):
 
 
 def documents(sampler):
-    return [batch.pieces["document"].tolist() for (batch,) in sampler]
+    return [batch.excerpts["document"].tolist() for (batch,) in sampler]
 
 
 def test_in_order():
@@ -30,7 +30,7 @@ def test_an_item_is_one_global_micro_batch_of_plain_data():
     ((batch,),) = sampler_of([3, 2], 6, shuffle=False)
     assert isinstance(batch, GlobalMicroBatch)
     assert batch.lengths.tolist() == [3, 2]
-    assert pickle.loads(pickle.dumps(batch)).pieces.tolist() == [(0, 0, 3, 3), (1, 0, 2, 2)]
+    assert pickle.loads(pickle.dumps(batch)).excerpts.tolist() == [(0, 0, 3, 3), (1, 0, 2, 2)]
 
 
 def test_it_has_no_batch_size():
@@ -102,9 +102,9 @@ def test_each_document_once_per_epoch_never_over_capacity(lengths, capacity, see
         on_another_rank.set_epoch(epoch)
         batches = [batch for (batch,) in sampler]
         assert len(batches) == len(sampler)
-        assert sorted(piece for batch in batches for piece in batch.pieces.tolist()) == sampler.pieces.tolist()
+        assert sorted(excerpt for batch in batches for excerpt in batch.excerpts.tolist()) == sampler.excerpts.tolist()
         assert all(0 < batch.lengths.sum() <= capacity for batch in batches)
-        assert [b.pieces.tolist() for b in batches] == [b.pieces.tolist() for (b,) in on_another_rank]
+        assert [b.excerpts.tolist() for b in batches] == [b.excerpts.tolist() for (b,) in on_another_rank]
 
 
 def test_a_million_documents_in_seconds():
@@ -116,8 +116,8 @@ def test_a_million_documents_in_seconds():
 
 
 def test_no_documents_or_too_long_ones():
-    pieces = fit_documents(np.array([3, 9]), 9, "error", "limit")
+    excerpts = fit_documents(np.array([3, 9]), 9, "error", "limit")
     with pytest.raises(ValueError, match="no documents"):
-        GlobalBatchSampler(pieces[:0], 9)
+        GlobalBatchSampler(excerpts[:0], 9)
     with pytest.raises(ValueError, match=r"has 9 tokens, more than the 8 .* fit_documents"):
-        GlobalBatchSampler(pieces, 8)
+        GlobalBatchSampler(excerpts, 8)

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
 # Models cannot run on no rows at all: a rank without documents holds one token without a target.
@@ -59,14 +59,16 @@ def run_case(
     """One planned step on every rank."""
     ranks = dist.get_world_size()
     kinds = small_kinds(*windows)
-    settings = PlanSettings(ranks=ranks, tokens_per_rank=4096, kinds=kinds, document_layout="joint", block_size=8)
+    settings = PlanSettings(
+        ranks=ranks, tokens_per_rank=4096, kinds=kinds, document_layout="joint", balance_block_size=8
+    )
     dispatcher = Dispatcher(settings, torch.device("cpu"), **options)
     if layout == "joint":
         plan = plan_micro_batch(lengths, settings)
         flat = lengths
     else:
         rows = [row or FILLER for row in lengths]
-        plan = plan_rows(rows, settings)
+        plan = plan_placed(rows, settings)
         flat = [length for row in rows for length in row]
     model = small_model(model_type, **config)
     loss = planned_step(model, plan, dispatcher, random_documents(flat))

@@ -61,7 +61,7 @@ def small_plan(model: PreTrainedModel, layout: str, turns: bool) -> MicroBatchPl
         sum(LENGTHS) // RANKS,
         attention_kinds(model),
         document_layout=layout,
-        block_size=BLOCK,
+        balance_block_size=BLOCK,
         row_overhead=MetaKernel.row_overhead,
         ping_pong=turns,
     )

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
-from hf_distca.collator.streaming import StreamPacker
+from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.padding_free import CollatorWithLengths, batch_document_lengths, filler_batch
 from tests.counting import Counting
 

@@ -17,7 +17,7 @@ LENGTHS = [120, 7, 1, 33, 64]
 
 
 def dispatcher_of_all_ranks(**settings) -> Dispatcher:
-    settings = {"tokens_per_rank": 4096, "block_size": 8, "kinds": small_kinds(), **settings}
+    settings = {"tokens_per_rank": 4096, "balance_block_size": 8, "kinds": small_kinds(), **settings}
     return Dispatcher(PlanSettings(ranks=dist.get_world_size(), **settings), torch.device("cpu"))
 
 
@@ -110,11 +110,11 @@ def _attend_without_rows() -> list[list[int]]:
     """Attention alone, where a rank may hold no row at all."""
     from hf_distca.dispatch.attention import disaggregated_attention
     from hf_distca.kernels.contract import AttentionParams
-    from hf_distca.planner.micro_batch import plan_rows
+    from hf_distca.planner.micro_batch import plan_placed
 
     dispatcher = dispatcher_of_all_ranks()
     rows = [[40], []][: dist.get_world_size()]
-    plan = plan_rows(rows, dispatcher.settings)
+    plan = plan_placed(rows, dispatcher.settings)
     torch.manual_seed(0)
     inputs = [torch.randn(40, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     mine = [x if dist.get_rank() == 0 else x[:0].detach().requires_grad_() for x in inputs]

@@ -42,7 +42,7 @@ def pooled_steps(
         ranks=dist.get_world_size(),
         tokens_per_rank=4096,
         kinds=small_kinds(*windows),
-        block_size=8,
+        balance_block_size=8,
         ping_pong=options.get("ping_pong", False),
     )
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=options.get("keep_received", False))

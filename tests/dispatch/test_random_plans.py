@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, MicroBatchPlan, Plan
-from hf_distca.planner.micro_batch import PlanSettings, plan_rows
+from hf_distca.planner.micro_batch import PlanSettings, plan_placed
 from tests.dispatch.test_equality import planned_step
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
@@ -46,7 +46,7 @@ def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
 def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong: bool) -> list[tuple[float, dict]]:
     config, windows, _ = MODELS[model_type]
     ranks = dist.get_world_size()
-    settings = PlanSettings(ranks, 4096, small_kinds(*windows), block_size=8, ping_pong=ping_pong)
+    settings = PlanSettings(ranks, 4096, small_kinds(*windows), balance_block_size=8, ping_pong=ping_pong)
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=keep_received)
     model = small_model(model_type, **config).train()
     if ping_pong:
@@ -57,7 +57,7 @@ def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong:
     documents = random_documents([length for row in rows for length in row])
     results = []
     for seed in range(2):
-        plan = cut_at_random(plan_rows(rows, settings), seed)
+        plan = cut_at_random(plan_placed(rows, settings), seed)
         assert len(plan.nano_batches) == 1 + ping_pong
         model.zero_grad()
         loss = planned_step(model, plan, dispatcher, documents)

@@ -25,7 +25,7 @@ LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 
 def _dispatcher(ping_pong: bool = True, **options) -> Dispatcher:
     ranks, kinds = dist.get_world_size(), small_kinds()
-    settings = PlanSettings(ranks, tokens_per_rank=4096, kinds=kinds, block_size=8, ping_pong=ping_pong)
+    settings = PlanSettings(ranks, tokens_per_rank=4096, kinds=kinds, balance_block_size=8, ping_pong=ping_pong)
     return Dispatcher(settings, torch.device("cpu"), **options)
 
 

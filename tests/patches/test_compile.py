@@ -37,7 +37,7 @@ def compile_parts(model: Module, parts: str) -> Module:
 def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list[Counter], list[int]]:
     """Of each batch: loss and gradients, why and how often tracing has stopped so far, and how many graphs exist."""
     settings = PlanSettings(
-        dist.get_world_size(), tokens_per_rank=4096, kinds=small_kinds(), block_size=8, ping_pong=ping_pong
+        dist.get_world_size(), tokens_per_rank=4096, kinds=small_kinds(), balance_block_size=8, ping_pong=ping_pong
     )
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     model = small_model().train()

@@ -11,7 +11,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.halves import join_halves, join_states, split_argument
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.layers import plan_layers
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 from tests.dispatch.test_equality import cut_rows, planned_step
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
@@ -41,7 +41,7 @@ GLOBAL_HEADS = ({**GEMMA, "global_head_dim": 16, "num_global_key_value_heads": 1
 def _dispatcher(model=None, **options) -> Dispatcher:
     kinds = small_kinds() if model is None else attention_kinds(model)
     settings = PlanSettings(
-        ranks=dist.get_world_size(), tokens_per_rank=4096, kinds=kinds, block_size=8, ping_pong=True
+        ranks=dist.get_world_size(), tokens_per_rank=4096, kinds=kinds, balance_block_size=8, ping_pong=True
     )
     return Dispatcher(settings, torch.device("cpu"), **options)
 
@@ -53,7 +53,7 @@ def _step(model_type, config, fixed, checkpointing, keep_core_attention, keep_re
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     if fixed:
-        plan = plan_rows(ROWS, dispatcher.settings)
+        plan = plan_placed(ROWS, dispatcher.settings)
         documents = random_documents([length for row in ROWS for length in row])
     else:
         plan = plan_micro_batch(LENGTHS, dispatcher.settings)

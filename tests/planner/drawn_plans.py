@@ -19,12 +19,12 @@ def drawn_plans(draw, most_ranks=4, most_servers=2):
     ranks = draw(st.integers(1, most_ranks))
     workers = ranks + draw(st.integers(0, most_servers))
     lengths = draw(st.lists(st.integers(1, 12), max_size=5))
-    pieces, tasks = [], []
+    held, tasks = [], []
     for document, length in enumerate(lengths):
-        pieces += [(draw(st.integers(0, ranks - 1)), document, *rows) for rows in cut(draw, length)]
+        held += [(draw(st.integers(0, ranks - 1)), document, *rows) for rows in cut(draw, length)]
         tasks += [(draw(st.integers(0, workers - 1)), document, *rows) for rows in cut(draw, length)]
     segments, filled = [], [0] * ranks
-    for rank, document, start, stop in sorted(draw(st.permutations(pieces)), key=lambda piece: piece[0]):
+    for rank, document, start, stop in sorted(draw(st.permutations(held)), key=lambda segment: segment[0]):
         segments.append((document, start, stop, rank, filled[rank]))
         filled[rank] += stop - start
     layout = Layout(np.array(lengths, np.int64), np.array(segments, SEGMENT), ranks)

@@ -20,13 +20,13 @@ def test_equal_ranks_keep_everything():
     assert tasks(plan) == [(0, 0, 300, 0), (1, 0, 200, 0), (2, 0, 200, 1), (3, 0, 300, 1)]
 
 
-def test_one_long_document_gives_one_piece_in_whole_blocks():
-    plan = balance(fixed_layout([[4096], [1024] * 4]), tolerance=0.2, block_size=16)
+def test_one_long_document_gives_one_task_in_whole_blocks():
+    plan = balance(fixed_layout([[4096], [1024] * 4]), balance_tolerance=0.2, balance_block_size=16)
     assert tasks(plan)[:3] == [(0, 0, 2112, 0), (0, 2960, 4096, 0), (0, 2112, 2960, 1)]
     assert measure(plan).max_over_mean <= 1.2
 
 
-def test_a_piece_lies_where_it_costs_least():
+def test_a_moved_task_lies_where_it_costs_least():
     # F pairs cost least in [s, e) with s = e / r; here r = 1 + kv / q = 2, since the bytes sent count on the
     # busiest rank and O does not add to them.
     row_bytes = RowBytes(q=8, kv=8, o=1)
@@ -35,7 +35,7 @@ def test_a_piece_lies_where_it_costs_least():
     assert moved[2] / moved[1] == pytest.approx(2, abs=0.01)
 
 
-def test_pieces_that_touch_on_one_worker_are_one():
+def test_tasks_that_touch_on_one_worker_are_one():
     found = merged(np.array([(0, 5, 9, 1), (0, 0, 5, 1), (0, 9, 10, 0), (1, 0, 5, 1)], TASK))
     assert found.tolist() == [(0, 9, 10, 0), (0, 0, 9, 1), (1, 0, 5, 1)]
 
@@ -55,12 +55,12 @@ def test_base_loads_leave_the_pairs_to_the_server():
 
 def test_a_tolerance_saves_bytes():
     layout = fixed_layout([[30000], [1000] * 30, [2000] * 15, [10000] * 3])
-    tight, loose = (measure(balance(layout, tolerance=t)) for t in (0.0, 0.1))
+    tight, loose = (measure(balance(layout, balance_tolerance=t)) for t in (0.0, 0.1))
     assert tight.max_over_mean <= 1.01 < loose.max_over_mean <= 1.1
     assert loose.bytes_total < tight.bytes_total
 
 
-def test_no_piece_below_a_block_where_blocks_suffice():
+def test_no_task_below_a_block_where_blocks_suffice():
     layout = fixed_layout([[40000, 500], [5000] * 8, [2000] * 20, [100] * 400])
     assert measure(balance(layout)).tasks_cut_below_block == 0
 
@@ -75,10 +75,10 @@ def test_one_document_over_many_ranks(ranks):
     ("options", "message"),
     [
         ({"workers": Workers.uniform(1)}, "2 ranks, but only 1 workers"),
-        ({"tolerance": -1}, "tolerance must be 0 or more"),
-        ({"tolerance": float("nan")}, "tolerance must be 0 or more"),
+        ({"balance_tolerance": -1}, "balance_tolerance must be 0 or more"),
+        ({"balance_tolerance": float("nan")}, "balance_tolerance must be 0 or more"),
         ({"window": 0}, "window must be at least 1"),
-        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"balance_block_size": 0}, "balance_block_size must be at least 1"),
     ],
 )
 def test_refused(options, message):
@@ -107,19 +107,24 @@ def problems(draw):
 @given(
     problems(), st.sampled_from([None, 1, 60, 500]), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([1, 16, 128])
 )
-def test_plans_compute_every_row_once_within_tolerance(problem, window, tolerance, block):
+def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_tolerance, block):
     layout, workers = problem
-    options = {"workers": workers, "window": window, "tolerance": tolerance, "block_size": block}
+    options = {
+        "workers": workers,
+        "window": window,
+        "balance_tolerance": balance_tolerance,
+        "balance_block_size": block,
+    }
     plan = balance(layout, **options)
     check_plan(plan)
     assert tasks(balance(layout, **options)) == tasks(plan)
     loads = loads_by_row(plan)
     assert loads == loads_of(plan).tolist()
     ideal = workers.ideal(sum(loads))
-    # A row is not divisible: beyond the tolerance, a worker is off by no more than a few of the largest.
+    # A row is not divisible: beyond the balance_tolerance, a worker is off by no more than a few of the largest.
     row = min(int(layout.lengths.max(initial=0)), window or 10**9)
     late = [
-        time - ideal * (1 + max(tolerance, 0.01)) - 2 * row / speed
+        time - ideal * (1 + max(balance_tolerance, 0.01)) - 2 * row / speed
         for time, speed in zip(workers.finishing(np.array(loads)), workers.speed, strict=True)
     ]
     assert max(late) <= 1e-6 * ideal
@@ -127,7 +132,7 @@ def test_plans_compute_every_row_once_within_tolerance(problem, window, toleranc
 
 def test_documents_of_one_row_spread_over_workers():
     # Found by a search: shares of rows were given, which rounding gave back.
-    plan = balance(fixed_layout([[], [], [1, 1, 1]]), workers=Workers.uniform(4), window=1, block_size=1)
+    plan = balance(fixed_layout([[], [], [1, 1, 1]]), workers=Workers.uniform(4), window=1, balance_block_size=1)
     check_plan(plan)
     assert loads_of(plan).max() == 1
 

@@ -53,9 +53,9 @@ def test_joint_layout_cuts_the_end_of_one_long_document():
     # Each rank ends up with half of the rows; the long document is cut once, at a block's boundary.
     layout = joint_layout([4096, 2048, 1024, 1024], 2, 4096)
     assert layout.tokens.tolist() == [4096, 4096]
-    pieces = [row for row in segments(layout) if row[0] == 0]
-    assert len(pieces) == 2
-    assert all(row[1] % 128 == 0 for row in pieces)
+    cut = [row for row in segments(layout) if row[0] == 0]
+    assert len(cut) == 2
+    assert all(row[1] % 128 == 0 for row in cut)
 
 
 def test_joint_layout_of_nothing():
@@ -72,9 +72,9 @@ def test_joint_layout_of_nothing():
         (lambda: packed_layout([9], 2, 4), "1 documents hold 9 tokens"),
         (lambda: joint_layout([9], 2, 4), "1 documents hold 9 tokens, but 2 ranks of 4 take 8"),
         (lambda: joint_layout([1], 0, 4), "must be positive"),
-        (lambda: joint_layout([1], 1, 4, tolerance=-0.1), "tolerance must be 0 or more"),
+        (lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1), "balance_tolerance must be 0 or more"),
         (lambda: joint_layout([1], 1, 4, window=0), "window must be at least 1"),
-        (lambda: joint_layout([1], 1, 4, block_size=0), "block_size must be at least 1"),
+        (lambda: joint_layout([1], 1, 4, balance_block_size=0), "balance_block_size must be at least 1"),
     ],
 )
 def test_layouts_refuse(make, message):
@@ -95,10 +95,10 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 700)), max_size=2
 )
 def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, ranks, window, block, extra):
     tokens_per_rank = -(-sum(lengths) // ranks) + extra or 1
-    layout = joint_layout(lengths, ranks, tokens_per_rank, window=window, block_size=block)
+    layout = joint_layout(lengths, ranks, tokens_per_rank, window=window, balance_block_size=block)
     check_layout(layout)
     assert layout.tokens.max(initial=0) - layout.tokens.min(initial=10**9) <= 1
-    again = joint_layout(lengths, ranks, tokens_per_rank, window=window, block_size=block)
+    again = joint_layout(lengths, ranks, tokens_per_rank, window=window, balance_block_size=block)
     assert segments(again) == segments(layout)
 
 
@@ -121,7 +121,7 @@ def test_fixed_layouts_hold_every_row_once(rows, span, spare):
 
 
 def test_joint_layout_of_documents_cut_at_both_ends():
-    # Found by a search: one rank held the last piece of a document and its head.
-    layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, block_size=16)
+    # Found by a search: one rank held the last segment of a document and its head.
+    layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, balance_block_size=16)
     check_layout(layout)
     assert layout.tokens.tolist() == [21] * 6 + [20] * 2

@@ -19,7 +19,7 @@ def plan_of(rows, tasks, workers, window=None, ranks=None):
 def test_one_moved_task():
     # Rows 2 and 3 of a document of 4 go to rank 1, which needs K/V rows 0 to 3 for them.
     plan = plan_of([[4], [1]], [(0, 0, 2, 0), (0, 2, 4, 1), (1, 0, 1, 1)], 2)
-    metrics = measure(plan, BYTES, block_size=2)
+    metrics = measure(plan, BYTES, balance_block_size=2)
     assert bytes_between(plan, BYTES).tolist() == [[2 * 100 + 4 * 10, 2 * 1000], [2 * 1000, 2 * 100 + 4 * 10]]
     assert metrics.bytes_total == 2240
     assert metrics.bytes_bottleneck == 2000

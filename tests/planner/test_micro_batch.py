@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_rows
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
 
 LAYOUTS = ["joint", "fixed"]
@@ -51,7 +51,8 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 200)), min_size=1
 def test_no_rank_holds_more_than_its_tokens(layout, lengths, ranks, ping_pong):
     tokens_per_rank = -(-sum(lengths) // ranks)  # the least that takes the documents
     plan = plan_micro_batch(
-        lengths, PlanSettings(ranks, tokens_per_rank, document_layout=layout, block_size=16, ping_pong=ping_pong)
+        lengths,
+        PlanSettings(ranks, tokens_per_rank, document_layout=layout, balance_block_size=16, ping_pong=ping_pong),
     )
     assert plan.tokens.max() == tokens_per_rank
     assert plan.tokens.min() == sum(lengths) // ranks
@@ -66,7 +67,7 @@ def test_no_rank_holds_more_than_its_tokens(layout, lengths, ranks, ping_pong):
 
 
 def test_rows_of_every_rank_are_divided():
-    plan = plan_rows([[4, 4], [2, 6], [1, 1, 1]], PlanSettings(3, 8, ping_pong=True))
+    plan = plan_placed([[4, 4], [2, 6], [1, 1, 1]], PlanSettings(3, 8, ping_pong=True))
     assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 2, 4], [1, 3, 5, 6]]
     assert [nano.layout.segments.tolist() for nano in plan.nano_batches] == [
         [(0, 0, 4, 0, 0), (1, 0, 2, 1, 0), (2, 0, 1, 2, 0)],
@@ -76,7 +77,7 @@ def test_rows_of_every_rank_are_divided():
 
 @pytest.mark.parametrize(("rows", "ping_pong"), [([[4, 4], [8]], True), ([[4, 4], [2, 6]], False)])
 def test_rows_that_are_not_divided(rows, ping_pong):
-    (nano,) = plan_rows(rows, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
+    (nano,) = plan_placed(rows, PlanSettings(2, 8, ping_pong=ping_pong)).nano_batches
     lengths = [length for row in rows for length in row]
     assert nano.documents.tolist() == list(range(len(lengths)))
     assert nano.layout.lengths.tolist() == lengths

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.nano_batches import SMALLEST_SHARE, mirrored, split_documents, split_rows
+from hf_distca.planner.nano_batches import SMALLEST_SHARE, mirrored, split_documents, split_placed
 from tests.planner.plan_checks import check_layout
 
 
@@ -35,12 +35,12 @@ def test_every_rank_needs_a_row_of_each_group():
 
 
 def test_rows_are_cut_next_to_the_middle_of_every_rank():
-    assert split_rows([[4, 4], [2, 6], [1, 1, 1, 1, 1], [3, 1, 3]]) == [1, 1, 2, 1]
+    assert split_placed([[4, 4], [2, 6], [1, 1, 1, 1, 1], [3, 1, 3]]) == [1, 1, 2, 1]
 
 
 @pytest.mark.parametrize("row", [[], [5], [1, 6, 1], [1, 4], [4, 1]])
 def test_rows_of_a_rank_that_cannot_be_cut(row):
-    assert split_rows([[4, 4], row]) is None
+    assert split_placed([[4, 4], row]) is None
 
 
 def test_mirrored_reverses_the_ranks():
@@ -71,7 +71,7 @@ def test_rows_are_cut_where_both_parts_have_their_share(rows):
     def parts(row, cut):
         return sum(row[:cut]), sum(row[cut:])
 
-    cuts = split_rows(rows)
+    cuts = split_placed(rows)
     if cuts is None:
         assert any(all(min(parts(row, cut)) < SMALLEST_SHARE * sum(row) for cut in range(1, len(row))) for row in rows)
         return

@@ -19,6 +19,7 @@ def group(q_lens, k_lens):
         np.array(k_lens, np.int64),
         np.arange(sum(q_lens), dtype=np.int64),
         np.arange(sum(k_lens), dtype=np.int64),
+        np.array([q * (2 * k - q + 1) // 2 for q, k in zip(q_lens, k_lens, strict=True)], np.int64),
     )
 
 
@@ -36,6 +37,8 @@ def test_split_gives_every_task_its_rows():
     assert (before.q_rows.tolist(), before.k_rows.tolist()) == ([0, 1], [0, 1])
     assert (after.q_lens.tolist(), after.k_lens.tolist()) == ([1, 3], [4, 3])
     assert (after.q_rows.tolist(), after.k_rows.tolist()) == ([2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8])
+    assert (before.task_pairs.tolist(), before.pairs) == ([3], 3)
+    assert (after.task_pairs.tolist(), after.pairs) == ([4, 6], 10)
 
 
 def routes_of(plan):
@@ -102,8 +105,9 @@ def test_tasks_get_exactly_the_rows_that_they_need(plan):
         ):
             # Keys of queries on this rank come in two calls: those of its own segment and those before it.
             is_prefix = group is mine.prefix and plan.window is None
-            for asking, asked in calls(group, q_rows, k_rows):
+            for (asking, asked), pairs in zip(calls(group, q_rows, k_rows), group.task_pairs, strict=True):
                 document, start = asking[0]
+                counted = 0
                 assert asking == [(document, start + row) for row in range(len(asking))]
                 last = asked[-1][1] + 1
                 assert asked == [(document, row) for row in range(last - len(asked), last)]
@@ -115,6 +119,8 @@ def test_tasks_get_exactly_the_rows_that_they_need(plan):
                     reach = max(query[1] - plan.window + 1, 0) if plan.window else 0
                     visible = [row for _, row in asked if reach <= row <= query[1]]
                     seen.setdefault((query, worker), []).extend(visible)
+                    counted += len(visible)
+                assert pairs == counted
         assert used == set(keys)
     for document, start, stop, worker in plan.tasks.tolist():
         for row in range(start, stop):

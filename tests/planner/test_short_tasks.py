@@ -55,8 +55,10 @@ def test_no_single_change_removes_a_short_task_and_keeps_the_balance(rows, windo
     lengths = [length for row in rows for length in row]
     layout = fixed_layout(rows)
     if joint:
-        layout = joint_layout(lengths, len(rows), -(-sum(lengths) // len(rows)), window=window, block_size=block)
-    plan = balance(layout, window=window, block_size=block)
+        layout = joint_layout(
+            lengths, len(rows), -(-sum(lengths) // len(rows)), window=window, balance_block_size=block
+        )
+    plan = balance(layout, window=window, balance_block_size=block)
     check_plan(plan)
     loads = loads_of(plan)
     limit = max(loads.mean() * (1 + FINEST), loads.max())

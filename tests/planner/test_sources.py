@@ -10,7 +10,7 @@ def source(stops, price, starts=None):
     return Source(np.arange(len(stops)), starts, np.array(stops), price)
 
 
-def test_reach_is_where_a_piece_costs_least():
+def test_reach_is_where_rows_cost_least():
     price = Price(rows=16384, kv=4096, window=None)
     flow = 1e8
     ends = np.linspace((2 * flow) ** 0.5 + 1, 60000, 100001)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerCallback
 
-from hf_distca.dispatch.dispatcher import PLAN_KEY
 from hf_distca.dispatch.padding_free import batch_document_lengths
+from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.ahead import UpcomingBatches
 from tests.trainer.test_trainer import make_trainer
 

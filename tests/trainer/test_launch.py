@@ -170,13 +170,13 @@ def new_optimizer(model: nn.Module, arguments: dict[str, Any]) -> torch.optim.Op
 
 def optimizer_steps(documents: list[Tensor], number: int) -> list[list[Tensor]]:
     """The documents of each optimizer step from the first epoch on."""
-    pieces = fit_documents(np.array(list(map(len, documents))), 2 * TOKENS_PER_RANK, "error", "tokens")
-    sampler = GlobalBatchSampler(pieces, 2 * TOKENS_PER_RANK, seed=42)
+    excerpts = fit_documents(np.array(list(map(len, documents))), 2 * TOKENS_PER_RANK, "error", "tokens")
+    sampler = GlobalBatchSampler(excerpts, 2 * TOKENS_PER_RANK, seed=42)
     steps: list[list[Tensor]] = []
     epoch = 0
     while len(steps) < number:
         sampler.set_epoch(epoch)
-        micro_batches = [micro_batch.pieces["document"] for (micro_batch,) in sampler]
+        micro_batches = [micro_batch.excerpts["document"] for (micro_batch,) in sampler]
         for first in range(0, len(micro_batches), ACCUMULATION):
             indices = np.concatenate(micro_batches[first : first + ACCUMULATION])
             steps.append([documents[index] for index in indices])

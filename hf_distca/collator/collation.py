@@ -32,11 +32,11 @@ class DistCACollator:
         >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
         >>> settings = PlanSettings(ranks=2, tokens_per_rank=3, document_layout="fixed")
         >>> lengths = document_lengths(dataset, progress=False)
-        >>> pieces = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
+        >>> excerpts = fit_documents(lengths, 6, "error", "ranks · tokens_per_rank")
         >>> for rank in range(2):
         ...     loader = DataLoader(
         ...         RankDocuments(dataset, lengths, settings, rank),
-        ...         batch_sampler=GlobalBatchSampler(pieces, capacity=6, shuffle=False),
+        ...         batch_sampler=GlobalBatchSampler(excerpts, capacity=6, shuffle=False),
         ...         collate_fn=DistCACollator(rank),
         ...     )
         ...     batch = next(iter(loader))
@@ -87,21 +87,21 @@ class DistCACollator:
         return {**rows_batch(rows, starts), "distca_plan": planned.plan}
 
     def _segment_rows(self, planned: PlannedDocuments, document: int, start: int, stop: int) -> TokenDocument:
-        if document >= len(planned.pieces):
+        if document >= len(planned.excerpts):
             return TokenDocument.filler(self.filler_token_id)
-        return piece_document(planned.pieces[document], planned.documents).rows(start, stop)
+        return excerpt_document(planned.excerpts[document], planned.documents).rows(start, stop)
 
 
-def piece_document(piece: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]) -> TokenDocument:
-    """The tokens and targets of a piece.
+def excerpt_document(excerpt: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]) -> TokenDocument:
+    """The tokens and targets of an excerpt.
 
     Args:
-        piece: one PIECE.
+        excerpt: one EXCERPT.
         documents: the whole documents, by their index in the data set.
     """
-    whole = documents[piece["document"]]
-    rows = whole.rows(piece["start"], piece["stop"])
-    if piece["stop"] == piece["end"]:
+    whole = documents[excerpt["document"]]
+    rows = whole.rows(excerpt["start"], excerpt["stop"])
+    if excerpt["stop"] == excerpt["end"]:
         # What a truncated document has dropped is no target either.
         rows = TokenDocument(rows.input_ids, np.append(rows.targets[:-1], IGNORED_TARGET))
     return rows

@@ -14,7 +14,7 @@ IDLE = 1e-9
 """Speed of a rank that is to compute no core attention."""
 
 
-def balance_over_pool(
+def balance_with_servers(
     layout: Layout, kind: AttentionKind, workers: Workers, settings: PlanSettings, *, ranks_serve: bool = True
 ) -> Plan:
     """Choose tasks so that ranks and servers finish together.
@@ -39,22 +39,22 @@ def balance_over_pool(
     return plan if ranks_serve else _without_ranks(plan, workers)
 
 
-def plan_for_pool(
+def plan_with_servers(
     plan: MicroBatchPlan, workers: Workers, settings: PlanSettings, *, ranks_serve: bool
 ) -> MicroBatchPlan:
     """The same layouts with tasks for ranks and servers.
 
     Args:
         plan: of a micro-batch.
-        workers: see `balance_over_pool`; base loads are for one nano-batch.
+        workers: see `balance_with_servers`; base loads are for one nano-batch.
         settings: with which the plan was made.
-        ranks_serve: see `balance_over_pool`.
+        ranks_serve: see `balance_with_servers`.
     """
     nano_batches = [
         replace(
             nano,
             plans={
-                kind: balance_over_pool(nano.layout, kind, workers, settings, ranks_serve=ranks_serve)
+                kind: balance_with_servers(nano.layout, kind, workers, settings, ranks_serve=ranks_serve)
                 for kind in nano.plans
             },
         )

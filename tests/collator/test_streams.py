@@ -6,7 +6,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
 
-from hf_distca.collator.streaming import StreamPacker
+from hf_distca.collator.streams import StreamPacker
 
 LENGTHS = [3, 2, 4, 1, 5, 2, 2, 6, 1, 3, 4, 2]
 EXAMPLES = [{"input_ids": [100 * d + p for p in range(length)]} for d, length in enumerate(LENGTHS)]

@@ -1,8 +1,8 @@
-"""Fewer bytes through the busiest worker: exchanges of work between two workers.
+"""Fewer bytes through the busiest worker: swaps of work between two workers.
 
-What a piece costs depends on who else computes rows of its document, above all where that lies on several ranks
+What a task costs depends on who else computes rows of its document, above all where that lies on several ranks
 and K/V rows go out from all of them: more than flows and sources see, which settle one giver at a time. So the
-finished tasks are looked at once more. In an exchange two workers compute equally many pairs of each
+finished tasks are looked at once more. In a swap two workers compute equally many pairs of each
 other's tasks (a part of the larger one, at either of its ends); it is kept if the busiest worker of those
 concerned then has fewer bytes than the busiest of all had. Few are tried, those near the busiest worker.
 """
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout
 from hf_distca.planner.cost import RowBytes, pairs, row_reaching
-from hf_distca.planner.short_tasks import Piece, joined
+from hf_distca.planner.short_tasks import Span, joined
 
-Spot = tuple[int, Piece]
+Spot = tuple[int, Span]
 """A task and the document that it is of."""
 Traffic = dict[tuple[int, int], int]
 """(SENT or RECEIVED, worker) -> bytes"""
 SENT, RECEIVED = 0, 1
 
 TRIES = 128
-"""Exchanges tried; fewer with many workers."""
+"""Swaps tried; fewer with many workers."""
 MOST = 1024
 """Tries times workers."""
 LEAST = 16
@@ -32,7 +32,7 @@ LEAST = 16
 GOOD = 4
 """The best of so many that help is made."""
 GAIN = 0.001
-"""Share of its bytes that an exchange must save the busiest worker."""
+"""Share of its bytes that a swap must save the busiest worker."""
 MORE_BYTES = 0.03
 """Share by which the bytes of all workers may grow."""
 TOTAL = 0.3
@@ -41,7 +41,7 @@ TOTAL = 0.3
 
 @dataclass(frozen=True)
 class Rules:
-    """What exchanges are counted by.
+    """What swaps are counted by.
 
     Attributes:
         row_bytes: bytes of the rows.
@@ -58,14 +58,14 @@ class Rules:
     block: int
 
 
-def exchanged(tasks: NDArray[np.void], layout: Layout, room: Sequence[float], rules: Rules) -> NDArray[np.void]:
-    """The tasks, in no order, after the exchanges that help.
+def swapped(tasks: NDArray[np.void], layout: Layout, room: Sequence[float], rules: Rules) -> NDArray[np.void]:
+    """The tasks, in no order, after the swaps that help.
 
     Args:
         tasks: [tasks] of dtype TASK; none that touch on one worker.
         layout: where the rows are, counted from rules.origin on.
         room: [workers] pairs that each worker may take on.
-        rules: what exchanges are counted by.
+        rules: what swaps are counted by.
     """
     tries = min(TRIES, MOST // len(room))
     home = np.zeros(len(layout.lengths), np.int64)
@@ -78,7 +78,7 @@ def exchanged(tasks: NDArray[np.void], layout: Layout, room: Sequence[float], ru
         return tasks
     search = _Search(tasks[concerned], layout, room, rules)
     search.run(tries)
-    rows = [(doc, *piece) for doc, pieces in search.pieces.items() for piece in pieces]
+    rows = [(doc, *span) for doc, spans in search.spans.items() for span in spans]
     return np.concatenate([tasks[~concerned], np.array(rows, TASK)])
 
 
@@ -86,7 +86,7 @@ class _Search:
     """The tasks of all documents but those that one rank holds and computes.
 
     Attributes:
-        pieces: document -> its tasks by start; they touch, and neighbours have different workers.
+        spans: document -> its tasks by start; they touch, and neighbours have different workers.
         segments: document -> (start, stop, rank) of its rows by start.
         traffic: document -> bytes that it causes.
         total: the sum of all traffic.
@@ -95,20 +95,20 @@ class _Search:
 
     def __init__(self, tasks: NDArray[np.void], layout: Layout, room: Sequence[float], rules: Rules) -> None:
         self.rules, self.room = rules, list(room)
-        self.pieces: dict[int, list[Piece]] = {}
-        for doc, *piece in np.sort(tasks, order=["document", "start"]).tolist():
-            self.pieces.setdefault(doc, []).append((piece[0], piece[1], piece[2]))
-        self.segments: dict[int, list[Piece]] = {doc: [] for doc in self.pieces}
-        segments = layout.segments[np.isin(layout.segments["document"], list(self.pieces))]
+        self.spans: dict[int, list[Span]] = {}
+        for doc, *span in np.sort(tasks, order=["document", "start"]).tolist():
+            self.spans.setdefault(doc, []).append((span[0], span[1], span[2]))
+        self.segments: dict[int, list[Span]] = {doc: [] for doc in self.spans}
+        segments = layout.segments[np.isin(layout.segments["document"], list(self.spans))]
         for doc, start, stop, rank, _ in np.sort(segments, order=["document", "start"]).tolist():
             self.segments[doc].append((start, stop, rank))
-        self.traffic = {doc: self._traffic(doc, pieces) for doc, pieces in self.pieces.items()}
+        self.traffic = {doc: self._traffic(doc, spans) for doc, spans in self.spans.items()}
         self.total: Traffic = {}
         for traffic in self.traffic.values():
             _add(self.total, traffic, 1)
 
     def run(self, tries: int) -> None:
-        """Make exchanges until none is found, or `tries` were tried."""
+        """Make swaps until none is found, or `tries` were tried."""
         spare = MORE_BYTES * sum(size for (side, _), size in self.total.items() if side == SENT)
         # Neighbours in the list are alike, so the few that are tried are drawn from all of it.
         draw = np.random.default_rng(0)
@@ -116,13 +116,13 @@ class _Search:
             busiest = max(self.total, key=self.total.__getitem__)
             enough = self.total[busiest] * (1 - GAIN)
             candidates = list(self._candidates(*busiest))
-            helping: list[tuple[float, int, dict[int, list[Piece]], dict[int, int]]] = []
+            helping: list[tuple[float, int, dict[int, list[Span]], dict[int, int]]] = []
             for one, other in (candidates[at] for at in draw.permutation(len(candidates)).tolist()):
                 if tries <= 0 or len(helping) >= GOOD:
                     break
                 tries -= 1
                 for at_end in (False, True):
-                    new, added = self._exchange(one, other, at_end)
+                    new, added = self._swap(one, other, at_end)
                     change = self._change(new)
                     if change.get(busiest, 0) >= 0:
                         continue
@@ -137,28 +137,28 @@ class _Search:
             spare -= more
 
     def _candidates(self, side: int, worker: int) -> Iterator[tuple[Spot, Spot]]:
-        """Tasks that add to what a worker sends or receives, each with tasks for which it may be exchanged:
+        """Tasks that add to what a worker sends or receives, each with tasks for which it may be swapped:
         those of workers that hold or compute rows of its document, and those of documents that its worker does."""
         by_worker: dict[int, list[Spot]] = {}
-        for doc, pieces in self.pieces.items():
-            for piece in pieces:
-                by_worker.setdefault(piece[2], []).append((doc, piece))
-        for doc, pieces in self.pieces.items():
+        for doc, spans in self.spans.items():
+            for span in spans:
+                by_worker.setdefault(span[2], []).append((doc, span))
+        for doc, spans in self.spans.items():
             if (side, worker) not in self.traffic[doc]:
                 continue
-            near = {piece[2] for piece in pieces + self.segments[doc]}
+            near = {span[2] for span in spans + self.segments[doc]}
             first = min((start for start, _, rank in self.segments[doc] if rank == worker), default=None)
-            for piece in pieces:
+            for span in spans:
                 # The worker computes the task, or holds K/V rows that the task needs.
-                if piece[2] != worker and (side == RECEIVED or first is None or first >= piece[1]):
+                if span[2] != worker and (side == RECEIVED or first is None or first >= span[1]):
                     continue
                 others = [spot for taker in sorted(near) for spot in by_worker.get(taker, [])]
-                for shared, _ in by_worker[piece[2]]:
-                    others += [(shared, other) for other in self.pieces[shared]]
-                yield from (((doc, piece), spot) for spot in dict.fromkeys(others) if spot[1][2] != piece[2])
+                for shared, _ in by_worker[span[2]]:
+                    others += [(shared, other) for other in self.spans[shared]]
+                yield from (((doc, span), spot) for spot in dict.fromkeys(others) if spot[1][2] != span[2])
 
-    def _exchange(self, one: Spot, other: Spot, at_end: bool) -> tuple[dict[int, list[Piece]], dict[int, int]]:
-        """document -> its tasks, and worker -> pairs that it computes more, after an exchange; empty if none fits.
+    def _swap(self, one: Spot, other: Spot, at_end: bool) -> tuple[dict[int, list[Span]], dict[int, int]]:
+        """document -> its tasks, and worker -> pairs that it computes more, after a swap; empty if none fits.
 
         Args:
             one, other: tasks of two workers.
@@ -178,19 +178,19 @@ class _Search:
             excess = pairs(begin, end, window) - size[small]
         if excess > self.room[taker] or -excess > self.room[owner]:
             return {}, {}
-        new = {doc: self.pieces[doc].copy() for doc in (small[0], large[0])}
-        for (doc, old), pieces in (
+        new = {doc: self.spans[doc].copy() for doc in (small[0], large[0])}
+        for (doc, old), spans in (
             (small, [(*small[1][:2], owner)]),
             (large, [(large[1][0], begin, owner), (begin, end, taker), (end, large[1][1], owner)]),
         ):
             at = new[doc].index(old)
-            new[doc][at : at + 1] = [piece for piece in pieces if piece[0] < piece[1]]
-        return {doc: joined(pieces) for doc, pieces in new.items()}, {taker: excess, owner: -excess}
+            new[doc][at : at + 1] = [span for span in spans if span[0] < span[1]]
+        return {doc: joined(spans) for doc, spans in new.items()}, {taker: excess, owner: -excess}
 
-    def _cut(self, piece: Piece, amount: int, at_end: bool, room: float) -> int:
+    def _cut(self, span: Span, amount: int, at_end: bool, room: float) -> int:
         """The row that cuts `amount` pairs off a task: a block's boundary if the rounding fits into the room."""
         window = self.rules.pair_window
-        start, stop, _ = piece
+        start, stop, _ = span
         before = pairs(0, stop, window) - amount if at_end else pairs(0, start, window) + amount
         row = row_reaching(float(before), window)
         grain = self.rules.block
@@ -198,28 +198,28 @@ class _Search:
             grain = -(-grain // 2)
         return min(max(round(row / grain) * grain, start), stop)
 
-    def _change(self, new: dict[int, list[Piece]]) -> Traffic:
+    def _change(self, new: dict[int, list[Span]]) -> Traffic:
         """Bytes that each worker would send and receive more."""
         change: Traffic = {}
-        for doc, pieces in new.items():
-            _add(change, self._traffic(doc, pieces), 1)
+        for doc, spans in new.items():
+            _add(change, self._traffic(doc, spans), 1)
             _add(change, self.traffic[doc], -1)
         return change
 
-    def _make(self, new: dict[int, list[Piece]], added: dict[int, int]) -> None:
+    def _make(self, new: dict[int, list[Span]], added: dict[int, int]) -> None:
         _add(self.total, self._change(new), 1)
-        for doc, pieces in new.items():
-            self.pieces[doc] = pieces
-            self.traffic[doc] = self._traffic(doc, pieces)
+        for doc, spans in new.items():
+            self.spans[doc] = spans
+            self.traffic[doc] = self._traffic(doc, spans)
         for worker, amount in added.items():
             self.room[worker] -= amount
 
-    def _traffic(self, doc: int, pieces: list[Piece]) -> Traffic:
+    def _traffic(self, doc: int, spans: list[Span]) -> Traffic:
         """Bytes that a document causes if these are its tasks; what metrics.bytes_between counts for it."""
         size, window = self.rules.row_bytes, self.rules.window
         traffic: Traffic = {}
         there: dict[int, int] = {}  # worker -> end of the K/V rows that its tasks so far need
-        for start, stop, worker in pieces:
+        for start, stop, worker in spans:
             first = there.get(worker, self.rules.origin)
             if window is not None:
                 first = max(first, start - window + 1)

@@ -9,10 +9,10 @@ import numpy as np
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
+from hf_distca.collator.bin_packing import pack_in_order
+from hf_distca.collator.collation import excerpt_document, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, TokenDocument, token_document
 from hf_distca.collator.long_documents import LongDocuments, cut_documents, fit_documents, warn_truncated
-from hf_distca.collator.packing import piece_document, rows_batch
-from hf_distca.collator.placement import pack_in_order
 
 
 class StreamPacker(IterableDataset[dict[str, Any]]):
@@ -98,8 +98,8 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
                 # A stream may have many: report totals whenever their number has doubled.
                 if truncated.bit_count() == 1:
                     warn_truncated(truncated, dropped, limit, limit_name)
-            for piece in cut_documents(np.array([length]), limit, self.long_documents):
-                yield piece_document(piece, [document])
+            for excerpt in cut_documents(np.array([length]), limit, self.long_documents):
+                yield excerpt_document(excerpt, [document])
 
     def _share(self) -> Iterable[Any]:
         if self._splits_itself:

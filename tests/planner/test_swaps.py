@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.balance import balance, merged
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.exchanges import Rules, _Search, exchanged
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import loads_of, measure
+from hf_distca.planner.swaps import Rules, _Search, swapped
 from tests.planner.plan_checks import check_plan
 
 ROW_BYTES = RowBytes()
@@ -19,7 +19,7 @@ def rules(window=None, block=16):
 
 
 def after(plan, room, block=16):
-    tasks = merged(exchanged(plan.tasks, plan.layout, [room] * plan.workers, rules(plan.window, block)))
+    tasks = merged(swapped(plan.tasks, plan.layout, [room] * plan.workers, rules(plan.window, block)))
     return Plan(plan.layout, tasks, plan.workers, plan.window)
 
 
@@ -29,7 +29,7 @@ def test_work_at_the_wrong_rank_goes_home():
     assert plan.tasks.tolist() == [(0, 0, 512, 0), (1, 0, 512, 1)]
 
 
-def test_a_part_of_the_larger_task_is_exchanged():
+def test_a_part_of_the_larger_task_is_swapped():
     layout = fixed_layout([[512], [512]])
     tasks = merged(np.array([(0, 256, 512, 1), (0, 0, 256, 0), (1, 0, 300, 0), (1, 300, 512, 1)], TASK))
     before = Plan(layout, tasks, 2)
@@ -41,12 +41,12 @@ def test_a_part_of_the_larger_task_is_exchanged():
 
 def test_nothing_to_do_where_every_document_stays():
     plan = balance(fixed_layout([[512], [512]]))
-    assert exchanged(plan.tasks, plan.layout, [0.0, 0.0], rules()) is plan.tasks
+    assert swapped(plan.tasks, plan.layout, [0.0, 0.0], rules()) is plan.tasks
 
 
 def test_many_workers_are_left_as_they_are():
     plan = balance(fixed_layout([[4096], [512] * 8]))
-    assert exchanged(plan.tasks, plan.layout, [0.0] * 1000, rules()) is plan.tasks
+    assert swapped(plan.tasks, plan.layout, [0.0] * 1000, rules()) is plan.tasks
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -54,7 +54,7 @@ def test_many_workers_are_left_as_they_are():
 @given(st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=2, max_size=3), st.integers(1, 3))
 def test_fewer_bytes_within_the_room(window, rows, ranks_per_row):
     layout = fixed_layout(rows, len(rows) * ranks_per_row)
-    before = balance(layout, window=window, block_size=16)
+    before = balance(layout, window=window, balance_block_size=16)
     search = _Search(before.tasks, layout, [0.0] * before.workers, rules(window))
     assert max(search.total.values(), default=0) == measure(before).bytes_bottleneck
     plan = after(before, 100)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.collator import packing
+from hf_distca.collator import collation
+from hf_distca.collator.collation import DistCACollator
 from hf_distca.collator.lengths import document_lengths
 from hf_distca.collator.long_documents import fit_documents
-from hf_distca.collator.packing import DistCACollator
 from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import AttentionKind
@@ -41,7 +41,7 @@ def values(batch):
 
 
 def test_the_example_in_the_docstring():
-    outcome = doctest.testmod(packing)
+    outcome = doctest.testmod(collation)
     assert outcome.attempted > 5
     assert outcome.failed == 0
 
@@ -94,10 +94,10 @@ def test_rows_that_do_not_divide_evenly_need_no_filler():
 
 def test_split_keeps_the_target_across_the_cut():
     lengths = np.array([5])
-    pieces = fit_documents(lengths, 3, "split", "limit")
+    excerpts = fit_documents(lengths, 3, "split", "limit")
     examples = [{"input_ids": [1, 2, 3, 4, 5]}]
     reader = RankDocuments(examples, lengths, fixed(1, 3), 0)
-    first, second = (DistCACollator(0)([reader[GlobalMicroBatch(pieces[[i]])]]) for i in range(2))
+    first, second = (DistCACollator(0)([reader[GlobalMicroBatch(excerpts[[i]])]]) for i in range(2))
     assert values(first)["labels"] == [[2, 3, 4]]
     assert values(second)["input_ids"] == [[4, 5]]
     assert values(second)["position_ids"] == [[0, 1]]
@@ -116,10 +116,10 @@ def test_truncate_drops_targets_too():
     st.sampled_from(["joint", "fixed"]),
     st.sampled_from([1, 4, 128]),
 )
-def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, block_size):
+def test_the_rows_of_all_ranks_are_the_documents(lengths, ranks, layout, balance_block_size):
     """Token = 1000 · document + position, so every row says where it belongs."""
     examples = [{"input_ids": [1000 * d + p for p in range(length)]} for d, length in enumerate(lengths)]
-    settings = PlanSettings(ranks, 500, document_layout=layout, block_size=block_size)
+    settings = PlanSettings(ranks, 500, document_layout=layout, balance_block_size=balance_block_size)
     batches = collate(examples, settings, filler=-1)
     rows = []
     for rank, batch in enumerate(batches):
@@ -149,8 +149,8 @@ def test_only_documents_with_rows_here_are_read():
 
     examples = Reading([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}, {"input_ids": [5, 6]}])
     examples.read = []
-    pieces = fit_documents(np.array([2, 2, 2]), 6, "error", "limit")
-    RankDocuments(examples, np.array([2, 2, 2]), fixed(3, 2), rank=1)[GlobalMicroBatch(pieces)]
+    excerpts = fit_documents(np.array([2, 2, 2]), 6, "error", "limit")
+    RankDocuments(examples, np.array([2, 2, 2]), fixed(3, 2), rank=1)[GlobalMicroBatch(excerpts)]
     assert examples.read == [1]
 
 
@@ -186,9 +186,9 @@ def test_labels_of_another_length_beside_a_length_column():
 
 def test_a_document_that_changed_its_length():
     reader = RankDocuments([{"input_ids": [1, 2, 3]}], np.array([2]), fixed(1, 4), 0)
-    pieces = fit_documents(np.array([2]), 4, "error", "limit")
+    excerpts = fit_documents(np.array([2]), 4, "error", "limit")
     with pytest.raises(ValueError, match="document 0 has 3 tokens, but 2 when lengths were taken"):
-        reader[GlobalMicroBatch(pieces)]
+        reader[GlobalMicroBatch(excerpts)]
 
 
 def test_unknown_columns_are_refused_at_once():
@@ -204,7 +204,7 @@ def test_the_collator_alone_on_examples():
 
 def test_every_rank_has_the_same_plan():
     examples = [{"input_ids": list(range(n))} for n in (300, 20, 77)]
-    batches = collate(examples, replace(PlanSettings(3, 200), block_size=16))
+    batches = collate(examples, replace(PlanSettings(3, 200), balance_block_size=16))
     (first,) = batches[0]["distca_plan"].nano_batches
     for batch in batches[1:]:
         (other,) = batch["distca_plan"].nano_batches

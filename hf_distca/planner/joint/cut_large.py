@@ -1,0 +1,190 @@
+"""Phase 1 of the joint layout: documents that are too large for a rank are cut, from the end, one rank after another.
+
+Beside its segment a rank takes the shortest documents. Where those are used up, the head of the same document fills
+the rank, whose K/V rows the segment needs anyway. What is left in front of all cuts is divided so that its rank need
+not send its K/V rows to all later segments alone.
+"""
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.cost import pairs, row_reaching
+from hf_distca.planner.joint.placement import Limits, Placement, Segment
+
+LEVELS = 4
+"""Levels above the mean that are tried for the pairs of ranks with segments of large documents."""
+GUESSES = 8
+"""Guesses at the size of a segment before bisection takes over."""
+
+
+def cut_large(placement: Placement) -> None:
+    """Cut the large documents, and divide what is left in front of the cuts."""
+    limits = placement.limits
+    cutting = _Cutting(placement)
+    # Where even the densest rows give a rank fewer pairs than the mean, the others must take more: raise
+    # the level until what is left always fits into the ranks that are left.
+    for raised in range(LEVELS + 1):
+        cuts, fits = cutting.cut_at(limits.mean * (1 + limits.slack * raised / LEVELS))
+        if fits:
+            break
+    for doc, start, stop, rank in cuts:
+        placement.cuts.append((doc, start, stop, rank))
+        if stop == placement.stops[doc]:
+            placement.stops[doc] = start
+        else:
+            placement.starts[doc] = stop
+        placement.room[rank] -= stop - start
+        placement.need[rank] -= limits.pairs(start, stop)
+    if limits.window is None:  # with a window, later segments need no more than the window's rows
+        _divide_heads(placement)
+
+
+def _divide_heads(placement: Placement) -> None:
+    """Divide what is left of cut documents until its rank sends no more K/V rows than others receive.
+
+    Every later segment of a document needs the K/V rows of its head, so the rank of a head of h rows sends
+    h rows to each of them; the last segment receives as many rows as lie before it.
+    """
+    block = placement.limits.block
+    most = max((start for _, start, _, _ in placement.cuts), default=0)
+    for doc, count in Counter(doc for doc, *_ in placement.cuts).items():
+        start, stop = placement.starts[doc], placement.stops[doc]
+        stretches = min(-(-(stop - start) * count // max(most, 1)), (stop - start) // block)
+        for before in range(stretches - 1, 0, -1):
+            cut = start + (stop - start) * before // (before + 1) // block * block
+            placement.documents.append(doc)
+            placement.home.append(-1)
+            placement.lengths.append(placement.lengths[doc])
+            placement.starts.append(cut)
+            placement.stops.append(stop)
+            stop = cut
+        placement.stops[doc] = stop
+
+
+class _Shortest:
+    """The shortest documents taken together, shortest first.
+
+    Args:
+        ascending: [documents] tokens of each, shortest first.
+        window: width of the sliding window; None for full causal attention.
+
+    Attributes:
+        tokens: [documents + 1] tokens of the first 0, 1, 2, … of them.
+        pairs: [documents + 1] their pairs.
+    """
+
+    def __init__(self, ascending: NDArray[np.int64], window: int | None) -> None:
+        self.tokens: list[int] = np.concatenate([[0], np.cumsum(ascending)]).tolist()
+        self.pairs: list[int] = np.concatenate([[0], np.cumsum(pairs(0, ascending, window))]).tolist()
+
+    def pairs_of(self, tokens: int) -> float:
+        """Pairs of the `tokens` shortest tokens, documents taken whole except the last, in proportion."""
+        at = bisect_left(self.tokens, tokens)
+        if at == 0:
+            return 0.0
+        if at == len(self.tokens):
+            return float(self.pairs[-1])
+        low, high = self.tokens[at - 1], self.tokens[at]
+        share = (tokens - low) / (high - low)
+        return self.pairs[at - 1] + share * (self.pairs[at] - self.pairs[at - 1])
+
+
+class _Cutting:
+    """Tries to cut the large documents at one level of pairs after another; changes nothing.
+
+    Attributes:
+        order: the documents, longest first.
+        shortest: the documents that are not large.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.limits: Limits = placement.limits
+        self.room, self.stops = placement.room, placement.stops
+        self.most_room = max(self.room)
+        lengths = np.array(placement.lengths, np.int64)
+        self.order: list[int] = np.argsort(-lengths, kind="stable").tolist()
+        self.shortest = _Shortest(lengths[self.order[::-1]], self.limits.window)
+        large = sum(1 for _ in takewhile(self._large, self.order))
+        self.shortest = _Shortest(lengths[self.order[large:][::-1]], self.limits.window)
+
+    def _large(self, doc: int) -> bool:
+        """Whether a document is more than one rank takes, even beside the shortest documents."""
+        limits, rows, room = self.limits, self.stops[doc], self.most_room
+        filler = self.shortest.pairs_of(max(room - rows, 0))
+        return rows > room or bool(limits.pairs(0, rows) + filler > limits.mean * (1 + limits.slack / 2))
+
+    def cut_at(self, level: float) -> tuple[list[Segment], bool]:
+        """Cut so that every rank that gets a segment has `level` pairs.
+
+        Returns:
+            The segments, and whether the other documents fit into the ranks that are left.
+        """
+        cuts: list[Segment] = []
+        rank, used, carry, fits = 0, 0, 0.0, True
+        for doc in self.order:
+            head, stop = 0, self.stops[doc]
+            while rank < self.limits.ranks and stop > head:
+                room, aim, short = self.room[rank], level + carry, self.shortest.tokens[-1] - used
+                filled = partial(self._filled, head, stop, room, used)
+                if not head and stop <= room and filled(stop) <= aim + self.limits.mean * self.limits.slack / 2:
+                    break
+                rows = self._most_rows(filled, stop, min(stop - head, room), aim)
+                start = max(self.limits.cut_near(stop - rows, stop - room), head)
+                if start >= stop:
+                    break
+                tail = stop - start
+                carry = aim - filled(tail)
+                own = min(max(room - tail - short, 0), start - head)
+                used += min(room - tail, short)
+                cuts.append((doc, start, stop, rank))
+                if own:
+                    cuts.append((doc, head, head + own, rank))
+                head, stop, rank = head + own, start, rank + 1
+            if rank == self.limits.ranks:
+                fits = stop <= head
+                break
+            if stop == self.stops[doc] and not self._large(doc):
+                break
+        return cuts, fits
+
+    def _most_rows(self, filled: Callable[[int], float], stop: int, high: int, aim: float) -> int:
+        """The most rows, up to `high`, at the end of rows [0, stop) with filled(rows) <= aim.
+
+        The pairs beside the segment change little with its size, so each guess takes them from the guess before:
+        that leaves a closed form. Where they do change much, bisection goes on.
+        """
+        low, guess, guesses = 0, high, 0
+        below = self.limits.pairs(0, stop) - aim
+        while low < high:
+            amount = filled(guess)
+            beside = amount - self.limits.pairs(stop - guess, stop)
+            low, high = (guess, high) if amount <= aim else (low, guess - 1)
+            guesses += 1
+            if guesses <= GUESSES:
+                guess = stop - math.ceil(row_reaching(below + beside, self.limits.window))
+                guess = min(max(guess, low + 1), high)
+            else:
+                guess = (low + high + 1) // 2
+        return low
+
+    def _filled(self, head: int, stop: int, room: int, used: int, tail: int) -> float:
+        """Pairs of a rank with rows [stop - tail, stop) of a document and the cheapest rows beside them.
+
+        Args:
+            head: rows of the document below this are taken.
+            stop: end of the document's rows that are not taken.
+            room: rows of the rank.
+            used: tokens of the shortest documents that are taken.
+            tail: rows of the segment.
+        """
+        others = min(room - tail, self.shortest.tokens[-1] - used)
+        own = min(room - tail - others, stop - tail - head)
+        filler = self.shortest.pairs_of(used + others) - self.shortest.pairs_of(used)
+        return self.limits.pairs(stop - tail, stop) + filler + self.limits.pairs(head, head + own)

@@ -1,0 +1,47 @@
+"""Placing documents so that ranks have equal tokens and equal pairs at once, with few and cheap cuts.
+
+Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their document. So:
+
+1. A document too large for one rank is cut from its end: each segment as large as its rank can take beside
+   the shortest documents, which leaves every cut as early in the document as possible (cut_large.py).
+2. The rest stays whole, longest first, on the rank whose remaining pairs per remaining token are highest
+   (place_whole.py).
+3. The cuts of phase 1 move until the ranks that share a document have equal pairs, where that leaves nothing to
+   balance there (cut_again.py).
+4. Ranks then differ by less than a short document. The ends of short documents make their tokens equal
+   (even_out.py).
+
+What pairs still differ is left to `balance`.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.joint.cut_again import cut_again
+from hf_distca.planner.joint.cut_large import cut_large
+from hf_distca.planner.joint.even_out import even_out
+from hf_distca.planner.joint.place_whole import place_whole
+from hf_distca.planner.joint.placement import Limits, Placement
+
+
+def place(lengths: NDArray[np.int64], ranks: int, window: int | None, slack: float, block: int) -> NDArray[np.int64]:
+    """Place all rows of all documents, total / ranks of them on every rank, rounded down or up.
+
+    Args:
+        lengths: [documents] int64, all positive.
+        ranks: number of ranks.
+        window: width of the sliding window; None for full causal attention.
+        slack: how far above the mean a rank's pairs may be, as a fraction of the mean.
+        block: rows of a kernel block.
+
+    Returns:
+        [segments, 4] int64: document, start, stop and rank of each segment, in no order.
+    """
+    mean = int(pairs(0, lengths, window).sum()) / ranks
+    placement = Placement.of_whole(lengths, Limits(ranks, window, slack, block, mean))
+    cut_large(placement)
+    spare = place_whole(placement)
+    cut_again(placement)
+    even_out(placement, spare)
+    return placement.segments()

@@ -1,0 +1,118 @@
+"""Where the rows of documents are while the joint layout is made: what every phase reads and changes."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.cost import pairs
+
+Segment = tuple[int, int, int, int]
+"""(document, start, stop, rank)"""
+Item = tuple[int, int, int]
+"""(index, rows, pairs) of a document's rows that are not cut off"""
+
+ROUNDING = 0.1
+"""Share of the slack in pairs that rounding one cut may cost before it leaves the block's boundaries."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What every rank should get, and how exactly.
+
+    Attributes:
+        ranks: number of ranks.
+        window: width of the sliding window; None for full causal attention.
+        slack: how far above the mean a rank's pairs may be, as a fraction of the mean.
+        block: rows of a kernel block.
+        mean: pairs of a rank if all had equally many.
+    """
+
+    ranks: int
+    window: int | None
+    slack: float
+    block: int
+    mean: float
+
+    def pairs(self, start: int, stop: int) -> int:
+        """Query-key pairs of rows [start, stop) of a document."""
+        return pairs(start, stop, self.window)
+
+    def cut_near(self, start: int, least: int) -> int:
+        """A cut near row `start`, at least `least`, that leaves no head below a block.
+
+        It falls on a block's boundary if that moves few pairs, else on a finer one.
+        """
+        grain = self.block
+        while grain > 1 and grain * min(start, self.window or start) > ROUNDING * self.slack * self.mean:
+            grain //= 2
+        row = round(start / grain) * grain
+        if row < self.block:
+            row = self.block if start >= self.block // 2 else 0
+        return max(row, least)
+
+
+@dataclass
+class Placement:
+    """Rows of documents on ranks, as far as they are placed.
+
+    Every document has an index, and so has each of the stretches that the head of a cut document is divided into:
+    lists of [indices] hold what is true of their rows. Rows that were cut off stand in `cuts` instead.
+
+    Attributes:
+        limits: what every rank should get.
+        room: [ranks] rows that each rank still takes.
+        need: [ranks] pairs that each rank is still short of the mean; negative above it.
+        lengths: [indices] tokens of the whole document.
+        documents: [indices] the document that the rows are of.
+        starts: [indices] first row that is not cut off.
+        stops: [indices] one past the last row that is not cut off.
+        home: [indices] the rank of these rows; -1 where none are left, or they are not placed yet.
+        cuts: rows that were cut off, with their ranks.
+    """
+
+    limits: Limits
+    room: list[int]
+    need: list[float]
+    lengths: list[int]
+    documents: list[int]
+    starts: list[int]
+    stops: list[int]
+    home: list[int]
+    cuts: list[Segment] = field(default_factory=list)
+
+    @classmethod
+    def of_whole(cls, lengths: NDArray[np.int64], limits: Limits) -> "Placement":
+        """Nothing cut and nothing placed; ranks have room for the same number of rows, or one more.
+
+        Args:
+            lengths: [documents] tokens of each document.
+            limits: what every rank should get.
+        """
+        share, more = divmod(int(lengths.sum()), limits.ranks)
+        return cls(
+            limits,
+            room=[share + (rank < more) for rank in range(limits.ranks)],
+            need=[limits.mean] * limits.ranks,
+            lengths=lengths.tolist(),
+            documents=list(range(len(lengths))),
+            starts=[0] * len(lengths),
+            stops=lengths.tolist(),
+            home=[-1] * len(lengths),
+        )
+
+    def uncut_rows(self) -> NDArray[np.int64]:
+        """[indices] int64: rows that are not cut off."""
+        return np.array(self.stops, np.int64) - np.array(self.starts, np.int64)
+
+    def hold(self, item: Item, rank: int) -> None:
+        """Place uncut rows on a rank."""
+        index, rows, cost = item
+        self.home[index] = rank
+        self.room[rank] -= rows
+        self.need[rank] -= cost
+
+    def segments(self) -> NDArray[np.int64]:
+        """[segments, 4] int64: (document, start, stop, rank) of all rows that are placed."""
+        uncut = np.array([self.documents, self.starts, self.stops, self.home], np.int64).T
+        return np.concatenate([uncut[uncut[:, 3] >= 0], np.array(self.cuts, np.int64).reshape(-1, 4)])

@@ -40,8 +40,9 @@ from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.server import AttentionServer
-from hf_distca.wire import Directory
+from hf_distca.pool.directory import Directory
+from hf_distca.pool.rank.pool import use_servers
+from hf_distca.pool.server import AttentionServer
 
 TOKEN = bytes(range(32))
 ALIVE = 3
@@ -52,7 +53,7 @@ VOCABULARY = 64
 PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "hf_distca.dispatch.dispatcher",
-    "hf_distca.server",
+    "hf_distca.pool.server",
     "harness",
 ]
 
@@ -68,7 +69,7 @@ class Losses(logging.Handler):
         """Count it if a server was lost."""
         message = record.getMessage()
         self.all += "lost attention server" in message
-        self.in_a_call += "computed by the trainers" in message
+        self.in_a_call += "computed by the ranks" in message
 
 
 def serve(port: int, joined: Connection) -> None:
@@ -166,10 +167,10 @@ def train(port: int | None, steps: int | None, enough: str) -> tuple[list[float]
     settings = PlanSettings(ranks, 4096, kinds, balance_block_size=8, ping_pong=True)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     seen, pool = Losses(), None
-    logging.getLogger("hf_distca.dispatch.pool").addHandler(seen)
+    logging.getLogger("hf_distca.pool").addHandler(seen)
     if port is not None:
         directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
-        pool = dispatcher.use_pool(TOKEN, directory, ranks_serve=True, timeout_s=30)
+        pool = use_servers(dispatcher, TOKEN, directory, ranks_serve=True, timeout_s=30)
         pool.wait_for(1, 60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []

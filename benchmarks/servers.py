@@ -42,8 +42,10 @@ from hf_distca.kernels import get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch
 from hf_distca.planner.micro_batch import plan_placed
-from hf_distca.server import AttentionServer
-from hf_distca.wire import Directory, make_token
+from hf_distca.pool.directory import Directory
+from hf_distca.pool.rank.pool import use_servers
+from hf_distca.pool.server import AttentionServer
+from hf_distca.pool.wire import make_token
 
 LEARNING = 4
 """Steps with the server that are left out."""
@@ -103,7 +105,7 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
         gather_cost=kernel.gather_cost,
     )
     dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("alone", "server")}
-    pool = dispatchers["server"].use_pool(token, directory, ranks_serve=True, timeout_s=60)
+    pool = use_servers(dispatchers["server"], token, directory, ranks_serve=True, timeout_s=60)
     pool.wait_for(1, 60)
     if len(pool.servers) != 1:
         raise RuntimeError("the server did not join")

@@ -10,22 +10,18 @@ import pytest
 import hf_distca
 
 ROOT = Path(hf_distca.__file__).parent
-CODECS = {"plan_codec", "call_codec"}
 PURE = {"plan", "planner"}
 ALLOWED = {
     "plan": set(),
-    "plan_codec": {"plan", "call_codec"},
-    "call_codec": {"plan"},
     "planner": {"plan"},
     "kernels": set(),
-    "wire": set(),
     "config": {"kernels"},
-    "dispatch": PURE | CODECS | {"kernels", "wire"},
+    "dispatch": PURE | {"kernels"},
     "patches": PURE | {"config", "kernels", "dispatch"},
     "collator": PURE,
-    "server": PURE | CODECS | {"kernels", "dispatch", "wire"},
-    "trainer": PURE | {"config", "kernels", "dispatch", "patches", "collator", "wire"},
-    "cli": PURE | {"kernels", "server", "wire"},
+    "pool": PURE | {"kernels", "dispatch"},
+    "trainer": PURE | {"config", "kernels", "dispatch", "patches", "collator", "pool"},
+    "cli": PURE | {"kernels", "pool"},
 }
 
 
@@ -88,7 +84,7 @@ def test_module_imports_what_its_package_may(path):
     assert packages(imports_of(path)) <= ALLOWED[package] | {package}
 
 
-@pytest.mark.parametrize("package", ["plan.py", "planner", "plan_codec.py", "call_codec.py", "wire"])
+@pytest.mark.parametrize("package", ["plan.py", "planner", "pool/messages", "pool/wire"])
 def test_pure_packages_know_neither_torch_nor_transformers(package):
     found = ROOT / package
     for path in [found] if found.is_file() else found.rglob("*.py"):

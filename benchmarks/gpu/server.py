@@ -163,7 +163,7 @@ def check_server(setting: Setting) -> Findings:
     wanted = [int(JOINS <= step <= KILLED) for step in range(STEPS)]
     findings.check(fate.served == wanted, f"so many servers took part: {fate.served}, {wanted} were expected")
     findings.check(
-        any("computed by the trainers" in text for text in warnings.said),
+        any("computed by the ranks" in text for text in warnings.said),
         f"the server's last call was not computed by the trainer; it warned of {warnings.said}",
     )
     findings.check(len(losses) == len(expected) == STEPS, f"{len(losses)} losses were logged, expected {STEPS}")

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from hf_distca.cli.lengths_file import InputError
-from hf_distca.wire.address import parse_address
+from hf_distca.pool.wire.address import parse_address
 
 DESCRIPTION = """\
 Compute core attention for the trainers of a run, without holding a model, until training ends or Ctrl-C.
@@ -88,8 +88,8 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from hf_distca.kernels import get_kernel
-    from hf_distca.server import AttentionServer
-    from hf_distca.wire import LinkLost, TokenError, parse_token, read_token
+    from hf_distca.pool.server import AttentionServer
+    from hf_distca.pool.wire import LinkLost, TokenError, parse_token, read_token
 
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:

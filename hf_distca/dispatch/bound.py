@@ -5,18 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Traffic
 from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.pool import PooledPlan
+from hf_distca.dispatch.remote import RemotePlan, ServerRows
 from hf_distca.dispatch.rows import row_index
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels.contract import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.metrics import loads_of
-from hf_distca.planner.routes import Messages, Routes, TaskGroup, make_routes, tasks_at_home
+from hf_distca.planner.routes import Messages, TaskGroup, make_routes, tasks_at_home
 
 
 class BoundGroup:
@@ -50,29 +49,6 @@ class BoundMessages:
         self.rows = row_index(messages.send_rows[: counts.sum()], buffer)
         self.traffic = Traffic(counts.tolist(), messages.recv_counts[:ranks].tolist(), messages.crossing)
         self.way_back = self.traffic.reversed()
-
-
-class ServerRows:
-    """Rows of this rank that one dedicated server needs, as index tensors.
-
-    Attributes:
-        server: its number among the plan's servers.
-        q_rows: local query rows that it computes.
-        k_rows: local K/V rows that it needs.
-        q_count: number of query rows; 0 where this rank has none for it.
-        k_count: number of K/V rows.
-    """
-
-    def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
-        self.server = server
-        q_rows, k_rows = (_rows_for(messages, ranks + server) for messages in (routes.queries, routes.keys))
-        self.q_rows, self.k_rows = row_index(q_rows, buffer), row_index(k_rows, buffer)
-        self.q_count, self.k_count = len(q_rows), len(k_rows)
-
-
-def _rows_for(messages: Messages, worker: int) -> NDArray[np.int64]:
-    stop = int(messages.send_counts[: worker + 1].sum())
-    return messages.send_rows[stop - int(messages.send_counts[worker]) : stop]
 
 
 class BoundRoutes:
@@ -185,7 +161,7 @@ class BoundPlan:
         exchange: what carries rows between ranks.
         kernel: what computes tasks.
         device: this rank's.
-        pool: the plan as dedicated servers know it; None without servers.
+        remote: the plan at its dedicated servers; None without servers.
         keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
         keep_core_attention: keep O and LSE of checkpointed layers instead of computing them again.
         kept_results: these, by attention module and nano-batch.
@@ -201,7 +177,7 @@ class BoundPlan:
         kernel: Kernel,
         keep_received: bool,
         keep_core_attention: bool = True,
-        pool: PooledPlan | None = None,
+        remote: RemotePlan | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
@@ -213,7 +189,7 @@ class BoundPlan:
         buffer.send()
         self.exchange = exchange
         self.kernel = kernel
-        self.pool = pool
+        self.remote = remote
         self.keep_received = keep_received
         self.keep_core_attention = keep_core_attention
         self.kept_results = KeptResults()

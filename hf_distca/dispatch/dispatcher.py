@@ -10,13 +10,10 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
-from hf_distca.dispatch.pool import Pool
-from hf_distca.dispatch.speeds import TimedKernel
+from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import Kernel, get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_placed
-from hf_distca.planner.with_servers import plan_with_servers
-from hf_distca.wire.directory import Directory
 
 FILLER = [1]
 """Document lengths of a rank that has no documents."""
@@ -37,7 +34,7 @@ class Dispatcher:
         timeout_s: seconds after which an exchange with a silent peer fails.
 
     Attributes:
-        pool: dedicated attention servers that take part; see `use_pool`.
+        remote: dedicated attention servers that take part in what is bound from now on; None, or set it.
 
     Raises:
         ValueError: the settings differ between ranks, or do not fit the number of ranks.
@@ -60,7 +57,7 @@ class Dispatcher:
         self.kernel = self._kernel()
         self.keep_received = keep_received
         self.keep_core_attention = keep_core_attention
-        self.pool: Pool | None = None
+        self.remote: RemoteWorkers | None = None
         self.groups.raise_together(self._wrong_settings())
 
     def _kernel(self) -> Kernel:
@@ -86,29 +83,14 @@ class Dispatcher:
             return ValueError(f"settings differ between ranks, here they are {mine}; start all ranks alike")
         return None
 
-    def use_pool(self, token: bytes, directory: Directory | None, *, ranks_serve: bool, timeout_s: float) -> Pool:
-        """Let dedicated attention servers take part, whenever there are any. A collective.
-
-        Args:
-            token: the run's token.
-            directory: where servers join; on rank 0 only.
-            ranks_serve: whether ranks compute core attention too while there are servers.
-            timeout_s: a server that does not answer for so long is lost.
-        """
-        self.kernel = TimedKernel(self.kernel, self.device)
-        self.pool = Pool(self.groups, self.kernel, token, directory, ranks_serve=ranks_serve, timeout_s=timeout_s)
-        return self.pool
-
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
         """Bind a plan to this rank: index tensors on its device, made once per micro-batch.
 
         Where dedicated servers take part, its tasks are planned again for the workers that are there now.
         """
-        pooled = None
-        if self.pool is not None and self.pool.servers:
-            workers = self.pool.workers(len(plan.nano_batches))
-            plan = plan_with_servers(plan, workers, self.settings, ranks_serve=self.pool.ranks_serve)
-            pooled = self.pool.bind(plan.nano_batches)
+        remote = None
+        if self.remote is not None:
+            plan, remote = self.remote.bind(plan, self.settings)
         return BoundPlan(
             plan,
             self.groups.rank,
@@ -117,7 +99,7 @@ class Dispatcher:
             self.kernel,
             keep_received=self.keep_received,
             keep_core_attention=self.keep_core_attention,
-            pool=pooled,
+            remote=remote,
         )
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:

@@ -24,11 +24,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_distca.call_codec import Direction
-from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, BoundPlan, ServerRows
+from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, BoundPlan
 from hf_distca.dispatch.exchange import Column, Message, PendingRows
-from hf_distca.dispatch.pool import ServerCall
+from hf_distca.dispatch.remote import RemoteCall
 from hf_distca.dispatch.rows import merge_rows, put, take
+from hf_distca.dispatch.schedule import Direction
 from hf_distca.kernels.contract import AttentionParams
 from hf_distca.plan import AttentionKind
 
@@ -77,7 +77,7 @@ class AttentionCall:
         self.keep_results = keep_received and not results_change
         self.queries_on_the_way: PendingRows
         self.keys_on_the_way: PendingRows
-        self.at_servers: ServerCall | None = None
+        self.at_servers: RemoteCall | None = None
         self.local: tuple[Tensor, ...] = ()  # forward: q, k, v; backward: do, q, k, v, o, lse
         self.result: tuple[Tensor, Tensor]  # forward: o_THE and lse_TH
         self.own_gradients: list[Gradients]  # backward: of own tasks, call by call
@@ -100,17 +100,15 @@ class AttentionCall:
         repair = AttentionCall(self.bound, self.nano, self.kind, self.params)
         repair.routes = self.nano.repair(self.kind, lost)
         repair.number = 2 + self.number
-        assert self.bound.pool is not None  # who lost servers has a pool
-        self.bound.pool.pool.stopwatch.observed.pairs += repair.routes.pairs
         return repair
 
     def step(self) -> AbstractContextManager[None]:
         """Around each step, never around a pause: numbers are computed in the dtype in which they come.
 
-        Autocast is the thread's: left open across a pause, the other half would run without it. The pool, if there is
-        one, is told what time lies between steps.
+        Autocast is the thread's: left open across a pause, the other half would run without it. Servers, if there are
+        any, are told what time lies between steps.
         """
-        watched = nullcontext() if self.bound.pool is None else self.bound.pool.pool.stopwatch.step()
+        watched = nullcontext() if self.bound.remote is None else self.bound.remote.step()
         device = self.bound.device.type
         return _without_autocast(device, watched) if torch.is_autocast_enabled(device) else watched
 
@@ -208,9 +206,10 @@ def finish_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     put(lse_TH, call.routes.queries.rows, came_lse_QH)
     if call.at_servers is not None:
         results, lost = call.at_servers.collect()
-        for rows, columns in results:
-            put(o_THE, rows.q_rows, columns[0])
-            put(lse_TH, rows.q_rows, columns[1])
+        for rows in call.routes.servers:
+            if came := results.get(rows.server):
+                put(o_THE, rows.q_rows, came["o"])
+                put(lse_TH, rows.q_rows, came["lse"])
         if lost:
             repair = call.to_repair(lost)
             start_forward(repair, *call.local)
@@ -307,22 +306,24 @@ def finish_backward(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     return dq_THD, dk_TGD, dv_TGE
 
 
-def _of_all_servers(call: AttentionCall, results: list[tuple[ServerRows, list[Tensor]]]) -> list[Tensor]:
+def _of_all_servers(call: AttentionCall, results: dict[int, dict[str, Tensor]]) -> list[Tensor]:
     """dQ, dK and dV of the rows that servers were sent, server after server; 0 where a server is lost."""
-    came = {rows.server: columns for rows, columns in results}
     _, q_THD, k_TGD, v_TGE, _, _ = call.local
     parts = []
     for rows in call.routes.servers:
-        counts = ((q_THD, rows.q_count), (k_TGD, rows.k_count), (v_TGE, rows.k_count))
-        parts.append(came.get(rows.server) or [x.new_zeros((count, *x.shape[1:])) for x, count in counts])
+        came = results.get(rows.server, {})
+        owners = (("dq", q_THD, rows.q_count), ("dk", k_TGD, rows.k_count), ("dv", v_TGE, rows.k_count))
+        parts.append([came[name] if came else x.new_zeros((count, *x.shape[1:])) for name, x, count in owners])
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def _start_servers(call: AttentionCall, direction: Direction, tensors: dict[str, Tensor]) -> None:
     """Send dedicated servers their rows, where the plan has tasks for any."""
     if call.routes.servers:
-        assert call.bound.pool is not None  # who plans for servers has a pool
-        call.at_servers = call.bound.pool.start(direction, call.nano.number, call.routes, call.params, tensors)
+        assert call.bound.remote is not None  # the plan has servers
+        call.at_servers = call.bound.remote.start(
+            direction, call.nano.number, call.routes.servers, call.params, tensors
+        )
 
 
 def _own_forward(call: AttentionCall, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> tuple[Tensor, Tensor]:

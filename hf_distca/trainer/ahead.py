@@ -57,7 +57,7 @@ class UpcomingBatches:
 
     def bind_next(self) -> None:
         """Bind the plan of the micro-batch that comes next, if it is known or can be fetched."""
-        if self._dispatcher.pool is not None:
+        if self._dispatcher.remote is not None:
             return
         if not self._plans and self._loader is not None and not self._fetched:
             self._fetched = list(islice(self._loader, 1))

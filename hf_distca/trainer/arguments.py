@@ -6,7 +6,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from hf_distca.config import EXTERNAL, DistCAConfig
-from hf_distca.trainer.attention_servers import Launch, on_cpu, split_launch
+from hf_distca.pool.launch import Launch, on_cpu, split_launch
 
 
 @dataclass

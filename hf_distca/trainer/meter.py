@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.pool.rank.pool import Pool
 
 
 class StepMeter(TrainerCallback):
@@ -18,10 +19,11 @@ class StepMeter(TrainerCallback):
 
     Args:
         dispatcher: whose exchanges to watch.
+        pool: the dedicated servers that take part, where there may be any.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, pool: Pool | None) -> None:
+        self._dispatcher, self._pool = dispatcher, pool
         self._reset()
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
@@ -43,8 +45,8 @@ class StepMeter(TrainerCallback):
 
     def _waited(self) -> float:
         """Seconds of waits so far."""
-        pool = self._dispatcher.pool
-        return self._dispatcher.exchange.clock.seconds() + (pool.wait_clock.seconds() if pool is not None else 0.0)
+        at_servers = self._pool.wait_clock.seconds() if self._pool is not None else 0.0
+        return self._dispatcher.exchange.clock.seconds() + at_servers
 
     def count(self, bound: BoundPlan) -> None:
         """Take note of a micro-batch that is about to run."""
@@ -83,8 +85,8 @@ class StepMeter(TrainerCallback):
             "ping_pong_share": sum(ran.layers_in_turns for ran in runs) / max(sum(ran.layers for ran in runs), 1),
             "exchange_wait_seconds": waited,
         }
-        if self._dispatcher.pool is not None:
-            figures["attention_servers"] = len(self._dispatcher.pool.servers)
+        if self._pool is not None:
+            figures["attention_servers"] = len(self._pool.servers)
         device = self._dispatcher.device
         if device.type == "cuda":
             figures["memory_peak_bytes"] = torch.cuda.max_memory_allocated(device)

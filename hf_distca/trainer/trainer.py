@@ -21,13 +21,13 @@ from hf_distca.collator.documents import Columns
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.padding_free import CollatorWithLengths
-from hf_distca.dispatch.pool import Pool
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import check_reentrant, plan_settings
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.pool.launch import TOKEN_FILE, open_pool
+from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.ahead import UpcomingBatches
 from hf_distca.trainer.arguments import DistCATrainingArguments
-from hf_distca.trainer.attention_servers import TOKEN_FILE, open_pool
 from hf_distca.trainer.data import (
     PlannedLoader,
     agreed_lengths,
@@ -162,7 +162,7 @@ class DistCATrainer(Trainer):
             layers = plan_layers(self.model)
             if gathers_parameters(self.accelerator):
                 gather_whole_layers(self.model, layers)
-        self.meter = StepMeter(self.dispatcher)
+        self.meter = StepMeter(self.dispatcher, self.pool)
         self.add_callback(self.meter)
         # With the data set itself, so that its id stays its own.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}

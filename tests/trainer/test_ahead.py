@@ -15,8 +15,8 @@ from tests.trainer.test_trainer import make_trainer
 class Binder:
     """A dispatcher that tells what it bound, and when."""
 
-    def __init__(self, pool: object = None) -> None:
-        self.pool = pool
+    def __init__(self, remote: object = None) -> None:
+        self.remote = remote
         self.bound: list[str] = []
 
     def bind(self, plan: str) -> str:
@@ -66,7 +66,7 @@ def test_batches_that_others_plan_are_bound_within_their_step():
 
 
 def test_a_pool_of_servers_is_asked_when_it_is_time():
-    binder = Binder(pool=SimpleNamespace())
+    binder = Binder(remote=SimpleNamespace())
     upcoming = UpcomingBatches(binder)
     upcoming.begin_step(upcoming.fetch(loader_of("a", "b"), 2))
     upcoming.bind("a")

@@ -1,0 +1,208 @@
+"""Dedicated attention servers of a training run: the last processes of its own launch, or a pool started apart."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+from torch.cuda import device_count, is_available
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.pool.directory import Directory
+from hf_distca.pool.rank.pool import Pool, use_servers
+from hf_distca.pool.wire.address import parse_address
+from hf_distca.pool.wire.token import make_token, read_token, write_token
+
+logger = logging.getLogger(__name__)
+
+TOKEN_FILE = "attention_server_token"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process takes part in a launch whose last processes are servers.
+
+    Attributes:
+        servers: how many.
+        store: where rank 0 leaves the address and the token for them; the store of the launcher.
+    """
+
+    servers: int
+    store: dist.Store | None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the connection: Trainer saves its arguments, and with them this."""
+        return {"servers": self.servers, "store": None}
+
+
+def split_launch(servers: int, timeout_s: float, *, cpu: bool) -> Launch:
+    """Make the last processes of this launch attention servers; only the others return, as a world of their own.
+
+    Call it before anything looks at the world: accelerate, DDP, FSDP2 and DeepSpeed then see the trainers alone.
+
+    Args:
+        servers: how many processes become servers.
+        timeout_s: how long a server waits for the trainers' address, and for the trainers.
+        cpu: servers compute on the CPU even where there is a GPU.
+
+    Raises:
+        ValueError: this is no launch with more processes than that, or something has looked at the world already; or,
+            on every process, a server's host has no GPU left for it.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    trainers = world - servers
+    if trainers < 1:
+        raise ValueError(
+            f"attention_servers={servers} of {world} processes leaves no trainer; start more: accelerate launch "
+            f"--num_processes {servers + 1} or above"
+        )
+    if dist.is_initialized() or PartialState._shared_state:
+        raise ValueError(
+            "attention_servers needs DistCATrainingArguments to be made before anything starts torch.distributed or "
+            "accelerate; make them first in the script"
+        )
+    own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.PrefixStore(
+        "hf_distca/attention_servers",
+        dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=own_store and rank == 0,
+            wait_for_workers=False,
+            multi_tenant=own_store,
+        ),
+    )
+    device = _server_device(cpu=cpu)
+    if rank >= trainers:
+        store.set(f"wrong with {rank}", _without_device(rank, device))
+    wrong = [store.get(f"wrong with {server}").decode() for server in range(trainers, world)]
+    if any(wrong):
+        raise ValueError(next(filter(None, wrong)))
+    if rank >= trainers:
+        _be_server(store, timeout_s, device)
+    os.environ["WORLD_SIZE"] = str(trainers)
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        first = rank - int(os.environ["LOCAL_RANK"])  # of this host
+        os.environ["LOCAL_WORLD_SIZE"] = str(min(int(os.environ["LOCAL_WORLD_SIZE"]), trainers - first))
+    return Launch(servers, store)
+
+
+def _server_device(*, cpu: bool) -> str:
+    """What a server of this launch computes on: of its host's GPUs the one of its number, as it is for trainers."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_available() and not cpu else "cpu"
+
+
+def _without_device(rank: int, device: str) -> str:
+    """What is to be said of a server whose device does not exist; nothing if it does."""
+    if device == "cpu" or int(device.removeprefix("cuda:")) < (count := device_count()):
+        return ""
+    return (
+        f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and on one "
+        "that it shares with a trainer it would add nothing; start no more processes on a host than it has GPUs, "
+        "servers included, or let servers join from other hosts: attention_servers='external' and hf-distca serve"
+    )
+
+
+def _be_server(store: dist.Store, timeout_s: float, device: str) -> NoReturn:
+    """Run a server until training ends, then end this process.
+
+    The server is a process of its own: the launcher ends all ranks when one of its processes fails, and a lost
+    server must not hurt the run.
+    """
+    # Trainers load their model first; if they fail instead, the launcher ends this process.
+    store.set_timeout(timedelta(days=1))
+    address, token = (store.get(name).decode() for name in ("address", "token"))
+    command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
+    command += ["--device", device, "--wait", f"{timeout_s:g}"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        server.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    assert server.stdin is not None
+    server.stdin.write(token + "\n")
+    server.stdin.close()
+    code = server.wait()
+    if code:
+        print(f"attention server: ended with {code}; training goes on without it", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # nothing of the trainers' script is to run here
+
+
+def open_pool(
+    dispatcher: Dispatcher,
+    launch: Launch | None,
+    *,
+    address: str,
+    token_file: str,
+    ranks_serve: bool,
+    timeout_s: float,
+) -> Pool:
+    """Take servers in: those of this launch, for which it waits, or any that join from outside. A collective.
+
+    Args:
+        dispatcher: whose plans they are to work on.
+        launch: of this run; None where servers come from outside.
+        address: HOST:PORT on which rank 0 takes servers in; port 0 for any that is free.
+        token_file: for servers from outside: file with the run's token, made if there is none.
+        ranks_serve: whether trainers compute core attention too.
+        timeout_s: a server that does not answer for so long is lost.
+
+    Raises:
+        ValueError: on every rank, where the address or the token cannot be used.
+    """
+    groups = dispatcher.groups
+    token, directory, error = b"", None, None
+    if groups.rank == 0:
+        try:
+            host, port = _address(address)
+            token = make_token() if launch is not None else _file_token(Path(token_file))
+            directory = Directory(host, port, token)
+        except (OSError, ValueError) as caught:
+            error = caught
+    groups.raise_together(error)
+    token = groups.all_gather(token)[0]
+    if directory is not None:
+        reached = f"{directory.host}:{directory.port}"
+        if launch is not None and launch.store is not None:
+            launch.store.set("token", token.hex())
+            launch.store.set("address", reached)
+        else:
+            logger.warning(
+                "attention servers join with: hf-distca serve --join %s --token-file %s", reached, token_file
+            )
+    pool = use_servers(dispatcher, token, directory, ranks_serve=ranks_serve, timeout_s=timeout_s)
+    if launch is not None:
+        pool.wait_for(launch.servers, timeout_s)
+    return pool
+
+
+def _address(text: str) -> tuple[str, int]:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise ValueError(f"attention_server_address {error}") from error
+
+
+def _file_token(path: Path) -> bytes:
+    """The token in the file; a new one, written there, where there is no such file."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_token(path, make_token())
+    return read_token(path)
+
+
+def on_cpu(use_cpu: bool) -> bool:
+    """Whether a run keeps to the CPU, by its arguments or by how it was launched."""
+    return use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"

@@ -1,0 +1,22 @@
+"""What messages between ranks, servers and the directory are."""
+
+from enum import IntEnum
+
+from hf_distca.pool.wire.channel import HELLO, REFUSED, WELCOME
+
+DIRECTORY_SERVICE, SERVER_SERVICE = "directory", "attention server"
+"""What listens at the other end of a connection."""
+
+
+class Kind(IntEnum):
+    """What a message is; the first three are those of every connection."""
+
+    HELLO = HELLO  # from the side that connected: who it is
+    WELCOME = WELCOME  # to it: it may go on
+    REFUSED = REFUSED  # {"reason"}: the connection is about to be closed
+    PLAN = 4
+    DROP = 5  # {"plan"}: it is not needed any more
+    CALL = 6
+    REPLY = 7  # with the sequence of its call
+    ALIVE = 8  # nothing new
+    END = 9  # training is over

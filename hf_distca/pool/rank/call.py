@@ -1,0 +1,180 @@
+"""One core attention at the servers, as a rank sees it: its rows go there, and the results come back.
+
+Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values, N
+rows; what follows a row's N is free.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from hf_distca.dispatch.clock import Clock
+from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.rows import RowIndex, take
+from hf_distca.dispatch.schedule import Direction
+from hf_distca.kernels.contract import AttentionParams
+from hf_distca.pool.messages.call import Call
+from hf_distca.pool.messages.tensor_spec import TensorSpec
+from hf_distca.pool.rank.link import PendingReply
+from hf_distca.pool.rank.members import Members
+from hf_distca.pool.rank.speeds import Stopwatch
+from hf_distca.pool.transport.host_memory import as_bytes, empty_rows, to_host
+from hf_distca.pool.wire.channel import Buffer
+from hf_distca.pool.wire.errors import LinkLost
+
+
+class PlanAtServers:
+    """The plan of one micro-batch as the servers know it.
+
+    Args:
+        plan_id: of the plan.
+        servers: ids of the plan's servers.
+        members: who takes part.
+        call_ids: ids of calls; the same on every rank.
+        stopwatch: told what servers take.
+        wait_clock: counts the time that this rank stands waiting.
+    """
+
+    def __init__(
+        self,
+        plan_id: int,
+        servers: tuple[int, ...],
+        members: Members,
+        call_ids: Iterator[int],
+        stopwatch: Stopwatch,
+        wait_clock: Clock,
+    ) -> None:
+        self._plan_id = plan_id
+        self._servers = servers
+        self._members = members
+        self._call_ids = call_ids
+        self._stopwatch = stopwatch
+        self._wait_clock = wait_clock
+
+    def start(
+        self,
+        direction: Direction,
+        nano_batch: int,
+        servers: Sequence[ServerRows],
+        params: AttentionParams,
+        rows: Mapping[str, Tensor],
+    ) -> "CallAtServers":
+        """See `hf_distca.dispatch.remote.RemotePlan.start`."""
+        q_THD, k_TGD, v_TGE = rows["q"], rows["k"], rows["v"]
+        call = Call(
+            plan=self._plan_id,
+            number=next(self._call_ids),
+            nano=nano_batch,
+            window=params.window,
+            direction=direction,
+            scale=params.scale,
+            softcap=params.softcap,
+            q_heads=q_THD.shape[1],
+            kv_heads=k_TGD.shape[1],
+            dim_qk=q_THD.shape[2],
+            dim_v=v_TGE.shape[2],
+            dtype=str(q_THD.dtype).removeprefix("torch."),
+        )
+        under_way = CallAtServers(
+            {asked.server: self._servers[asked.server] for asked in servers},
+            self._members,
+            self._stopwatch,
+            self._wait_clock,
+            q_THD.device,
+        )
+        for asked in servers:
+            under_way.ask(asked, call, rows)
+        return under_way
+
+    def step(self) -> AbstractContextManager[None]:
+        """See `hf_distca.dispatch.remote.RemotePlan.step`."""
+        return self._stopwatch.step()
+
+
+class CallAtServers:
+    """One core attention's tasks at the servers, from the sending of rows to the collection of results.
+
+    Args:
+        servers: id by server index, of all servers that have tasks of it.
+        members: who takes part.
+        stopwatch: told what servers take.
+        wait_clock: counts the time that this rank stands waiting.
+        device: the rank's.
+    """
+
+    def __init__(
+        self,
+        servers: dict[int, int],
+        members: Members,
+        stopwatch: Stopwatch,
+        wait_clock: Clock,
+        device: torch.device,
+    ) -> None:
+        self._servers = servers
+        self._members = members
+        self._stopwatch = stopwatch
+        self._wait_clock = wait_clock
+        self._device = device
+        self._alone = stopwatch.under_way == 0
+        stopwatch.under_way += 1
+        self._replies: dict[int, tuple[PendingReply, dict[str, Tensor]]] = {}  # by server index
+
+    def ask(self, asked: ServerRows, call: Call, rows: Mapping[str, Tensor]) -> None:
+        """Send a server its rows, if it takes part and this rank has any for it.
+
+        Args:
+            asked: the server, and which rows it needs.
+            call: what it is to compute.
+            rows: all local rows by column name.
+        """
+        link = self._members.link(self._servers[asked.server])
+        if link is None or not asked.q_count + asked.k_count:
+            return
+        on_gpu = self._device.type == "cuda"
+        sent = [to_host(take(rows[spec.name], _index(asked, spec))) for spec in call.request()]
+        copied = torch.cuda.current_stream(self._device).record_event() if on_gpu else None
+        results = {spec.name: empty_rows(spec, _count(asked, spec), on_gpu) for spec in call.reply()}
+        try:
+            ready = None if copied is None else copied.synchronize
+            reply = link.call(call.header(), _buffers(sent), _buffers(results.values()), ready)
+        except LinkLost:
+            return  # the collection will find the link lost
+        self._replies[asked.server] = (reply, results)
+
+    def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
+        """See `hf_distca.dispatch.remote.RemoteCall.collect`."""
+        watch = self._stopwatch
+        watch.observed.calls += 1
+        with self._wait_clock.running(torch.device("cpu")):
+            for server, (reply, _) in self._replies.items():
+                try:
+                    header = reply.wait(self._members.timeout_s)
+                except LinkLost:
+                    continue
+                seconds = float(header["seconds"])
+                way_s = reply.arrived - reply.departed - seconds if self._alone else None
+                watch.served(self._servers[server], int(header["pairs"]), seconds, way_s)
+            watch.under_way -= 1
+            lost_ids = self._members.without_lost(list(self._servers.values()))
+        lost = frozenset(server for server, id in self._servers.items() if id in lost_ids)
+        results = {
+            server: {name: rows_N.to(self._device, non_blocking=True) for name, rows_N in columns.items()}
+            for server, (_, columns) in self._replies.items()
+            if server not in lost
+        }
+        return results, lost
+
+
+def _index(asked: ServerRows, spec: TensorSpec) -> RowIndex:
+    return asked.q_rows if spec.rows == "queries" else asked.k_rows
+
+
+def _count(asked: ServerRows, spec: TensorSpec) -> int:
+    return asked.q_count if spec.rows == "queries" else asked.k_count
+
+
+def _buffers(tensors: Iterable[Tensor]) -> list[Buffer]:
+    """The memory of dense tensors on the host, those without rows left out."""
+    return [as_bytes(x_N).data for x_N in tensors if x_N.numel()]

@@ -1,0 +1,139 @@
+"""The pool of dedicated attention servers, as ranks see it.
+
+A server is a worker of the plan that holds no rows. Ranks send it query and K/V rows over one link per pair of rank
+and server, and collect the results after their own tasks. After every collection they tell one another which servers
+they lost: all of them go on without these, and compute at home what was lost.
+"""
+
+import itertools
+import logging
+import time
+from contextlib import suppress
+
+import numpy as np
+
+from hf_distca.dispatch.clock import Clock
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import Groups
+from hf_distca.kernels.speed import measure_speed
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.cost import Workers
+from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.with_servers import plan_with_servers
+from hf_distca.pool.directory import Directory
+from hf_distca.pool.messages.kinds import Kind
+from hf_distca.pool.messages.plan import encode_plan
+from hf_distca.pool.rank.call import PlanAtServers
+from hf_distca.pool.rank.members import Members
+from hf_distca.pool.rank.speeds import Speeds, Stopwatch, TimedKernel
+from hf_distca.pool.wire.errors import LinkLost
+
+POLL_S = 0.2
+
+
+class Pool:
+    """The servers that are there, and how fast they are: what a `Dispatcher` has as `remote`.
+
+    Every rank makes one at the same point and calls `refresh` and `close` when every other does.
+
+    Args:
+        groups: the ranks.
+        members: who takes part.
+        kernel: the rank's own kernel.
+        ranks_serve: whether ranks compute core attention too while there are servers.
+
+    Attributes:
+        stopwatch: what speeds are corrected by.
+        wait_clock: time that this rank stood waiting for servers.
+    """
+
+    def __init__(self, groups: Groups, members: Members, kernel: TimedKernel, *, ranks_serve: bool = True) -> None:
+        self.members = members
+        self.ranks_serve = ranks_serve
+        self.wait_clock = Clock()
+        self._groups = groups
+        self._plan_ids, self._call_ids = itertools.count(), itertools.count()
+        self._speeds = Speeds(float(np.mean(groups.all_gather(measure_speed(kernel, kernel.device)))))
+        self.stopwatch = Stopwatch(kernel)
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """Ids of the servers that take part."""
+        return self.members.ids
+
+    def refresh(self) -> None:
+        """Let servers that have joined take part from now on, without those that left. A collective."""
+        told = self._groups.all_gather((self.members.news(), self.stopwatch.read()))
+        self._speeds.learn([observed for _, observed in told])
+        self.stopwatch.begin()
+        for info in self.members.update([news for news, _ in told]):
+            speed = self._speeds.joined(info.id, info.pairs_per_second)
+            self.members.tell(f"attention server {self.members.name(info.id)} takes part: speed {speed:.2f}")
+
+    def wait_for(self, servers: int, timeout_s: float) -> None:
+        """Refresh until so many servers take part, or go on without the rest. A collective."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.refresh()
+            late = self._groups.any_of([time.monotonic() > deadline])[0]
+            if len(self.servers) >= servers or late:
+                break
+            time.sleep(POLL_S)
+        if len(self.servers) < servers:
+            self.members.tell(
+                f"{len(self.servers)} of {servers} attention servers joined within {timeout_s:g} s; training begins "
+                "without the rest, which may join later",
+                logging.WARNING,
+            )
+
+    def workers(self, nano_batches: int) -> Workers:
+        """Speeds and base loads of the ranks and, after them, of `servers`, for so many nano-batches."""
+        return self._speeds.workers(self._groups.ranks, self.servers, takes_turns=nano_batches > 1)
+
+    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, PlanAtServers | None]:
+        """Plan tasks again for the workers that are there now, and send the plan to the servers; see `RemoteWorkers`.
+
+        Servers are the plan's workers behind the ranks, in the order of `servers`.
+        """
+        servers = self.servers
+        if not servers:
+            return plan, None
+        plan = plan_with_servers(plan, self.workers(len(plan.nano_batches)), settings, ranks_serve=self.ranks_serve)
+        plan_id = next(self._plan_ids)
+        if self._groups.rank == 0:
+            for index, server in enumerate(servers):
+                header, tables = encode_plan(plan_id, self._groups.ranks + index, plan.nano_batches)
+                link = self.members.link(server)
+                assert link is not None  # nobody is lost between two collectives
+                with suppress(LinkLost):  # noticed by all ranks when its results are collected
+                    link.send(Kind.PLAN, header, [table.data for table in tables])
+        return plan, PlanAtServers(plan_id, servers, self.members, self._call_ids, self.stopwatch, self.wait_clock)
+
+    def close(self) -> None:
+        """Let go of all servers, and tell them that training is over."""
+        self.members.close()
+
+
+def use_servers(
+    dispatcher: Dispatcher,
+    token: bytes,
+    directory: Directory | None,
+    *,
+    ranks_serve: bool = True,
+    timeout_s: float = 60.0,
+) -> Pool:
+    """Let dedicated servers take part in what a dispatcher binds from now on, whenever there are any. A collective.
+
+    Args:
+        dispatcher: whose micro-batches they are to work on.
+        token: the run's token.
+        directory: where servers join; on rank 0 only.
+        ranks_serve: whether ranks compute core attention too while there are servers.
+        timeout_s: a server that does not answer for so long is lost.
+    """
+    kernel = TimedKernel(dispatcher.kernel, dispatcher.device)
+    dispatcher.kernel = kernel
+    members = Members(dispatcher.groups, token, directory, timeout_s)
+    pool = Pool(dispatcher.groups, members, kernel, ranks_serve=ranks_serve)
+    dispatcher.remote = pool
+    return pool

@@ -1,0 +1,1 @@
+"""What carries the rows of a call between a rank and a server."""

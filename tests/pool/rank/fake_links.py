@@ -1,0 +1,62 @@
+"""Links to servers and a directory that do what a test says."""
+
+from hf_distca.pool.directory import ServerInfo
+from hf_distca.pool.wire.errors import LinkLost
+
+
+def server_info(server, port):
+    """Of a server that computes 100 pairs/s."""
+    return ServerInfo(server, "127.0.0.1", port, "cpu", 100.0)
+
+
+class FakeReply:
+    """What comes back after 3 s."""
+
+    departed, arrived = 10.0, 13.0
+
+    def __init__(self, link):
+        self._link = link
+
+    def wait(self, timeout_s):
+        if self._link.lost:
+            raise LinkLost(self._link.lost)
+        return {"seconds": 1.75, "pairs": 40}
+
+
+class FakeLink:
+    """A link to a server that computes for 1.75 s; nobody answers at port 1.
+
+    Attributes:
+        calls: headers of the calls.
+        sent: other messages.
+        lost: as of a ServerLink.
+        closed: whether it is closed.
+    """
+
+    def __init__(self, host, port, token, rank, ranks, timeout_s):
+        if port == 1:
+            raise LinkLost("nobody answers")
+        self.calls, self.sent, self.lost, self.closed = [], [], "", False
+
+    def send(self, kind, header, buffers):
+        self.sent.append((kind, header))
+
+    def call(self, header, buffers, reply_buffers, ready):
+        self.calls.append(header)
+        return FakeReply(self)
+
+    def close(self):
+        self.closed = True
+
+
+class FakeDirectory:
+    """A directory whose members a test sets; notes who is dropped."""
+
+    def __init__(self):
+        self.infos, self.dropped = (), []
+
+    def members(self):
+        return self.infos
+
+    def drop(self, member):
+        self.dropped.append(member)

@@ -1,0 +1,176 @@
+"""One rank's pool, with servers behind links that do what the test says. A rank computes 50 pairs/s, a server 100."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.remote import ServerRows
+from hf_distca.kernels import get_kernel
+from hf_distca.kernels.contract import AttentionParams
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.routes import make_routes
+from hf_distca.pool.messages.call import Call
+from hf_distca.pool.messages.kinds import Kind
+from hf_distca.pool.rank.members import Members, News
+from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.rank.speeds import Observed, Served, TimedKernel
+from tests.pool.rank.fake_links import FakeDirectory, FakeLink, server_info
+
+CPU = torch.device("cpu")
+KIND = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
+SETTINGS = PlanSettings(ranks=1, tokens_per_rank=64, kinds=(KIND,), balance_block_size=8, ping_pong=False)
+
+
+@pytest.fixture
+def directory():
+    return FakeDirectory()
+
+
+@pytest.fixture
+def pool(monkeypatch, directory):
+    """One rank's, with server 7."""
+    monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
+    monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", lambda kernel, device: 50.0)
+    groups = Groups(CPU, 60)
+    pool = Pool(groups, Members(groups, b"", directory, 60.0), TimedKernel(get_kernel("cpu", CPU), CPU))
+    directory.infos = (server_info(7, 4000),)
+    pool.refresh()
+    return pool
+
+
+class Asking:
+    """A plan of 64 rows that the pool has bound, and one attention after another of it."""
+
+    def __init__(self, pool):
+        self.plan, self.at_servers = pool.bind(plan_micro_batch([64], SETTINGS), SETTINGS)
+        routes = make_routes(self.plan.nano_batches[0].plans[KIND], 0)
+        self.rows = ServerRows(0, routes, 1, IndexBuffer(CPU))
+        assert self.rows.q_count > 0
+
+    def __call__(self):
+        rows = {"q": torch.zeros(64, 2, 8), "k": torch.zeros(64, 1, 8), "v": torch.zeros(64, 1, 8)}
+        return self.at_servers.start("forward", 0, [self.rows], AttentionParams(scale=0.5), rows)
+
+
+def test_a_plan_is_sent_to_the_servers_that_are_there(pool, directory):
+    directory.infos = (server_info(7, 4000), server_info(9, 4001))
+    pool.refresh()
+    plan, at_servers = pool.bind(plan_micro_batch([64], SETTINGS), SETTINGS)
+    assert plan.nano_batches[0].plans[KIND].workers == 3
+    assert at_servers is not None
+    for server, worker in ((7, 1), (9, 2)):
+        ((kind, header),) = pool.members.link(server).sent
+        assert (kind, header["plan"], header["worker"]) == (Kind.PLAN, 0, worker)
+    directory.infos = ()
+    pool.refresh()
+    plan = plan_micro_batch([64], SETTINGS)
+    assert pool.bind(plan, SETTINGS) == (plan, None)
+
+
+def test_results_come_by_name_for_the_rows_that_were_sent(pool):
+    asking = Asking(pool)
+    results, lost = asking().collect()
+    assert lost == frozenset()
+    assert {name: rows_N.shape for name, rows_N in results[0].items()} == {
+        "o": (asking.rows.q_count, 2, 8),
+        "lse": (asking.rows.q_count, 2),
+    }
+
+
+def test_a_way_is_what_a_call_took_besides_the_kernel_while_no_other_was_under_way(pool):
+    asking = Asking(pool)
+    first, second = asking(), asking()
+    assert pool.stopwatch.under_way == 2
+    for call in (first, second):
+        call.collect()
+    assert pool.stopwatch.under_way == 0
+    asking().collect()
+    assert pool.stopwatch.observed == Observed(
+        calls=3, servers={7: Served(pairs=120, seconds=5.25, alone=2, way_s=2.5)}
+    )
+    assert [Call.read(header).number for header in pool.members.link(7).calls] == [0, 1, 2]
+
+
+def test_a_call_that_is_lost_is_not_under_way_any_more_and_tells_nothing_of_its_server(pool):
+    call = Asking(pool)()
+    pool.members.link(7).lost = "it is gone"
+    assert call.collect() == ({}, {0})
+    assert pool.servers == ()
+    assert pool.stopwatch.under_way == 0
+    assert pool.stopwatch.observed == Observed(calls=1)
+
+
+def test_members_of_the_directory_take_part_until_they_leave_it(pool, directory):
+    left = pool.members.link(7)
+    directory.infos = (server_info(8, 4001), server_info(9, 1))
+    pool.refresh()
+    assert pool.servers == (8,)
+    assert left.closed
+    assert sorted(directory.dropped) == [7, 9]  # who left is dropped once more, which does nothing
+    assert pool.workers(1).speed == (1.0, 2.0)
+    later = pool.members.link(8)
+    directory.infos = ()
+    pool.refresh()
+    assert pool.servers == ()
+    assert later.closed
+
+
+def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "hf_distca.pool.rank.members.ServerLink", lambda *args: made.append(FakeLink(*args)) or made[-1]
+    )
+    failures = iter([{}, {8: "nobody answers"}])
+    groups = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value, next(failures)])
+    members = Members(groups, b"", directory, 60.0)
+    seven, eight = server_info(7, 4000), server_info(8, 4001)
+    assert members.update([News((seven,), ()), News((), ())]) == [seven]
+    assert members.update([News((seven, eight), ()), News((), ())]) == []
+    assert members.ids == (7,)
+    assert [link.closed for link in made] == [False, True]
+    assert directory.dropped == [8]
+
+
+def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeypatch):
+    monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
+    asked = []
+    groups = SimpleNamespace(
+        rank=0,
+        ranks=2,
+        all_gather=lambda value: [value, {}],
+        any_of=lambda flags: asked.append(flags) or [False, True],
+    )
+    members = Members(groups, b"", directory, 60.0)
+    members.update([News((server_info(7, 4000), server_info(8, 4001)), ()), News((), ())])
+    link = members.link(8)
+    assert members.without_lost([7, 8]) == {8}
+    assert members.without_lost([8]) == {8}  # nobody is asked of a server that is gone
+    assert asked == [[False, False]]
+    assert link.closed
+    assert members.update([News((server_info(7, 4000),), (7,)), News((), ())]) == []
+    assert members.ids == ()
+
+
+def test_what_was_seen_is_learned_once(pool):
+    pool.stopwatch.served(7, 600, 1.0, None)  # six times a rank's 100 pairs/s
+    pool.refresh()
+    assert pool.workers(1).speed == (1.0, 4.0)
+    assert pool.stopwatch.read() == Observed()
+    pool.refresh()
+    assert pool.workers(1).speed == (1.0, 4.0)
+
+
+def test_waiting_for_servers_ends_on_every_rank_when_one_says_so(monkeypatch):
+    # By this rank's clock there is an hour left, by the other's none.
+    monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", lambda kernel, device: 50.0)
+    told = []
+    groups = SimpleNamespace(
+        rank=1, all_gather=lambda value: [value], any_of=lambda flags: told.append(flags) or [True]
+    )
+    members = Members(groups, b"", None, 60.0)
+    Pool(groups, members, TimedKernel(get_kernel("cpu", CPU), CPU)).wait_for(3, 3600)
+    assert told == [[False]]

@@ -1,0 +1,167 @@
+"""Trainers without a model: they send rows by their routes, and know what must come back.
+
+Shape suffixes: T rows of one trainer, L rows of a document, H query heads, G key/value heads, D head dim.
+"""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from hf_distca.kernels import TaskShapes
+from hf_distca.kernels.reference import ReferenceKernel
+from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
+from hf_distca.planner.balance import merged
+from hf_distca.planner.layout import packed_layout
+from hf_distca.planner.routes import make_routes
+from hf_distca.pool.messages.call import Call
+from hf_distca.pool.messages.kinds import Kind
+from hf_distca.pool.messages.plan import encode_plan
+from hf_distca.pool.rank.link import ServerLink
+from hf_distca.pool.server.compute import params_of
+from hf_distca.pool.transport.host_memory import as_bytes
+
+FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
+KINDS = (FULL, replace(FULL, window=40))
+SLIM = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
+
+
+def make_nano_batch(lengths, ranks, servers, seed, kinds=KINDS):
+    """Documents packed onto ranks, their rows cut at random and given to random workers."""
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray(lengths)
+    layout = packed_layout(lengths, ranks, -(-int(lengths.sum()) // ranks))
+    plans = {}
+    for kind in kinds:
+        tasks = []
+        for document, length in enumerate(lengths):
+            cuts = np.unique(rng.integers(0, length, 5))
+            cuts = np.unique(np.concatenate([[0], cuts, [length]]))
+            for start, stop in itertools.pairwise(cuts):
+                tasks.append((document, start, stop, rng.integers(ranks + servers)))
+        plans[kind] = Plan(layout, merged(np.array(tasks, TASK)), ranks + servers, kind.window)
+    return NanoBatch(np.arange(len(lengths)), layout, plans)
+
+
+def make_call(plan, number, nano, kind, direction, *, dtype="float32", softcap=None):
+    heads, dims = (kind.q_heads, kind.kv_heads), (kind.dim_qk, kind.dim_v)
+    return Call(plan, number, nano, kind.window, direction, 0.3, softcap, *heads, *dims, dtype)
+
+
+class Data:
+    """Random rows of all trainers for one call, and the results of the tasks of one worker.
+
+    Attributes:
+        local: for each trainer its rows of every column by name, [T, …].
+    """
+
+    def __init__(self, plan, call, worker, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, call.dtype)
+        widths = {
+            "q": (call.q_heads, call.dim_qk),
+            "k": (call.kv_heads, call.dim_qk),
+            "v": (call.kv_heads, call.dim_v),
+            "do": (call.q_heads, call.dim_v),
+        }
+        widths |= {"o": widths["do"], "lse": widths["q"][:1]}
+        widths |= {f"d{name}": widths[name] for name in "qkv"}
+        layout = plan.layout
+        documents = []
+        for length in layout.lengths.tolist():
+            rows = {
+                name: torch.randn((length, *width), generator=generator).to(dtype)
+                if name in ("q", "k", "v", "do")
+                else torch.zeros((length, *width), dtype=torch.float64)
+                for name, width in widths.items()
+            }
+            documents.append(rows)
+        kernel, params = ReferenceKernel(), params_of(call)
+        for (document, start, stop, who), first in zip(plan.tasks.tolist(), plan.first_key().tolist(), strict=True):
+            if who != worker:
+                continue
+            rows = documents[document]
+            shapes = TaskShapes.build([stop - start], [stop - first], "cpu")
+            q, do = (rows[name][start:stop].double() for name in ("q", "do"))
+            k, v = (rows[name][first:stop].double() for name in ("k", "v"))
+            o, lse = kernel.forward(q, k, v, shapes, params)
+            dq, dk, dv = kernel.backward(do, q, k, v, o, lse, shapes, params)
+            for name, value in (("o", o), ("lse", lse), ("dq", dq)):
+                rows[name][start:stop] = value
+            for name, value in (("dk", dk), ("dv", dv)):
+                rows[name][first:stop] += value
+        self.local = []
+        for rank in range(layout.ranks):
+            parts = [
+                {name: rows[start:stop] for name, rows in documents[document].items()}
+                for document, start, stop, _, _ in layout.of_rank(rank).tolist()
+            ]
+            self.local.append(
+                {
+                    name: torch.cat([part[name] for part in parts]) if parts else torch.empty(0, *widths[name])
+                    for name in widths
+                }
+            )
+
+
+class FakeTrainer:
+    """One trainer and its link to a server.
+
+    Attributes:
+        link: to the server.
+        replies: headers of the replies so far.
+    """
+
+    def __init__(self, port, token, rank, ranks, worker):
+        self.rank = rank
+        self.worker = worker
+        self.link = ServerLink("127.0.0.1", port, token, rank, ranks, 10)
+        self.replies = []
+
+    def send_plan(self, number, nano_batches):
+        self.link.send(Kind.PLAN, *encode_plan(number, self.worker, nano_batches))
+
+    def start(self, call, plan, data):
+        """Send the rows that the server needs of this trainer; None if there are none."""
+        routes = make_routes(plan, self.rank)
+        rows = {}
+        for kind, messages in (("queries", routes.queries), ("keys", routes.keys)):
+            stop = int(messages.send_counts[: self.worker + 1].sum())
+            rows[kind] = torch.from_numpy(messages.send_rows[stop - int(messages.send_counts[self.worker]) : stop])
+        if not len(rows["queries"]) and not len(rows["keys"]):
+            return None
+        columns = data.local[self.rank]
+        sent = [columns[column.name][rows[column.rows]].to(getattr(torch, column.dtype)) for column in call.request()]
+        came = [
+            torch.full((len(rows[column.rows]), *column.shape), float("nan"), dtype=getattr(torch, column.dtype))
+            for column in call.reply()
+        ]
+        pending = self.link.call(call.header(), [as_bytes(x).data for x in sent], [as_bytes(x).data for x in came])
+        expected = [columns[column.name][rows[column.rows]] for column in call.reply()]
+        return pending, came, expected
+
+    def finish(self, started, tolerance, timeout_s=30):
+        """Wait for the reply and compare it."""
+        pending, came, expected = started
+        header = pending.wait(timeout_s)
+        self.replies.append(header)
+        for got, wanted in zip(came, expected, strict=True):
+            torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+        return header
+
+
+def run_calls(trainers, plan_number, nano_batches, first_call=0, tolerance=2e-4, **options):
+    """Every nano-batch and kind of attention, both directions, on all trainers; the number after the last call."""
+    number = first_call
+    for nano, nano_batch in enumerate(nano_batches):
+        for kind, plan in nano_batch.plans.items():
+            for direction in ("forward", "backward"):
+                call = make_call(plan_number, number, nano, kind, direction, **options)
+                data = Data(plan, call, trainers[0].worker, seed=number)
+                started = [trainer.start(call, plan, data) for trainer in trainers]
+                for trainer, each in zip(trainers, started, strict=True):
+                    if each is not None:
+                        assert trainer.finish(each, tolerance)["number"] == number
+                number += 1
+    return number

@@ -1,0 +1,151 @@
+import signal
+import socket
+
+import pytest
+
+from hf_distca.cli.main import main
+from hf_distca.pool.directory import Directory
+from hf_distca.pool.wire import LinkLost, make_token, write_token
+from tests.pool.server.fake_trainers import FULL, Data, FakeTrainer, make_call, make_nano_batch, run_calls
+from tests.pool.server.processes import ServerProcess
+from tests.pool.servers import wait_until
+
+
+@pytest.fixture
+def token():
+    return make_token()
+
+
+@pytest.fixture
+def directory(token):
+    directory = Directory("127.0.0.1", 0, token)
+    yield directory
+    directory.close()
+
+
+@pytest.fixture
+def serve(directory, token, tmp_path):
+    """Start a server process; ended after the test."""
+    started = []
+
+    def start(*options):
+        started.append(ServerProcess(directory, token, tmp_path, *options))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def test_a_process_serves_two_trainers_and_ends_with_training(serve, directory, token):
+    server = serve()
+    member = server.joined()
+    trainers = [FakeTrainer(member.port, token, rank, 2, 2) for rank in range(2)]
+    nano_batches = [make_nano_batch([300, 37, 1, 255], 2, 1, seed) for seed in (1, 2)]
+    trainers[0].send_plan(0, nano_batches)
+    run_calls(trainers, 0, nano_batches)
+    directory.end()
+    assert server.process.wait(60) == 0
+    for trainer in trainers:
+        trainer.link.close()
+    assert "joined" in server.text()
+    assert server.text().endswith("training has ended\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_it_cleanly(serve, token, directory, number):
+    server = serve()
+    trainer = FakeTrainer(server.joined().port, token, 0, 1, 1)
+    nano_batches = [make_nano_batch([64], 1, 1, 0)]
+    trainer.send_plan(0, nano_batches)
+    run_calls([trainer], 0, nano_batches)
+    server.process.send_signal(number)
+    assert server.process.wait(60) == 0
+    trainer.link.close()
+    assert server.text().endswith("stopped\n")
+    assert "Traceback" not in server.text()
+
+
+def test_a_server_that_hangs_or_dies_is_noticed_and_one_that_wakes_up_joins_again(serve, directory, token):
+    server = serve()
+    first = server.joined()
+    nano_batches = [make_nano_batch([64], 1, 1, 0)]
+    trainer = FakeTrainer(first.port, token, 0, 1, 1)
+    trainer.send_plan(0, nano_batches)
+    number = run_calls([trainer], 0, nano_batches)
+    server.process.send_signal(signal.SIGSTOP)
+    plan = nano_batches[0].plans[FULL]
+    call = make_call(0, number, 0, FULL, "forward")
+    with pytest.raises(LinkLost, match="no reply within"):
+        trainer.finish(trainer.start(call, plan, Data(plan, call, 1)), 0, timeout_s=0.5)
+    directory.drop(first.id)
+    server.process.send_signal(signal.SIGCONT)
+    second = server.joined()
+    assert second.id != first.id
+    trainer = FakeTrainer(second.port, token, 0, 1, 1)
+    trainer.send_plan(0, nano_batches)
+    number = run_calls([trainer], 0, nano_batches, number)
+    server.process.kill()
+    # While one starts the call, the other thread of its link may already have noticed.
+    with pytest.raises(LinkLost, match=r"closed|reset|Broken pipe"):
+        trainer.finish(trainer.start(call, plan, Data(plan, call, 1)), 0)
+    wait_until(lambda: not directory.members())
+
+
+def test_a_run_that_is_gone_is_waited_for_and_then_given_up(serve, directory):
+    server = serve("--wait", "1")
+    server.joined()
+    directory.close()
+    assert server.process.wait(60) == 2
+    assert "not joined within 1 s" in server.text()
+    assert "Traceback" not in server.text()
+
+
+def refused(options, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        raise SystemExit(main(["serve", *options]))
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_wrong_options_are_said_in_a_line(capsys, tmp_path, token):
+    path = tmp_path / "token"
+    write_token(path, token)
+    good = ["--join", "127.0.0.1:1", "--token-file", str(path)]
+    for options, said in [
+        (["--token-file", "x"], "--join"),
+        (["--join", "127.0.0.1", "--token-file", "x"], "must be HOST:PORT"),
+        (["--join", "127.0.0.1:99999", "--token-file", "x"], "port from 1 to 65535"),
+        (["--join", "127.0.0.1:1", "--token-file", str(tmp_path / "none")], "cannot read the token file"),
+        ([*good, "--device", "gpu"], "no device is called 'gpu'"),
+        ([*good, "--device", "meta"], "cannot serve"),
+        ([*good, "--device", "cuda:99"], "there is no device 'cuda:99'"),
+        ([*good, "--kernel", "fast"], "no kernel is named 'fast'"),
+        ([*good, "--threads", "0"], "positive number of threads"),
+        ([*good, "--wait", "nan"], "number of seconds"),
+        ([*good, "--port", "-1"], "a port from 0"),
+        ([*good, "--bind", "192.0.2.1"], "cannot listen on 192.0.2.1:0"),
+        ([*good, "--wait", "0"], "cannot connect to 127.0.0.1:1"),
+    ]:
+        error = refused(options, capsys)
+        assert said in error
+        assert len(error.splitlines()) == 1
+        assert token.hex() not in error
+    path.chmod(0o644)
+    assert "chmod 600" in refused(good, capsys)
+
+
+def test_another_token_is_said(capsys, tmp_path, directory):
+    path = tmp_path / "token"
+    write_token(path, make_token())
+    options = ["--join", f"127.0.0.1:{directory.port}", "--token-file", str(path)]
+    assert "another token" in refused(options, capsys)
+
+
+def test_a_port_in_use_is_said(capsys, tmp_path, token):
+    path = tmp_path / "token"
+    write_token(path, token)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        error = refused(["--join", "127.0.0.1:1", "--token-file", str(path), "--port", port], capsys)
+    assert f"cannot listen on 127.0.0.1:{port}" in error

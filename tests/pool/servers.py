@@ -1,0 +1,159 @@
+"""Attention servers for tests: processes that join a run, and may fail at a moment that a test chooses."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+TOKEN = bytes(range(32))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How and when a server fails.
+
+    Attributes:
+        kind: killed (SIGKILL), hung (SIGSTOP), or cut off: all its connections end while the process lives.
+        where: at the beginning of a forward or a backward, or by itself.
+        trigger: file; the fault comes once it is there.
+        calls: so many calls of the direction are computed before, once the trigger is there.
+    """
+
+    kind: Literal["killed", "hung", "cut off"]
+    where: Literal["forward", "backward", "by itself"]
+    trigger: Path
+    calls: int = 0
+
+    def strike(self) -> None:
+        """Let it happen to this process."""
+        if self.kind == "cut off":
+            cut_off()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if self.kind == "killed" else signal.SIGSTOP)
+
+    def strike_when_told(self) -> None:
+        """Wait for the trigger, then let it happen."""
+        wait_until(self.trigger.exists, 600)
+        if self.kind == "cut off":
+            self.strike()
+        self._done.write_text(str(os.getpid()))
+        if self.kind != "cut off":
+            self.strike()
+
+    def has_struck(self) -> bool:
+        """Whether a server that fails by itself has done so."""
+        if not self._done.exists() or not (pid := self._done.read_text()):
+            return False
+        if self.kind == "cut off":
+            return True
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        return state in "TZX"
+
+    @property
+    def _done(self) -> Path:
+        return self.trigger.with_name(self.trigger.name + ".done")
+
+
+def cut_off() -> None:
+    """End every TCP connection of this process; what it listens on stays."""
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+            if connection.family == socket.AF_INET:
+                connection.getpeername()  # fails for a socket that listens
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class FaultyKernel:
+    """The CPU kernel, in one of whose calls a fault comes.
+
+    Args:
+        fault: with a direction.
+    """
+
+    def __init__(self, fault: Fault) -> None:
+        from hf_distca.kernels.cpu import CpuKernel
+
+        self._kernel, self._fault, self._left = CpuKernel(), fault, fault.calls
+        self.name, self.check = "cpu", self._kernel.check
+
+    def forward(self, *args: Any) -> Any:
+        self._count("forward")
+        return self._kernel.forward(*args)
+
+    def backward(self, *args: Any) -> Any:
+        self._count("backward")
+        return self._kernel.backward(*args)
+
+    def _count(self, direction: str) -> None:
+        if direction != self._fault.where or not self._fault.trigger.exists():
+            return
+        if self._left == 0:
+            self._fault.strike()
+        self._left -= 1
+
+
+class ServerProcess:
+    """A server that joins the directory at a port of this machine.
+
+    Args:
+        port: of the directory.
+        fault: what becomes of it; None: it works.
+        join_when: file without which it does not begin.
+    """
+
+    def __init__(self, port: int, fault: Fault | None = None, join_when: Path | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "transformers", "hf_distca"])
+        self._process = context.Process(target=_serve, args=(port, fault, join_when), daemon=True)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """Its exit code, None if it has not ended in time."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+    def close(self) -> None:
+        """End the process whatever it does."""
+        self._process.kill()
+        self._process.join()
+
+
+def wait_until(condition: Any, timeout_s: float = 30) -> None:
+    """Wait until a function returns something true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def _serve(port: int, fault: Fault | None, join_when: Path | None) -> None:
+    import torch
+
+    from hf_distca.kernels import get_kernel
+    from hf_distca.pool.server.server import AttentionServer
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if join_when is not None:
+        wait_until(join_when.exists, 60)
+    device = torch.device("cpu")
+    in_a_call = fault is not None and fault.where != "by itself"
+    server = AttentionServer(TOKEN, device, FaultyKernel(fault) if in_a_call else get_kernel("cpu", device))
+    if fault is not None and not in_a_call:
+        threading.Thread(target=fault.strike_when_told, daemon=True).start()
+    server.run("127.0.0.1", port, 60, lambda line: None)
+    server.close()

@@ -1,0 +1,209 @@
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from hf_distca.pool.directory import Directory, Membership, ServerInfo, State, _checked
+from hf_distca.pool.messages.kinds import DIRECTORY_SERVICE, Kind
+from hf_distca.pool.wire import AuthenticationError, Channel, LinkLost, ProtocolError, make_token
+from hf_distca.pool.wire.handshake import connect
+from tests.pool.servers import wait_until
+from tests.pool.wire.strangers import Strangers, message
+
+INFO = {"host": "", "port": 4000, "device": "cpu", "pairs_per_second": 1e9}
+
+
+@pytest.fixture
+def token():
+    return make_token()
+
+
+@pytest.fixture
+def directory(token):
+    directory = Directory("127.0.0.1", 0, token, silence_s=60)
+    yield directory
+    directory.close()
+
+
+def join(directory, token, **info):
+    return Membership.join("127.0.0.1", directory.port, token, {**INFO, **info}, wait_s=30)
+
+
+def test_servers_join_and_leave_and_ids_are_not_used_again(directory, token):
+    first = join(directory, token)
+    second = join(directory, token, host="10.0.0.7", port=4001, device="cuda:0")
+    assert directory.members() == (
+        ServerInfo(first.id, "127.0.0.1", 4000, "cpu", 1e9),
+        ServerInfo(second.id, "10.0.0.7", 4001, "cuda:0", 1e9),
+    )
+    first.close()
+    wait_until(lambda: [info.id for info in directory.members()] == [second.id])
+    third = join(directory, token)
+    assert len({first.id, second.id, third.id}) == 3
+    assert third.poll(0) is State.JOINED
+    second.close()
+    third.close()
+
+
+def test_the_end_is_told_to_members_and_to_those_that_come_later(directory, token):
+    member = join(directory, token)
+    assert member.poll(0.05) is State.JOINED
+    directory.end()
+    late = join(directory, token)
+    assert member.poll(60) is State.ENDED
+    assert late.poll(60) is State.ENDED
+    assert member.poll(60) is State.ENDED
+    member.close()
+    late.close()
+
+
+def test_a_dropped_server_notices_and_can_come_back(directory, token):
+    member = join(directory, token)
+    directory.drop(member.id)
+    assert directory.members() == ()
+    directory.drop(member.id)
+    assert member.poll(60) is State.LOST
+    again = join(directory, token)
+    assert again.id != member.id
+    member.close()
+    again.close()
+
+
+def test_a_directory_that_is_gone_is_noticed(directory, token):
+    member = join(directory, token)
+    directory.close()
+    assert member.poll(60) is State.LOST
+    member.close()
+
+
+def test_a_silent_member_is_dropped_and_one_that_is_polled_is_not(token, monkeypatch):
+    monkeypatch.setattr("hf_distca.pool.directory.ALIVE_S", 0.1)
+    directory = Directory("127.0.0.1", 0, token, silence_s=3)
+    # Were it taken for silent, the older member would go first.
+    alive, silent = join(directory, token), join(directory, token)
+    wait_until(lambda: alive.poll(0.05) is not State.JOINED or len(directory.members()) < 2)
+    assert [info.id for info in directory.members()] == [alive.id]
+    assert silent.poll(0) is State.LOST
+    assert alive.poll(0) is State.JOINED
+    silent.close()
+    alive.close()
+    directory.close()
+
+
+def test_a_member_says_now_and_then_that_it_is_alive(directory, token, monkeypatch):
+    member = join(directory, token)
+    now = member._said_alive
+    monkeypatch.setattr("hf_distca.pool.directory.time", SimpleNamespace(monotonic=lambda: now))
+    sent = []
+    monkeypatch.setattr(member._channel, "send", lambda *message: sent.append((now, *message)))
+    begin = now
+    for _ in range(9):
+        assert member.poll(0) is State.JOINED
+        now += 0.75
+    assert sent == [(begin + after, Kind.ALIVE, {}) for after in (2.25, 4.5)]
+    member.close()
+
+
+def test_a_server_may_come_before_the_directory(token):
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+    members, tried = [], threading.Event()
+
+    def come():
+        members.append(Membership.join("127.0.0.1", port, token, INFO, 60, give_up=tried.set))
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    assert tried.wait(60)
+    directory = Directory("127.0.0.1", port, token)
+    thread.join()
+    assert [info.id for info in directory.members()] == [members[0].id]
+    members[0].close()
+    directory.close()
+
+
+def test_waiting_for_a_directory_ends(token):
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+    with pytest.raises(LinkLost, match="not joined within 1 s; the last try: cannot connect"):
+        Membership.join("127.0.0.1", port, token, INFO, 1)
+    answers = iter([False, True])
+    with pytest.raises(LinkLost, match="not joined within 6000 s; the last try: cannot connect"):
+        Membership.join("127.0.0.1", port, token, INFO, 6000, give_up=lambda: next(answers))
+
+
+def test_a_wrong_token_is_not_tried_again(directory):
+    with pytest.raises(AuthenticationError, match="another token"):
+        Membership.join("127.0.0.1", directory.port, make_token(), INFO, 60)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": 3},
+        {"host": "x" * 1000},
+        {"port": 0},
+        {"port": "4000"},
+        {"device": None},
+        {"pairs_per_second": -1.0},
+        {"pairs_per_second": "fast"},
+        {"pairs_per_second": 10**400},
+    ],
+)
+def test_nonsense_is_not_listed(directory, token, wrong):
+    with pytest.raises(ProtocolError, match="must give a host"):
+        join(directory, token, **wrong)
+    assert directory.members() == ()
+
+
+def test_a_server_that_trainers_could_not_reach_is_told_so():
+    with pytest.raises(ProtocolError, match=r"such as 10\.0\.0\.7"):
+        _checked({**INFO, "host": "127.0.0.1"}, 0, "10.0.0.7")
+    assert _checked(INFO, 0, "10.0.0.7").host == "10.0.0.7"
+    with pytest.raises(ProtocolError, match="must give a host"):
+        _checked({**INFO, "pairs_per_second": float("inf")}, 0, "10.0.0.7")
+    assert _checked({**INFO, "host": "::1"}, 0, "::1").host == "::1"
+
+
+@pytest.mark.parametrize("wrong", [Kind.CALL, Kind.ALIVE])
+def test_a_member_that_sends_something_else_is_dropped(directory, token, wrong):
+    channel = Channel(connect("127.0.0.1", directory.port, token, DIRECTORY_SERVICE, 60), Kind)
+    channel.send(Kind.HELLO, INFO)
+    assert channel.receive().kind is Kind.WELCOME
+    channel.send(wrong, {}, [b"x"])
+    frame = channel.receive()
+    assert (frame.kind, frame.header["reason"]) == (
+        Kind.REFUSED,
+        f"a member sends ALIVE without a payload and nothing else, got {wrong.name} with 1 bytes",
+    )
+    wait_until(lambda: directory.members() == ())
+    channel.close()
+
+
+def test_strangers_do_not_disturb_the_members(token, caplog):
+    directory = Directory("127.0.0.1", 0, token)
+    member = join(directory, token)
+    hello = message(1, {**INFO, "port": 4007})
+    valid = [message(8, {}), message(8, {}, bytes(8)), message(8, {}, payload_bytes=2**50), message(9, {}), hello]
+    strangers = Strangers(directory.port, token, DIRECTORY_SERVICE, hello, valid, seed=0)
+    threads = threading.active_count()
+    for _ in range(2_000):
+        strangers()
+        member.poll(0)
+    # Some joined for a while: they know the token and say nothing wrong.
+    assert all(info.port == 4007 for info in directory.members() if info.id != member.id)
+    strangers.close()
+    wait_until(lambda: [info.id for info in directory.members()] == [member.id])
+    wait_until(lambda: threading.active_count() == threads)
+    late = join(directory, token, port=4001)
+    directory.end()
+    assert member.poll(60) is State.ENDED
+    assert late.poll(60) is State.ENDED
+    member.close()
+    late.close()
+    directory.close()
+    assert "refused" in caplog.text
+    assert "more refusals like these" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert len(caplog.text) < 100_000

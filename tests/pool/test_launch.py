@@ -1,0 +1,154 @@
+"""Training with dedicated attention servers under `accelerate launch`, against one process with "sdpa"."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from accelerate import PartialState
+
+from hf_distca.pool.launch import TOKEN_FILE, Launch, split_launch
+from hf_distca.pool.wire.token import make_token, write_token
+from hf_distca.trainer import attention_servers as launches
+from tests.launch import ROOT, launch
+from tests.pool.servers import wait_until
+from tests.ranks import free_port
+from tests.trainer.test_launch import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
+from tests.trainer.test_trainer import make_trainer
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[float]:
+    return reference_losses()
+
+
+def attention_servers(result: dict) -> list[int]:
+    return [entry["attention_servers"] for entry in result["history"] if "attention_servers" in entry]
+
+
+@pytest.mark.parametrize(("strategy", "servers", "serve"), [("ddp", 2, False), ("zero2", 1, True)])
+def test_servers_of_the_same_launch(strategy, servers, serve, expected, tmp_path):
+    arguments = ARGUMENTS | {
+        "attention_servers": servers,
+        "ranks_serve": serve,
+        "save_strategy": "steps",  # the arguments are saved too
+        "dataloader_num_workers": servers - 1,
+    }
+    result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path, ranks=2 + servers)
+    assert result["world_size"] == 2
+    assert result["losses"] == pytest.approx(expected, rel=2e-5)
+    assert attention_servers(result) == [servers] * STEPS
+
+
+class Served:
+    """A server started apart, with what it prints."""
+
+    def __init__(self, port: int, token_file: Path) -> None:
+        join = ["--join", f"127.0.0.1:{port}", "--token-file", str(token_file), "--threads", "1"]
+        command = [sys.executable, "-m", "hf_distca.cli.main", "serve", *join]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+    def wait_for(self, words: str) -> None:
+        for line in self.process.stdout:
+            if words in line:
+                return
+        raise AssertionError(f"the server never said {words!r}")
+
+
+def test_servers_that_come_and_go(expected, tmp_path):
+    names = ("token", "both", "killed", "alone", "again")
+    port, (token_file, both, killed, alone, again) = free_port(), (tmp_path / name for name in names)
+    write_token(token_file, make_token())
+    arguments = ARGUMENTS | {
+        "attention_servers": "external",
+        "attention_server_address": f"127.0.0.1:{port}",
+        "attention_server_token_file": str(token_file),
+    }
+    options = {
+        "lengths": LENGTHS,
+        "arguments": arguments,
+        "pauses": {1: str(both), 3: str(killed), 4: str(alone), STEPS // 2: str(again)},
+    }
+    first, second = Served(port, token_file), Served(port, token_file)
+    third, results = second, []
+    training = threading.Thread(target=lambda: results.append(launch("ddp", SCRIPT, options, tmp_path)))
+    try:
+        training.start()
+        for server in (first, second):
+            server.wait_for("joined")
+        both.touch()
+        first.wait_for("trainers")  # it serves
+        wait_until(killed.with_suffix(".reached").exists, 100)
+        first.process.kill()
+        killed.touch()
+        wait_until(alone.with_suffix(".reached").exists, 100)
+        alone.touch()
+        third = Served(port, token_file)
+        third.wait_for("joined")
+        again.touch()
+        training.join()
+        (result,) = results
+        assert result["losses"] == pytest.approx(expected, rel=2e-5)
+        numbers = attention_servers(result)
+        assert (numbers[1:4], numbers[-1]) == ([2, 2, 1], 2)
+        for server in (second, third):
+            server.wait_for("training has ended")
+            assert server.process.wait(60) == 0
+    finally:
+        for server in (first, second, third):
+            server.process.kill()
+
+
+def test_more_servers_than_processes(tmp_path):
+    arguments = ARGUMENTS | {"attention_servers": 2}
+    result = launch("ddp", SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path)
+    assert "attention_servers=2 of 2 processes leaves no trainer" in result["error"]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Runs `split_launch` as if on processes of a launch, on one host with so many GPUs."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **kwargs: store)
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr(launches, "is_available", lambda: True)
+    monkeypatch.setattr(launches, "_be_server", lambda store, timeout_s, device: sys.exit(f"serves on {device}"))
+
+    def run(rank: int, world: int, servers: int, gpus: int, cpu: bool = False) -> Launch:
+        monkeypatch.setattr(launches, "device_count", lambda: gpus)
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        return split_launch(servers, 60, cpu=cpu)
+
+    return run
+
+
+def test_a_server_without_a_gpu_is_refused_on_every_process(processes):
+    for rank in (3, 0, 1, 2):  # the server first: the others wait for its word
+        with pytest.raises(ValueError, match="server of rank 3 would compute on cuda:3, but its host has 3 GPUs"):
+            processes(rank, 4, 1, gpus=3)
+
+
+@pytest.mark.parametrize(("cpu", "gpus", "device"), [(False, 2, "cuda:1"), (True, 1, "cpu")])
+def test_a_server_takes_the_gpu_of_its_number(processes, cpu, gpus, device):
+    with pytest.raises(SystemExit, match=f"serves on {device}"):
+        processes(1, 2, 1, gpus, cpu)
+    assert processes(0, 2, 1, gpus, cpu).servers == 1
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
+
+
+def test_settings_reach_the_pool(tmp_path):
+    trainer = make_trainer(
+        str(tmp_path), attention_servers="external", ranks_serve=False, attention_server_timeout=7.0
+    )
+    try:
+        assert trainer.pool is trainer.dispatcher.pool
+        assert (trainer.pool.ranks_serve, trainer.pool.timeout_s) == (False, 7.0)
+        assert (tmp_path / TOKEN_FILE).exists()
+    finally:
+        trainer.pool.close()

@@ -4,86 +4,77 @@ A small LLaMA runs forward and backward under gradient checkpointing, with core 
 the backward and with its result kept, in turns; and one layer's core attention forward runs alone.
 
 Run: python benchmarks/checkpointing.py [--rounds 7] [--tokens 16384]
+     python benchmarks/checkpointing.py --against OTHER_CHECKOUT      two checkouts in turns
 """
 
-import argparse
-import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from harness import print_json, table
-from transformers import LlamaConfig, LlamaForCausalLM
+from harness import Ranks, Round, over, report, rounds_parser, take_rounds
+from harness.models import documents_of, llama, rows_of_documents, settings_of
 
-from hf_distca import Dispatcher, PlanSettings
+from hf_distca import Dispatcher
 from hf_distca.kernels import AttentionParams, TaskShapes
-from hf_distca.plan import AttentionKind
+from hf_distca.planner.micro_batch import plan_placed
 
 LAYERS, HEADS, HEAD_DIM = 2, 2, 64
+SIZES = {
+    "hidden_size": HEADS * HEAD_DIM,
+    "intermediate_size": 352,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "vocab_size": 512,
+}
 
 
-def seconds(function) -> float:
-    """Time of one call."""
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+def prepare(tokens: int) -> Callable[[], Round]:
+    """Make the model, and a round: each way once."""
+    device = torch.device("cpu")
+    model = llama(tokens, **SIZES)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings = settings_of(model, 1, tokens, device)
+    dispatchers = {
+        way: Dispatcher(settings, device, keep_core_attention=way == "kept") for way in ("recomputed", "kept")
+    }
+    plan = plan_placed([[tokens]], settings)
+    batch = rows_of_documents(documents_of([tokens], 512), device)
+    qkv = [torch.randn(tokens, HEADS, HEAD_DIM) for _ in range(3)]
+    shapes, params = TaskShapes.build([tokens], [tokens], device), AttentionParams(scale=HEAD_DIM**-0.5)
+
+    def step(way: str) -> None:
+        model(**batch, distca_plan=dispatchers[way].bind(plan)).loss.backward()
+        model.zero_grad()
+
+    ways: dict[str, Callable[[], object]] = {way: partial(step, way) for way in dispatchers}
+    ways["one core attention forward"] = partial(dispatchers["kept"].kernel.forward, *qkv, shapes, params)
+
+    def take() -> Round:
+        figures = {}
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            figures[f"{name}, s"] = time.perf_counter() - begin
+        return figures
+
+    take()  # warms up
+    return take
+
+
+def saved(taken: Round) -> float:
+    """What keeping saves, in forwards of core attention of all layers."""
+    return (taken["recomputed, s"] - taken["kept, s"]) / (LAYERS * taken["one core attention forward, s"])
 
 
 def main() -> None:
-    """Measure, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each kind")
-    parser.add_argument("--tokens", type=int, default=16384, help="length of the document")
+    """Measure, print tables and one JSON object."""
+    parser = rounds_parser(__doc__, rounds=7)
+    parser.add_argument("--tokens", type=int, default=16384, help="length of the document (default: 16384)")
     options = parser.parse_args()
-    kinds = (AttentionKind(None, HEADS, HEADS, HEAD_DIM, HEAD_DIM),)
-    settings = PlanSettings(ranks=1, tokens_per_rank=options.tokens, kinds=kinds)
-    dispatchers = {
-        name: Dispatcher(settings, torch.device("cpu"), keep_core_attention=name == "kept")
-        for name in ("recomputed", "kept")
-    }
-    (plan,) = dispatchers["kept"].plan_lengths([[options.tokens]])
-    config = LlamaConfig(
-        hidden_size=HEADS * HEAD_DIM,
-        intermediate_size=352,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        vocab_size=512,
-        max_position_embeddings=options.tokens,
-        attn_implementation="distca",
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    tokens = torch.randint(0, 512, (1, options.tokens))
-    batch = {"input_ids": tokens, "position_ids": torch.arange(options.tokens)[None], "labels": tokens}
-
-    def step(name: str) -> None:
-        model(**batch, distca_plan=dispatchers[name].bind(plan)).loss.backward()
-        model.zero_grad()
-
-    qkv = [torch.randn(options.tokens, HEADS, HEAD_DIM) for _ in range(3)]
-    shapes = TaskShapes.build([options.tokens], [options.tokens], "cpu")
-    params = AttentionParams(scale=HEAD_DIM**-0.5)
-    ways = {
-        "recomputed": lambda: step("recomputed"),
-        "kept": lambda: step("kept"),
-        "one core attention forward": lambda: dispatchers["kept"].kernel.forward(*qkv, shapes, params),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(options.rounds + 1):
-        for name, way in ways.items():
-            times[name].append(seconds(way))
-    median = {name: statistics.median(measured[1:]) for name, measured in times.items()}  # the first round warms up
-    table(["", "median"], [[name, f"{value:.3f} s"] for name, value in median.items()])
-    forward = median["one core attention forward"]
-    print_json(
-        recomputed_s=median["recomputed"],
-        kept_s=median["kept"],
-        forward_s=forward,
-        saved_fraction=(median["recomputed"] - median["kept"]) / (LAYERS * forward),
-        step_ratio=median["kept"] / median["recomputed"],
-    )
+    with Ranks(1, prepare, options.tokens) as ranks:
+        measured = take_rounds(options, lambda: ranks.take()[0])
+    report(measured, {"kept / recomputed": over("kept, s", "recomputed, s"), "forwards saved a layer": saved})
 
 
 if __name__ == "__main__":

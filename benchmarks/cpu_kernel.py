@@ -1,24 +1,23 @@
-"""The CPU kernel against torch's attention: forward and backward of the same tasks, interleaved.
+"""The CPU kernel against torch's attention: forward and backward of the same tasks, one thread, in turns.
 
-    python benchmarks/cpu_kernel.py [--threads 1] [--repeats 5] [--dtype float32]
+torch's attention is called once per task, as a model that knows its documents would at best. Where a task has keys
+before its rows there is no such call without a mask, and the kernel stands alone.
 
-torch's attention is called once per task, as a model that knows its documents would at best. Where a task
-has keys before its rows there is no such call without a mask, and the kernel stands alone. Prints a table,
-and as its last line one JSON object: seconds (medians) by case.
+Run: python benchmarks/cpu_kernel.py [--rounds 5] [--dtype float32]
+     python benchmarks/cpu_kernel.py --against OTHER_CHECKOUT      two checkouts in turns
 """
 
-import argparse
-import json
 import random
-import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from harness import Ranks, Round, over, report, rounds_parser, take_rounds
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
+from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
 
 HEADS, HEAD_DIM = 4, 64
 
@@ -42,18 +41,6 @@ def cases() -> dict[str, tuple[list[int], list[int], AttentionParams]]:
     }
 
 
-def median_seconds(calls: list[Callable[[], None]], repeats: int) -> list[float]:
-    """Time the calls in turn, so that a busy machine slows all of them down alike."""
-    seconds: list[list[float]] = [[] for _ in calls]
-    for repeat in range(repeats + 1):
-        for call, times in zip(calls, seconds, strict=True):
-            start = time.perf_counter()
-            call()
-            if repeat:
-                times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
-
-
 def sdpa(lens: list[int], do: Tensor, *qkv: Tensor) -> None:
     """torch's attention and its backward, one task after another; tensors [rows, heads, head dim]."""
     for do_task, *task in zip(*(x.split(lens) for x in (do, *qkv)), strict=True):
@@ -62,35 +49,52 @@ def sdpa(lens: list[int], do: Tensor, *qkv: Tensor) -> None:
         o.backward(do_task.transpose(0, 1).unsqueeze(0))
 
 
-def main() -> None:
-    """Run all cases."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    kernel, dtype = get_kernel("cpu", torch.device("cpu")), getattr(torch, options.dtype)
-
-    results = {}
-    print(f"{'forward + backward':<24}{'kernel':>12}{'torch':>12}{'torch/kernel':>14}")
+def prepare(dtype_name: str) -> Callable[[], Round]:
+    """Make the tensors, and a round: each case once, the kernel and torch's attention one after another."""
+    kernel, dtype = get_kernel("cpu", torch.device("cpu")), getattr(torch, dtype_name)
+    ways: dict[str, Callable[[], None]] = {}
     for name, (q_lens, k_lens, params) in cases().items():
         q, do = (torch.randn(sum(q_lens), HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
         k, v = (torch.randn(sum(k_lens), HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
         shapes = TaskShapes.build(q_lens, k_lens, "cpu")
+        ways[f"{name}: kernel, s"] = partial(both_ways, kernel, do, q, k, v, shapes, params)
+        if has_sdpa(q_lens, k_lens, params):
+            ways[f"{name}: torch, s"] = partial(sdpa, q_lens, do, q, k, v)
 
-        def ours(q=q, k=k, v=v, do=do, shapes=shapes, params=params) -> None:
-            o, lse = kernel.forward(q, k, v, shapes, params)
-            kernel.backward(do, q, k, v, o, lse, shapes, params)
+    def take() -> Round:
+        figures = {}
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            figures[name] = time.perf_counter() - begin
+        return figures
 
-        calls: list[Callable[[], None]] = [ours]
-        if q_lens == k_lens and params.window is None and params.softcap is None:
-            calls.append(lambda q=q, k=k, v=v, do=do, lens=q_lens: sdpa(lens, do, q, k, v))
-        seconds = median_seconds(calls, options.repeats)
-        results[name] = dict(zip(("kernel_s", "sdpa_s"), seconds, strict=False))
-        row = f"{name:<24}{seconds[0] * 1e3:>9.1f} ms"
-        print(row + (f"{seconds[1] * 1e3:>9.1f} ms{seconds[1] / seconds[0]:>14.2f}" if len(seconds) > 1 else ""))
-    print(json.dumps(results))
+    take()  # warms up
+    return take
+
+
+def has_sdpa(q_lens: list[int], k_lens: list[int], params: AttentionParams) -> bool:
+    """Whether torch's attention does it without a mask."""
+    return q_lens == k_lens and params.window is None and params.softcap is None
+
+
+def both_ways(
+    kernel: Kernel, do: Tensor, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams
+) -> None:
+    """The kernel's forward and backward."""
+    o, lse = kernel.forward(q, k, v, shapes, params)
+    kernel.backward(do, q, k, v, o, lse, shapes, params)
+
+
+def main() -> None:
+    """Measure all cases, print tables and one JSON object."""
+    parser = rounds_parser(__doc__, rounds=5)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    options = parser.parse_args()
+    with Ranks(1, prepare, options.dtype) as ranks:
+        measured = take_rounds(options, lambda: ranks.take()[0])
+    both = [name for name, case in cases().items() if has_sdpa(*case)]
+    report(measured, {f"{name}: torch / kernel": over(f"{name}: torch, s", f"{name}: kernel, s") for name in both})
 
 
 if __name__ == "__main__":

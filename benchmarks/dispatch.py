@@ -1,23 +1,24 @@
 """What dispatching costs besides computing: CPU time of the calling thread, per layer, with a kernel that does none.
 
-Two CPU ranks with a few short documents, one head of 8 numbers. What remains of one layer's attention, forward and
-backward, is Python, gathering and scattering a few rows, and the exchanges:
+Two CPU ranks with a few short documents and a LLaMA of 4 layers of hidden size 8, so that what remains of a layer,
+forward and backward, is Python, gathering and scattering a few rows, and the exchanges. Per layer, on the rank that
+takes longer:
 
-  forward, backward  all of it
-  collectives        the part of both that torch.distributed takes to start the exchanges and to wait for them
-  plain              the same kernel in both directions as a single autograd node without dispatch
-  dispatch           forward + backward - collectives - plain: ours, with the cold caches that a wait leaves behind
-  python             the same with exchanges that carry nothing, so that no wait comes between
-  bind               making the index tensors, once per micro-batch
-  plan               the planner's part
+  plain        the model with the same kernel as a single autograd node without dispatch
+  default      the model as users get it: decoder layers whose two nano-batches take turns
+  no turns     without ping-pong: one nano-batch
+  collectives  the part of either that torch.distributed takes to start the exchanges and to wait for them
+  dispatch     default - collectives - plain: ours, with the cold caches that a wait leaves behind; it has the second
+               nano-batch's share of the layer's own launches in it. In "no turns" there is no such share
+  python       the same with exchanges that carry nothing, so that no wait comes between
+  bind         making the index tensors, once per micro-batch
+  plan         the planner's part, once per micro-batch
 
-Run: python benchmarks/dispatch.py [--rounds 200]
+Run: python benchmarks/dispatch.py [--rounds 100]
+     python benchmarks/dispatch.py --against OTHER_CHECKOUT      two checkouts in turns
 """
 
-import argparse
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -25,17 +26,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import print_json, run_ranks, table
+from harness import Ranks, Round, over, report, rounds_parser, take_rounds
+from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank, settings_of
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hf_distca import Dispatcher, PlanSettings
-from hf_distca.dispatch.attention import disaggregated_attention
+from hf_distca import Dispatcher
 from hf_distca.kernels import AttentionParams, TaskShapes
-from hf_distca.plan import AttentionKind
+from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 ROWS = [[96, 32], [16] * 8]
+TOKENS = 128
+LAYERS = 4
+LAYOUTS = ("joint", "fixed")
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 1,
+    "vocab_size": 16,
+}
 
 
 class NoKernel:
@@ -50,107 +60,119 @@ class NoKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams) -> tuple:
         """O and LSE."""
-        return torch.empty_like(q), q.new_empty(q.shape[:2])
+        return torch.zeros_like(q), q.new_zeros(q.shape[:2])
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple:
         """Gradients of Q, K and V."""
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-class PlainAttention(torch.autograd.Function):
-    """The kernel as an autograd node, without dispatch."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, *qkv: Tensor) -> Tensor:
-        """O."""
-        ctx.save_for_backward(*qkv)
-        return NoKernel().forward(*qkv, None, None)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, do: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of Q, K and V."""
-        return NoKernel().backward(do, *ctx.saved_tensors)
-
-
-def timed(times: list[float], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function; note the CPU time of this thread in milliseconds."""
+def milliseconds(call: Callable[[], Any]) -> float:
+    """CPU time of this thread in a call. The engine runs a backward on the CPU on the calling thread."""
     begin = time.thread_time()
-    result = function(*args, **kwargs)
-    times.append((time.thread_time() - begin) * 1000)
-    return result
+    call()
+    return (time.thread_time() - begin) * 1000
 
 
-def both_ways(attention: Callable[..., Tensor], rows: int) -> list[float]:
-    """CPU time in milliseconds of an attention of q, k and v, and of its backward."""
-    times: list[float] = []
-    output = timed(times, attention, *(torch.randn(rows, 1, 8, requires_grad=True) for _ in range(3)))
-    # The engine runs a backward on the CPU on the calling thread.
-    timed(times, output.sum().backward)
-    return times
+class Exchanges:
+    """Stands in for `dist.all_to_all_single`: counts its CPU time, or exchanges nothing."""
 
+    def __init__(self) -> None:
+        self.spent_ms = 0.0
+        self._exchange = dist.all_to_all_single
 
-def measure(layout: str, rounds: int) -> dict[str, float]:
-    """Medians in milliseconds, on this rank."""
-    settings = PlanSettings(
-        ranks=2, tokens_per_rank=128, kinds=(AttentionKind(None, 1, 1, 8, 8),), balance_block_size=8
-    )
-    dispatcher = Dispatcher(settings, torch.device("cpu"))
-    dispatcher.kernel = NoKernel()
-    make, documents = (
-        (plan_placed, ROWS) if layout == "fixed" else (plan_micro_batch, [length for row in ROWS for length in row])
-    )
-    plan = make(documents, settings)
-    bound = dispatcher.bind(plan).for_layer()
-    rows = int(plan.tokens[dist.get_rank()])
-    params = AttentionParams(scale=1.0)
-    attention = partial(disaggregated_attention, sinks_H=None, plan=bound, params=params)
-    times: dict[str, list[float]] = defaultdict(list)
-    spent: list[float] = []
-    all_to_all_single = dist.all_to_all_single
+    def counted(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        """The exchange, counted, and so is waiting for it."""
+        begin = time.thread_time()
+        work = self._exchange(*args, **kwargs)
+        self.spent_ms += (time.thread_time() - begin) * 1000
+        return SimpleNamespace(wait=partial(self._wait, work))
 
-    def timed_exchange(*args: Any, **kwargs: Any) -> SimpleNamespace:
-        work = timed(spent, all_to_all_single, *args, **kwargs)
-        return SimpleNamespace(wait=partial(timed, spent, work.wait))
-
-    def no_exchange(*args: Any, **kwargs: Any) -> SimpleNamespace:
+    def nothing(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        """No exchange."""
         return SimpleNamespace(wait=lambda: None)
 
-    for _ in range(rounds):
-        spent.clear()
-        plain = sum(both_ways(PlainAttention.apply, rows))
-        dist.all_to_all_single = timed_exchange
-        forward, backward = both_ways(attention, rows)
-        collectives = sum(spent)
-        dist.all_to_all_single = no_exchange
-        without = sum(both_ways(attention, rows))
-        times["forward"].append(forward)
-        times["backward"].append(backward)
-        times["collectives"].append(collectives)
-        times["plain"].append(plain)
-        times["dispatch"].append(forward + backward - collectives - plain)
-        times["python"].append(without - plain)
-        timed(times["bind"], dispatcher.bind, plan)
-        timed(times["plan"], make, documents, settings)
-        dist.barrier()
-    return {name: statistics.median(values) for name, values in times.items()}
+    def _wait(self, work: Any) -> None:
+        begin = time.thread_time()
+        work.wait()
+        self.spent_ms += (time.thread_time() - begin) * 1000
+
+
+def prepare() -> Callable[[], Round]:
+    """Make the models on this rank, and a round of all figures in milliseconds."""
+    device = torch.device("cpu")
+    PlainAttention("plain", NoKernel())
+    models = {name: llama(2 * TOKENS, name, **SIZES) for name in ("distca", "plain")}
+    plan_layers(models["distca"])
+    exchanges = Exchanges()
+    documents = [length for row in ROWS for length in row]
+    own = ROWS[dist.get_rank()]
+    plain_batch = rows_of_documents(documents_of(own, 16), device)
+    plain_shapes = TaskShapes.build(own, own, device)
+    runs: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {}  # bind, plan, step
+    for way, ping_pong in (("default", True), ("no turns", False)):
+        settings = settings_of(models["distca"], 2, TOKENS, device, balance_block_size=8, ping_pong=ping_pong)
+        dispatcher = Dispatcher(settings, device)
+        dispatcher.kernel = NoKernel()
+        for layout, make, lengths in (("joint", plan_micro_batch, documents), ("fixed", plan_placed, ROWS)):
+            planning = partial(make, lengths, settings)
+            plan = planning()
+            batch = rows_of_rank(plan, dist.get_rank(), documents_of(documents, 16), device)
+            binding = partial(dispatcher.bind, plan)
+            step = partial(models["distca"].model, **without_targets(batch), distca_plan=binding())
+            runs[f"{layout}, {way}"] = binding, planning, step
+    plain_step = partial(models["plain"].model, **without_targets(plain_batch), plain_shapes=plain_shapes)
+
+    def layer(step: Callable[[], Any]) -> float:
+        """Milliseconds a layer of forward and backward."""
+        return milliseconds(lambda: step().last_hidden_state.sum().backward()) / LAYERS
+
+    def take() -> Round:
+        figures = {"plain, ms": layer(plain_step)}
+        for name, (binding, planning, step) in runs.items():
+            exchanges.spent_ms = 0.0
+            dist.all_to_all_single = exchanges.counted
+            whole = layer(step)
+            collectives = exchanges.spent_ms / LAYERS
+            dist.all_to_all_single = exchanges.nothing
+            without = layer(step)
+            figures |= {
+                f"{name}, ms": whole,
+                f"{name}: collectives, ms": collectives,
+                f"{name}: dispatch, ms": whole - collectives - figures["plain, ms"],
+                f"{name}: python, ms": without - figures["plain, ms"],
+                f"{name}: bind, ms": milliseconds(binding),
+                f"{name}: plan, ms": milliseconds(planning),
+            }
+            dist.barrier()
+        return figures
+
+    for _ in range(5):
+        take()  # warms up
+    return take
+
+
+def without_targets(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the model without its head takes."""
+    return {name: batch[name] for name in ("input_ids", "position_ids")}
 
 
 def main() -> None:
-    """Measure, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="calls of each kind")
-    rounds = parser.parse_args().rounds
-    results = {layout: run_ranks(2, measure, layout, rounds) for layout in ("joint", "fixed")}
-    busiest = {
-        layout: {name: max(rank[name] for rank in ranks) for name in ranks[0]} for layout, ranks in results.items()
-    }
-    names = list(busiest["joint"])
-    table(
-        ["", *names], [[layout, *(f"{figures[name]:.3f} ms" for name in names)] for layout, figures in busiest.items()]
-    )
-    print_json(
-        **{f"{layout}_{name}_ms": value for layout, figures in busiest.items() for name, value in figures.items()}
+    """Measure, print tables and one JSON object."""
+    options = rounds_parser(__doc__, rounds=100).parse_args()
+    with Ranks(2, prepare) as ranks:
+
+        def take() -> Round:
+            by_rank = ranks.take()
+            return {name: max(rank[name] for rank in by_rank) for name in by_rank[0]}
+
+        measured = take_rounds(options, take)
+    report(
+        measured,
+        {
+            f"{layout}: default / no turns": over(f"{layout}, default, ms", f"{layout}, no turns, ms")
+            for layout in LAYOUTS
+        },
     )
 
 

@@ -35,7 +35,6 @@ import argparse
 import gzip
 import heapq
 import json
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -45,7 +44,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import machine, median_seconds, table
+from harness import median_seconds, provenance, table
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, LlamaConfig
@@ -447,8 +446,9 @@ def main() -> None:
         return Stopwatch(shape, device, dtype, kernel, piece=tokens, keys=options.keys, repeats=options.repeats)
 
     told: dict[str, Any] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine() | {"device": str(device), "kernel": kernel.name},
+        **provenance(),
+        "device": str(device),
+        "kernel": kernel.name,
         "measured": ["attention_s", "others_s", "slowest_s", "max_over_mean", "computation"],
         "counted": ["bytes"],
         "modelled": ["exchange_s", "step_s", "step_with_overlap_s", "at … GB/s"],

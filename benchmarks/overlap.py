@@ -1,14 +1,22 @@
 """How much of the exchange ping-pong hides: two ranks as two hosts behind a link of limited rate.
 
 The hosts are two network namespaces joined by a veth pair whose rate `tc … tbf` limits, so it needs root and
-iproute2. Each round runs a step (forward and backward, no gradient reduction) four ways in shuffled order:
-link free or limited, ping-pong or blocking. Blocking waits for every exchange as soon as it is started, and
-computes own tasks while nothing is on its way. The rate is chosen so that the blocking exchange adds 35 to
-40 % to the step.
+iproute2. Each round runs a step (forward and backward, no gradient reduction) in shuffled order over the link free or
+limited, four ways. All have the same plan of two nano-batches and exchange the same bytes:
 
-    hidden = 1 - (limited ping-pong - free ping-pong) / (limited blocking - free blocking)
+  waiting        every exchange is waited for where it is started, and nothing is hidden
+  own first      no ping-pong: whole layers; own tasks are computed while rows are on their way
+  turns waiting  halves of layers in turns as with ping-pong, but every exchange is waited for where it is started
+  ping-pong      as users have it: halves in turns, own tasks first
 
-by step time, and by the time that a rank stood in waits.
+The rate is chosen so that the exchange adds 35 to 40 % to a step that waits.
+
+    hidden = 1 - (limited - free) / (limited waiting - free waiting)
+
+of "own first" and of "ping-pong", by step time and by the time that a rank stood in waits. The overhead of ping-pong
+is what it adds to a step over the free link, beside own tasks first without it. A free link takes time as well, which
+"waiting" stands in: beside that, ping-pong takes less than nothing. "turns waiting" beside "waiting" is what working
+on halves costs or, where less data is in the caches, saves.
 
 With --trace it limits nothing and needs no root: it traces one ping-pong step and says how much of the exchange lies
 under computation, in the forward and in the backward. On GPUs, 8 layers as wide as those of Llama-3-8B, a rank each:
@@ -16,10 +24,12 @@ under computation, in the forward and in the backward. On GPUs, 8 layers as wide
     torchrun --nproc-per-node 8 benchmarks/overlap.py --trace trace.json
 
 Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096]
+     sudo python benchmarks/overlap.py --rate-mbit 420 --against OTHER_CHECKOUT      two checkouts in turns
      python benchmarks/overlap.py --trace trace.json [--tokens 4096]      two ranks on the CPU
 """
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -28,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,23 +46,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from covered import DIRECTIONS, Covered, covered_exchange
-from harness import print_json, run_ranks, table
+from harness import Ranks, Round, over, print_json, report, rounds_parser, run_ranks, table, take_rounds
+from harness.models import documents_of, llama, rows_of_rank, settings_of
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_distca import Dispatcher, PlanSettings
+from hf_distca import Dispatcher
 from hf_distca.dispatch.exchange import Exchange, PendingRows
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 
-HOSTS = ("distca-a", "distca-b")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-PORT = 29511
-WAYS = [(link, way) for link in ("free", "limited") for way in ("blocking", "ping-pong")]
+NETWORK_NAMESPACE = 0x40000000
+"""CLONE_NEWNET of setns(2), which Python has from 3.12 on."""
+LINKS = ("free", "limited")
+WAYS = {
+    "waiting": (False, True),
+    "own first": (False, False),
+    "turns waiting": (True, True),
+    "ping-pong": (True, False),
+}
+"""Whether halves of layers take turns, and whether every exchange is waited for where it is started."""
 
 
-class BlockingExchange(Exchange):
+class WaitingExchange(Exchange):
     """Waits for every exchange where it is started."""
 
     def start(self, *args: Any, **kwargs: Any) -> PendingRows:
@@ -62,7 +78,6 @@ class BlockingExchange(Exchange):
         return pending
 
 
-SMALL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
 WIDE = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -70,11 +85,11 @@ WIDE = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-"""Sizes of the model on the CPU, and on GPUs (Llama-3-8B)."""
+"""Sizes of the model on GPUs (Llama-3-8B)."""
 
 
-class Ranks:
-    """One rank's models and its plan, ready to step either way.
+class Steps:
+    """One rank's models and its plan, ready to step any way.
 
     Args:
         tokens: of a rank.
@@ -82,41 +97,23 @@ class Ranks:
         ways: of WAYS.
     """
 
-    def __init__(self, tokens: int, device: torch.device, ways: Sequence[str] = ("blocking", "ping-pong")) -> None:
-        torch.manual_seed(0)
-        on_gpu = device.type == "cuda"
-        config = LlamaConfig(
-            **(WIDE if on_gpu else SMALL),
-            vocab_size=1024,
-            max_position_embeddings=tokens * dist.get_world_size(),
-            attn_implementation="distca",
-            use_cache=False,
-            dtype=torch.bfloat16 if on_gpu else torch.float32,
-        )
-        heads = config.num_attention_heads, config.num_key_value_heads
-        kinds = (AttentionKind(None, *heads, dim_qk=config.head_dim, dim_v=config.head_dim),)
-        settings = PlanSettings(
-            ranks=dist.get_world_size(),
-            tokens_per_rank=tokens,
-            kinds=kinds,
-            bytes_per_value=config.dtype.itemsize,
-            ping_pong=True,
-        )
-        self.dispatchers = {way: Dispatcher(settings, device) for way in ways}
-        if "blocking" in ways:
-            blocking = self.dispatchers["blocking"]
-            blocking.exchange = BlockingExchange(blocking.groups)
-        self.models = {way: LlamaForCausalLM(config).to(device, config.dtype) for way in ways}
-        plan_layers(self.models["ping-pong"])
-        # One plan for both, so that they exchange the same bytes. Each nano-batch has a document too long for one
-        # rank's share of it, which the joint layout cuts.
+    def __init__(self, tokens: int, device: torch.device, ways: Sequence[str] = tuple(WAYS)) -> None:
         total = tokens * dist.get_world_size()
-        self.plan = plan_micro_batch([total * 3 // 8] * 2 + [total // 16] * 4, settings)
-        segments = [segment for nano in self.plan.nano_batches for segment in nano.layout.of_rank(dist.get_rank())]
-        positions = torch.cat([torch.arange(s["start"], s["stop"]) for s in segments])[None].to(device)
-        inputs = torch.randint(0, 1024, positions.shape).to(device)
-        targets = {"labels": inputs, "shift_labels": inputs}
-        self.batch = {"input_ids": inputs, "position_ids": positions, **targets}
+        on_gpu = device.type == "cuda"
+        dtype, sizes = (torch.bfloat16, WIDE) if on_gpu else (torch.float32, {})
+        models = {turns: llama(total, dtype=dtype, **sizes).to(device) for turns in {WAYS[way][0] for way in ways}}
+        if True in models:
+            plan_layers(models[True])
+        settings = settings_of(next(iter(models.values())), dist.get_world_size(), tokens, device)
+        self.models = {way: models[WAYS[way][0]] for way in ways}
+        self.dispatchers = {way: Dispatcher(settings, device) for way in ways}
+        for way, dispatcher in self.dispatchers.items():
+            if WAYS[way][1]:
+                dispatcher.exchange = WaitingExchange(dispatcher.groups)
+        # Each nano-batch has a document too long for one rank's share of it, which the joint layout cuts.
+        lengths = [total * 3 // 8] * 2 + [total // 16] * 4
+        self.plan = plan_micro_batch(lengths, settings)
+        self.batch = rows_of_rank(self.plan, dist.get_rank(), documents_of(lengths), device)
 
     def step(self, way: str) -> tuple[float, float]:
         """Seconds of a step until both ranks are done, and seconds that the ranks stood in waits, on average."""
@@ -132,20 +129,21 @@ class Ranks:
         self.models[way].zero_grad()
         figures = torch.tensor([total, waited], dtype=torch.float64)
         dist.all_reduce(figures)
-        return tuple((figures / 2).tolist())
+        seconds, seconds_waited = (figures / dist.get_world_size()).tolist()
+        return seconds, seconds_waited
 
 
 def trace_rank(tokens: int, file: str) -> dict[str, Covered]:
     """Trace a ping-pong step of this rank; rank 0 leaves its trace in the file."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    ranks = Ranks(tokens, device, ["ping-pong"])
-    model, dispatcher = ranks.models["ping-pong"], ranks.dispatchers["ping-pong"]
+    steps = Steps(tokens, device, ["ping-pong"])
+    model, dispatcher = steps.models["ping-pong"], steps.dispatchers["ping-pong"]
 
     def step() -> None:
-        bound = dispatcher.bind(ranks.plan)
+        bound = dispatcher.bind(steps.plan)
         dist.barrier()
         with record_function("forward"):
-            loss = model(**ranks.batch, distca_plan=bound).loss
+            loss = model(**steps.batch, distca_plan=bound).loss
             finish(device)
         with record_function("backward"):
             loss.backward()
@@ -205,74 +203,48 @@ def trace(options: argparse.Namespace) -> None:
         print_json(ranks=len(ranks), device="cuda" if torch.cuda.is_available() else "cpu", **means)
 
 
-def limit(rank: int, rate_mbit: float | None) -> None:
-    """Limit what this host sends; None: no limit."""
-    device = f"veth-{HOSTS[rank]}"
-    subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
-    if rate_mbit is not None:
-        shape = ["tbf", "rate", f"{rate_mbit:.0f}mbit", "burst", "256kb", "latency", "400ms"]
-        subprocess.run(["tc", "qdisc", "add", "dev", device, "root", *shape], check=True)
-    dist.barrier()
+class Hosts:
+    """Two network namespaces and the pair of devices that joins them; a context manager.
 
-
-def exchange_share(ranks: Ranks, rank: int, rate_mbit: float) -> float:
-    """What the limit adds to the waits of a blocking step, over a step on the free link.
-
-    By waits, because the time of a step varies by more than what is to be measured.
+    Attributes:
+        names: of the namespaces, others in every process, so that two checkouts can be measured in turns.
     """
-    free, limited = [], []
-    for _ in range(5):
-        limit(rank, None)
-        free.append(ranks.step("blocking"))
-        limit(rank, rate_mbit)
-        limited.append(ranks.step("blocking"))
-    step, waited = map(statistics.median, zip(*free, strict=True))
-    _, limited_waited = map(statistics.median, zip(*limited, strict=True))
-    return (limited_waited - waited) / step
 
+    def __init__(self) -> None:
+        self.names = tuple(f"distca{os.getpid()}{side}" for side in "ab")
+        self._devices = tuple(f"dv{os.getpid()}{side}" for side in "ab")
 
-def run_rank(rank: int, options: argparse.Namespace) -> None:
-    """Everything that happens on one host; rank 0 writes what was measured."""
-    os.environ.update(MASTER_ADDR=ADDRESSES[0], MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME=f"veth-{HOSTS[rank]}")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    ranks = Ranks(options.tokens, torch.device("cpu"))
-    rate = 500.0
-    for _ in range(8):  # the exchange takes time in inverse proportion to the rate
-        share = exchange_share(ranks, rank, rate)
-        if 0.36 <= share <= 0.39:
-            break
-        rate *= min(max(share / 0.375, 0.3), 3.0)
-    measured: dict[str, list[tuple[float, float]]] = {f"{link} {way}": [] for link, way in WAYS}
-    order = random.Random(0)
-    for _ in range(options.rounds):
-        for link, way in order.sample(WAYS, len(WAYS)):
-            limit(rank, rate if link == "limited" else None)
-            measured[f"{link} {way}"].append(ranks.step(way))
-        if rank == 0:
-            print(".", end="", flush=True, file=sys.stderr)
-    if rank == 0:
-        Path(options.results).write_text(json.dumps({"rate_mbit": rate, "measured": measured}))
-    dist.barrier()
+    def __enter__(self) -> "Hosts":
+        for name in self.names:
+            ip("netns", "add", name)
+        ip("link", "add", self._devices[0], "type", "veth", "peer", "name", self._devices[1])
+        for name, address, device in zip(self.names, ADDRESSES, self._devices, strict=True):
+            ip("link", "set", device, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", name, "link", "set", device, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
-def set_up() -> None:
-    """Two network namespaces and the pair of devices that joins them."""
-    tear_down()
-    for host in HOSTS:
-        ip("netns", "add", host)
-    ip("link", "add", f"veth-{HOSTS[0]}", "type", "veth", "peer", "name", f"veth-{HOSTS[1]}")
-    for host, address in zip(HOSTS, ADDRESSES, strict=True):
-        ip("link", "set", f"veth-{host}", "netns", host)
-        ip("-n", host, "addr", "add", f"{address}/24", "dev", f"veth-{host}")
-        ip("-n", host, "link", "set", f"veth-{host}", "up")
-        ip("-n", host, "link", "set", "lo", "up")
+    def move_in(self, rank: int) -> None:
+        """Make this process one on the host of a rank: it and what it starts see nothing but the link."""
+        with open(f"/run/netns/{self.names[rank]}") as namespace:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(namespace.fileno(), NETWORK_NAMESPACE) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {self.names[rank]}")
+        os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=self._devices[rank])
 
-
-def tear_down() -> None:
-    """Remove what `set_up` made."""
-    for host in HOSTS:
-        subprocess.run(["ip", "netns", "del", host], check=False, stderr=subprocess.DEVNULL)
+    def limit(self, rank: int, rate_mbit: float | None) -> None:
+        """Limit what the host of this rank sends; None: no limit. A collective."""
+        device = self._devices[rank]
+        subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
+        if rate_mbit is not None:
+            shape = ["tbf", "rate", f"{rate_mbit:.0f}mbit", "burst", "256kb", "latency", "400ms"]
+            subprocess.run(["tc", "qdisc", "add", "dev", device, "root", *shape], check=True)
+        dist.barrier()
 
 
 def ip(*words: str) -> None:
@@ -280,63 +252,92 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
-def report(results: dict[str, Any]) -> None:
-    """Print the table and the JSON object."""
-    median = {
-        name: [statistics.median(values) for values in zip(*steps, strict=True)]
-        for name, steps in results["measured"].items()
-    }
-    table(
-        ["", "step (median)", "in waits"],
-        [[name, f"{step:.3f} s", f"{wait:.3f} s"] for name, (step, wait) in median.items()],
-    )
+def exchange_share(steps: Steps, hosts: Hosts, rate_mbit: float) -> float:
+    """What the limit adds to the waits of a step that waits, over the step on the free link.
 
-    def hidden(figure: int) -> float:
-        added = {
-            way: median[f"limited {way}"][figure] - median[f"free {way}"][figure] for way in ("ping-pong", "blocking")
-        }
-        return 1 - added["ping-pong"] / added["blocking"]
+    By waits, because the time of a step varies by more than what is to be measured.
+    """
+    free, limited = [], []
+    for _ in range(5):
+        hosts.limit(dist.get_rank(), None)
+        free.append(steps.step("waiting"))
+        hosts.limit(dist.get_rank(), rate_mbit)
+        limited.append(steps.step("waiting"))
+    step, waited = map(statistics.median, zip(*free, strict=True))
+    _, limited_waited = map(statistics.median, zip(*limited, strict=True))
+    return (limited_waited - waited) / step
 
-    print_json(
-        hidden=hidden(0),
-        hidden_by_wait=hidden(1),
-        overhead=median["free ping-pong"][0] / median["free blocking"][0] - 1,
-        exchange_share=median["limited blocking"][0] / median["free blocking"][0] - 1,
-        rate_mbit=results["rate_mbit"],
-    )
+
+def chosen_rate(steps: Steps, hosts: Hosts) -> float:
+    """The rate in Mbit/s at which the exchange adds 36 to 39 % to a step that waits."""
+    rate = 500.0
+    for _ in range(8):  # the exchange takes time in inverse proportion to the rate
+        share = exchange_share(steps, hosts, rate)
+        if 0.36 <= share <= 0.39:
+            break
+        rate *= min(max(share / 0.375, 0.3), 3.0)
+    return rate
+
+
+def prepare(hosts: Hosts, tokens: int, given_rate: float | None) -> Callable[[], Round]:
+    """Make the models on this rank and choose the rate, and a round: every way over every link, in shuffled order."""
+    steps, order = Steps(tokens, torch.device("cpu")), random.Random(0)
+    for way in WAYS:
+        steps.step(way)  # warms up
+    rate = chosen_rate(steps, hosts) if given_rate is None else given_rate
+
+    def take() -> Round:
+        figures = {}
+        for link, way in order.sample([(link, way) for link in LINKS for way in WAYS], len(LINKS) * len(WAYS)):
+            hosts.limit(dist.get_rank(), rate if link == "limited" else None)
+            figures[f"{link}, {way}, s"], figures[f"{link}, {way}: in waits, s"] = steps.step(way)
+        return {name: figures[name] for name in sorted(figures)} | {"rate, Mbit/s": rate}
+
+    return take
+
+
+def hidden(way: str, ending: str) -> Callable[[Round], float]:
+    """The share of what the limit adds to a step that waits which it does not add to one this way."""
+
+    def compute(taken: Round) -> float:
+        added = {name: taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (way, "waiting")}
+        return 1 - added[way] / added["waiting"]
+
+    return compute
 
 
 def main() -> None:
-    """Make the hosts, run a rank on each, print a table and one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12, help="steps of each kind; at least 12 for a stable median")
+    """Make the hosts, run a rank on each, print tables and one JSON object."""
+    parser = rounds_parser(__doc__, rounds=12)
     parser.add_argument("--tokens", type=int, help="tokens per rank; default 4096, with --trace on GPUs 32768")
+    parser.add_argument("--rate-mbit", type=float, help="of the limited link; by default it is found by trying")
     parser.add_argument("--trace", help="file for a profiler trace of one ping-pong step of rank 0")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--results", default="/tmp/distca-overlap.json", help="where rank 0 writes what it measured")
     options = parser.parse_args()
     if options.trace:
         trace(options)
         return
-    options.tokens = options.tokens or 4096
-    if options.rank is not None:
-        run_rank(options.rank, options)
-        return
     if os.geteuid() != 0:
         sys.exit("benchmarks/overlap.py makes network namespaces and limits a link: run it as root")
-    set_up()
-    try:
-        command = [sys.executable, *sys.argv]
-        ranks = [
-            subprocess.Popen(["ip", "netns", "exec", host, *command, "--rank", str(rank)])
-            for rank, host in enumerate(HOSTS)
-        ]
-        codes = [rank.wait() for rank in ranks]
-        if any(codes):
-            sys.exit("a rank failed")
-    finally:
-        tear_down()
-    report(json.loads(Path(options.results).read_text()))
+    if options.against is not None and options.rate_mbit is None:
+        parser.error("--against needs --rate-mbit, so that both checkouts have the same link; a run alone finds one")
+    with (
+        Hosts() as hosts,
+        Ranks(2, prepare, hosts, options.tokens or 4096, options.rate_mbit, enter=hosts.move_in) as ranks,
+    ):
+        measured = take_rounds(options, lambda: ranks.take()[0])
+    derived = {
+        f"hidden by {way}{name}": hidden(way, ending)
+        for way in ("own first", "ping-pong")
+        for name, ending in (("", ", s"), (", by waits", ": in waits, s"))
+    }
+    derived |= {
+        "what the limit adds to waiting": over("limited, waiting, s", "free, waiting, s"),
+        "overhead: ping-pong / own first": over("free, ping-pong, s", "free, own first, s"),
+        "ping-pong / waiting": over("free, ping-pong, s", "free, waiting, s"),
+        "turns waiting / waiting": over("free, turns waiting, s", "free, waiting, s"),
+        "limited: own first / ping-pong": over("limited, own first, s", "limited, ping-pong, s"),
+    }
+    report(measured, derived)
 
 
 if __name__ == "__main__":

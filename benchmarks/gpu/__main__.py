@@ -42,10 +42,10 @@ def main() -> int:
         print(f"no CUDA: this torch, {torch.__version__}, cannot use the GPU, so nothing was checked")
         return NO_CUDA
     from benchmarks.gpu.parts import parts_of
-    from benchmarks.gpu.report import command, print_table
+    from benchmarks.gpu.report import print_table
     from benchmarks.gpu.runner import run_parts
     from benchmarks.gpu.setting import setting_of_this_gpu
-    from benchmarks.harness import machine
+    from benchmarks.harness import provenance
 
     setting = setting_of_this_gpu()
     wanted = options.parts or [""]
@@ -54,8 +54,7 @@ def main() -> int:
         names = ", ".join(part.name for part in parts_of(setting))
         parser.error(f"no part is called {', '.join(wanted)}; there are {names}")
     results: dict[str, Any] = {
-        "command": command(),
-        "machine": machine(),
+        **provenance(),
         "setting": {
             name: value if isinstance(value, int | float | dict) else str(value)
             for name, value in asdict(setting).items()

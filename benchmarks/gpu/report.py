@@ -1,8 +1,6 @@
 """What was found, as JSON for programs and as a table for people."""
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,6 @@ from benchmarks.harness import table
 
 PASSED, FAILED, TIMED_OUT, SKIPPED, NOT_REACHED = "passed", "FAILED", "TIMED OUT", "skipped", "NOT REACHED"
 GOOD = (PASSED, SKIPPED)
-
-
-def command() -> str:
-    """What was run."""
-    return shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

@@ -1,0 +1,68 @@
+"""Figures for people and for programs: tables, medians with quartiles, one JSON object."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .machine import provenance
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where figures lie: half of them between the quartiles.
+
+    Attributes:
+        lower: the lower quartile.
+        median: of all.
+        upper: the upper quartile.
+    """
+
+    lower: float
+    median: float
+    upper: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.lower:.3f} to {self.upper:.3f})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The quartiles of figures, the extreme ones among them.
+
+    >>> spread([4.0, 1.0, 3.0, 2.0, 5.0])
+    Spread(lower=2.0, median=3.0, upper=4.0)
+    """
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of text in columns, the first one flush left."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for first, *others in [header, *rows]:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        print("  ".join(cells))
+
+
+def print_json(**figures: Any) -> None:
+    """Print figures as one JSON object on one line, with the command, the machine and the commit they belong to."""
+    print(json.dumps({**provenance(), "result": rounded(figures)}, ensure_ascii=False))
+
+
+def rounded(value: Any) -> Any:
+    """The same with all numbers to four digits.
+
+    >>> rounded({"a": [0.123456, 2]})
+    {'a': [0.1235, 2]}
+    """
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Spread):
+        return rounded(asdict(value))
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    return value

@@ -1,0 +1,177 @@
+"""Models with random weights, the rows that a rank runs them on, and core attention without hf_distca around it.
+
+Shape suffixes: T rows, H query heads, G key/value heads, D head dim.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+from hf_distca import DistCAConfig, PlanSettings, plan_settings
+from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
+from hf_distca.plan import MicroBatchPlan
+
+VOCABULARY = 1024
+
+
+def llama(
+    positions: int, implementation: str = "distca", dtype: torch.dtype = torch.float32, **sizes: Any
+) -> nn.Module:
+    """A LLaMA with random weights, the same every time.
+
+    Args:
+        positions: the most tokens of a document.
+        implementation: of its attention.
+        dtype: of its weights.
+        sizes: fields of LlamaConfig; without any, hidden size 256, an MLP of 688, 4 layers and 4 heads.
+    """
+    usual = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **{"vocab_size": VOCABULARY, **(sizes or usual)},
+        max_position_embeddings=positions,
+        attn_implementation=implementation,
+        use_cache=False,
+        dtype=dtype,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to(dtype).train()
+
+
+def settings_of(model: nn.Module, ranks: int, tokens: int, device: torch.device, **config: Any) -> PlanSettings:
+    """What plans of a model depend on, as a user gets it who sets nothing but these.
+
+    Args:
+        model: from `llama`.
+        ranks: how many.
+        tokens: the most that a rank holds.
+        device: of the ranks.
+        config: further fields of DistCAConfig.
+    """
+    options = DistCAConfig(tokens_per_rank=tokens, **config)
+    return plan_settings(model, options, ranks=ranks, device=device, dtype=model.dtype)
+
+
+def documents_of(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[Tensor]:
+    """Token ids [length] of each document on the CPU, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
+
+
+def rows_of_documents(documents: Sequence[Tensor], device: torch.device) -> dict[str, Tensor]:
+    """What a rank runs a model on that holds whole documents; targets are shifted within each document."""
+    return _columns([(document, 0, len(document)) for document in documents], device)
+
+
+def rows_of_rank(
+    plan: MicroBatchPlan, rank: int, documents: Sequence[Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """What a rank of a plan runs a model on.
+
+    Args:
+        plan: of the documents.
+        rank: whose rows.
+        documents: [length] token ids of each document of the plan.
+        device: of the rank.
+    """
+    segments = [
+        (documents[nano.documents[index]], start, stop)
+        for nano in plan.nano_batches
+        for index, start, stop, _, _ in nano.layout.of_rank(rank).tolist()
+    ]
+    return _columns(segments, device)
+
+
+def _columns(segments: Sequence[tuple[Tensor, int, int]], device: torch.device) -> dict[str, Tensor]:
+    """Columns [1, T] of rows [start, stop) of documents, one after another."""
+    rows = [document[start:stop] for document, start, stop in segments]
+    positions = [torch.arange(start, stop) for _, start, stop in segments]
+    targets = [torch.cat([document[1:], torch.tensor([-100])])[start:stop] for document, start, stop in segments]
+    columns = {"input_ids": rows, "position_ids": positions, "labels": targets, "shift_labels": targets}
+    return {name: torch.cat(parts)[None].to(device) for name, parts in columns.items()}
+
+
+class KernelNode(torch.autograd.Function):
+    """A kernel as one autograd node, with nothing around it: what attention costs without hf_distca."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: Kernel,
+        shapes: TaskShapes,
+        params: AttentionParams,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+    ) -> Tensor:
+        """O [T, H, D]."""
+        o_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, shapes, params)
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, o_THD, lse_TH)
+        ctx.kernel, ctx.shapes, ctx.params = kernel, shapes, params
+        return o_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_THD: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of Q, K and V."""
+        return None, None, None, *ctx.kernel.backward(do_THD, *ctx.saved_tensors, ctx.shapes, ctx.params)
+
+
+class PlainAttention:
+    """Core attention of a rank's own documents, packed, in one kernel call: what a plan is to be better than.
+
+    Models of attention implementation `name` take the lengths of the documents under the keyword `plain_shapes`.
+
+    Args:
+        name: under which it is registered with transformers.
+        kernel: what computes.
+
+    Attributes:
+        seconds: CPU time of the calling thread in the kernel so far.
+    """
+
+    def __init__(self, name: str, kernel: Kernel) -> None:
+        self.seconds = 0.0
+        self._kernel = _Timed(kernel, self._add)
+        AttentionInterface.register(name, self._attention)
+
+    def _add(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def _attention(
+        self,
+        _module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _mask: Tensor | None,
+        *,
+        scaling: float,
+        plain_shapes: TaskShapes,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        qkv = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        return KernelNode.apply(self._kernel, plain_shapes, AttentionParams(scale=scaling), *qkv).unsqueeze(0), None
+
+
+class _Timed:
+    """A kernel that adds up the CPU time of its calls."""
+
+    def __init__(self, kernel: Kernel, add: Callable[[float], None]) -> None:
+        self._kernel, self._add = kernel, add
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        begin = time.thread_time()
+        result = self._kernel.forward(*args)
+        self._add(time.thread_time() - begin)
+        return result
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        begin = time.thread_time()
+        result = self._kernel.backward(*args)
+        self._add(time.thread_time() - begin)
+        return result

@@ -1,0 +1,224 @@
+"""Rounds of figures, of one checkout or of two in turns, and what is told of them.
+
+A benchmark takes rounds. Each runs all that is compared, one after another, so that what disturbs the machine for
+longer than a round disturbs all of it alike: ratios are formed within a round, and their median and quartiles told.
+With `--against` the script of the same name in another checkout, with the hf_distca of that checkout, takes a round
+whenever this one does; ratios between the two checkouts are paired in the same way.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .figures import Spread, print_json, spread, table
+from .machine import CHECKOUT, commit
+
+Round = Mapping[str, float]
+"""Figures of one round by name, the same names in every round."""
+
+PROBE = "probe_s"
+"""Name of a figure that says how restless the machine was in a round: seconds of `Probe`, the slowest reading."""
+
+_MARK = "round: "
+"""Begins the lines that one checkout's script sends to the other's."""
+
+
+def rounds_parser(description: str | None, rounds: int) -> ArgumentParser:
+    """The options that all benchmarks with rounds have.
+
+    Args:
+        description: of the benchmark.
+        rounds: how many it takes where nothing is said.
+    """
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"how many (default: {rounds})")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="another checkout, whose script of this name takes rounds in turns with this one",
+    )
+    parser.add_argument("--follow", action="store_true", help=SUPPRESS)  # take a round at every line of stdin
+    return parser
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The rounds of a benchmark.
+
+    Attributes:
+        ours: by round.
+        theirs: of the other checkout, by round; empty without one.
+        their_commit: the other checkout's.
+    """
+
+    ours: Sequence[Round]
+    theirs: Sequence[Round] = ()
+    their_commit: str | None = None
+
+
+def take_rounds(options: Namespace, take: Callable[[], Round]) -> Measured:
+    """Take as many rounds as the options ask for.
+
+    Where another checkout's script asks for the rounds, this process sends them to it and exits.
+
+    Args:
+        options: of `rounds_parser`.
+        take: takes a round.
+    """
+    if options.follow:
+        _say({"checkout": str(CHECKOUT), "commit": commit()})
+        for _ in sys.stdin:
+            _say(take())
+        raise SystemExit
+    ours: list[Round] = []
+    if options.against is None:
+        for _ in range(options.rounds):
+            ours.append(take())
+            print(".", end="", flush=True, file=sys.stderr)
+        print(file=sys.stderr)
+        return Measured(ours)
+    other = _Other(options.against)
+    theirs: list[Round] = []
+    sides = [(ours, take), (theirs, other.take)]
+    order = random.Random(0)
+    for _ in range(options.rounds):
+        for rounds, side in order.sample(sides, 2):
+            rounds.append(side())
+            print(".", end="", flush=True, file=sys.stderr)
+    print(file=sys.stderr)
+    return Measured(ours, theirs, other.commit)
+
+
+class _Other:
+    """The same script of another checkout, in a process of its own.
+
+    Args:
+        checkout: its folder.
+
+    Raises:
+        ValueError: hf_distca is not that of the two checkouts, or both are the same.
+    """
+
+    def __init__(self, checkout: Path) -> None:
+        checkout = checkout.resolve()
+        here = Path(__file__).resolve().parents[2]
+        if here != CHECKOUT:
+            raise ValueError(f"this benchmark lies in {here}, but imports hf_distca from {CHECKOUT}: set PYTHONPATH")
+        script = checkout / "benchmarks" / Path(sys.argv[0]).name
+        words = _without("--against", sys.argv[1:])
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), *words, "--follow"],
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        told = self._heard()
+        if Path(told["checkout"]) != checkout or checkout == here:
+            raise ValueError(
+                f"--against {checkout} ran hf_distca from {told['checkout']}; give another checkout's folder"
+            )
+        self.commit = told["commit"]
+
+    def take(self) -> Round:
+        """A round of the other checkout."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._heard()
+
+    def _heard(self) -> dict:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                return json.loads(line.removeprefix(_MARK))
+            print(line, end="", file=sys.stderr)
+        raise RuntimeError(f"the other checkout's script ended with status {self._process.wait()}")
+
+
+def _say(told: Mapping) -> None:
+    print(_MARK + json.dumps(told), flush=True)
+
+
+def _without(option: str, words: Sequence[str]) -> list[str]:
+    """Words of a command line without an option and its value."""
+    found, skip = [], False
+    for word in words:
+        if skip or word.startswith(f"{option}="):
+            skip = False
+        elif word == option:
+            skip = True
+        else:
+            found.append(word)
+    return found
+
+
+def over(numerator: str, denominator: str) -> Callable[[Round], float]:
+    """One figure of a round over another one."""
+    return lambda taken: taken[numerator] / taken[denominator]
+
+
+def report(measured: Measured, derived: Mapping[str, Callable[[Round], float]], **others: object) -> None:
+    """Print tables of figures, of what is derived from them within a round and of checkouts, then one JSON object.
+
+    Args:
+        measured: the rounds.
+        derived: by name, a ratio, or what else is computed of the figures of one round.
+        others: what else the JSON object is to say.
+    """
+    ours, theirs = measured.ours, measured.theirs
+    figures = _spreads(ours)
+    _show(f"{len(ours)} rounds", ours, figures)
+    ratios = [{name: compute(taken) for name, compute in derived.items()} for taken in ours]
+    if derived:
+        print()
+        _show("within a round", ratios, _spreads(ratios), by=ours)
+    against = None
+    if theirs:
+        quotients = [{name: a[name] / b[name] for name in a} for a, b in zip(ours, theirs, strict=True)]
+        between, figures_there = _spreads(quotients), _spreads(theirs)
+        print()
+        table(
+            [f"against {measured.their_commit}", "ours", "theirs", "ours / theirs (quartiles)"],
+            [
+                [name, f"{figures[name].median:.3f}", f"{figures_there[name].median:.3f}", str(quotient)]
+                for name, quotient in between.items()
+            ],
+        )
+        against = {"commit": measured.their_commit, "ours_over_theirs": between, "rounds": theirs}
+    print_json(figures=figures, derived=_spreads(ratios), rounds=ours, against=against, **others)
+
+
+def _spreads(rounds: Sequence[Round]) -> dict[str, Spread]:
+    return {name: spread([taken[name] for taken in rounds]) for name in rounds[0]}
+
+
+def _show(
+    title: str, rounds: Sequence[Round], figures: Mapping[str, Spread], by: Sequence[Round] | None = None
+) -> None:
+    """Print a table of figures.
+
+    Args:
+        title: of the table.
+        rounds: the figures.
+        figures: their medians and quartiles.
+        by: the rounds that say which of them were calm, where they are others.
+    """
+    probes = [taken.get(PROBE) for taken in by or rounds]
+    if None in probes:
+        table([title, "median (quartiles)"], [[name, str(figure)] for name, figure in figures.items()])
+        return
+    calm = sorted(range(len(rounds)), key=probes.__getitem__)[: (len(rounds) + 1) // 2]
+    calm_figures = _spreads([rounds[index] for index in calm])
+    table(
+        [title, "median (quartiles)", f"calmest {len(calm)}"],
+        [[name, str(figure), f"{calm_figures[name].median:.3f}"] for name, figure in figures.items()],
+    )

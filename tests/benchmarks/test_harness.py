@@ -1,0 +1,108 @@
+"""What benchmarks share: figures, ranks that take rounds, and two checkouts in turns."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import hf_distca
+from harness import over, report, rounds_parser, take_rounds
+
+values = iter(hf_distca.VALUES)
+options = rounds_parser(__doc__, rounds=3).parse_args()
+measured = take_rounds(options, lambda: {"step, s": next(values), "half, s": 0.5})
+report(measured, {"step / half": over("step, s", "half, s")})
+"""
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # as for a script in it
+    import harness
+
+    return harness
+
+
+def test_quartiles(harness):
+    assert harness.spread([4.0, 1.0, 3.0, 2.0, 5.0]) == harness.Spread(2.0, 3.0, 4.0)
+    assert harness.spread([7.0]) == harness.Spread(7.0, 7.0, 7.0)
+
+
+def count_up(step: int):
+    taken = [0]
+
+    def take() -> tuple[str, int]:
+        taken[0] += step
+        return os.environ["RANK"], taken[0]
+
+    return take
+
+
+def fail_on_one(step: int):
+    def take() -> None:
+        if os.environ["RANK"] == "1":
+            raise ValueError("one is wrong")
+
+    return take
+
+
+def test_ranks_keep_what_was_prepared_from_round_to_round(harness):
+    with harness.Ranks(2, count_up, 3) as ranks:
+        assert [ranks.take(), ranks.take()] == [[("0", 3), ("1", 3)], [("0", 6), ("1", 6)]]
+    with (
+        harness.Ranks(2, fail_on_one, 3) as ranks,
+        pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*one is wrong"),
+    ):
+        ranks.take()
+
+
+def checkout(folder: Path, values: list[float]) -> Path:
+    shutil.copytree(ROOT / "benchmarks" / "harness", folder / "benchmarks" / "harness")
+    (folder / "benchmarks" / "bench.py").write_text(SCRIPT)
+    (folder / "hf_distca").mkdir()
+    (folder / "hf_distca" / "__init__.py").write_text(f"VALUES = {values}\n")
+    return folder
+
+
+def run(folder: Path, package: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(folder / "benchmarks" / "bench.py"), *words]
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_two_checkouts_take_rounds_in_turns(tmp_path):
+    ours, theirs = checkout(tmp_path / "ours", [1.0, 2.0, 6.0]), checkout(tmp_path / "theirs", [2.0, 2.0, 3.0])
+    done = run(ours, ours, "--against", str(theirs))
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["command"] == f"python benchmarks/bench.py --against {theirs}"
+    assert {"cpu", "commit", "packages"} <= told["machine"].keys()
+    assert [taken["step, s"] for taken in told["result"]["rounds"]] == [1.0, 2.0, 6.0]
+    assert [taken["step, s"] for taken in told["result"]["against"]["rounds"]] == [2.0, 2.0, 3.0]
+    assert told["result"]["derived"]["step / half"] == {"lower": 3.0, "median": 4.0, "upper": 8.0}
+    assert told["result"]["against"]["ours_over_theirs"]["step, s"] == {"lower": 0.75, "median": 1.0, "upper": 1.5}
+    # The package of another checkout than the script's, on either side, would measure something else.
+    assert "set PYTHONPATH" in run(ours, theirs, "--against", str(theirs)).stderr
+    assert "give another checkout's folder" in run(ours, ours, "--against", str(ours)).stderr
+
+
+def test_documents_of_the_step_benchmark(harness):
+    from step_time import LENGTHS_FOR, MIXES, balanced_rows, equal_rows
+
+    from hf_distca.planner.cost import pairs
+
+    assert balanced_rows([4, 3, 2, 1], 5) == [[3, 2], [4, 1]]
+    with pytest.raises(ValueError, match="do not fit two ranks of 4 uncut"):
+        balanced_rows([5, 1], 4)
+    for lengths in MIXES.values():
+        rows = balanced_rows(lengths, LENGTHS_FOR)
+        assert sorted(rows[0] + rows[1]) == sorted(lengths)
+        assert [sum(row) for row in rows] == [LENGTHS_FOR] * 2
+        first, second = equal_rows(lengths)
+        assert (first, sum(first)) == (second, LENGTHS_FOR)
+        assert 2 * sum(pairs(0, n) for n in first) == pytest.approx(sum(pairs(0, n) for n in lengths), rel=0.001)

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from hf_distca.plan import TASK, Layout, Plan
 from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, row_reaching
 from hf_distca.planner.flows import plan_flows
-from hf_distca.planner.layout import check_settings, merge_touching
+from hf_distca.planner.intervals import grain, merge_touching
+from hf_distca.planner.layout import check_settings
 from hf_distca.planner.short_tasks import without_short
 from hf_distca.planner.sources import Price, Source
 from hf_distca.planner.swaps import Rules, swapped
@@ -283,9 +284,10 @@ class _Round:
         """[start, the cuts, stop]; a cut leaves the block's boundary only where that moves too many pairs."""
         rows = [start]
         for cut in cuts.tolist():
-            grain = self.block
-            while grain > 1 and grain * min(cut, self.window or cut) > self.rounding:
-                grain = -(-grain // 2)
-            row = round(cut / grain) * grain
-            rows.append(min(max(row, rows[-1]), stop))
+            rows.append(min(max(self._whole_row(cut), rows[-1]), stop))
         return [*rows, stop]
+
+    def _whole_row(self, cut: float) -> int:
+        pairs_a_row = min(cut, self.window or cut)
+        multiple = grain(self.block, lambda size: size * pairs_a_row > self.rounding)
+        return round(cut / multiple) * multiple

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, Layout
 from hf_distca.planner.cost import FINEST, as_lengths
+from hf_distca.planner.intervals import merge_touching
 from hf_distca.planner.joint.place import place
 
 
@@ -108,27 +109,6 @@ def joint_layout(
     check_capacity(array, ranks, tokens_per_rank)
     placed = place(array, ranks, window, max(balance_tolerance, FINEST), balance_block_size)
     return _assemble(array, tuple(placed.T), ranks, by_document=True)
-
-
-def merge_touching(table: NDArray[np.void], place: str) -> NDArray[np.void]:
-    """Rows of documents that follow and touch each other in one place made one.
-
-    Args:
-        table: [n] tasks or segments, in order of place.
-        place: the field that says where rows are: "worker" or "rank".
-    """
-    touches = (
-        (table[place][1:] == table[place][:-1])
-        & (table["document"][1:] == table["document"][:-1])
-        & (table["start"][1:] == table["stop"][:-1])
-    )
-    if not touches.any():
-        return table
-    first = np.flatnonzero(np.append(True, ~touches))
-    last = np.append(first[1:], len(table)) - 1
-    result: NDArray[np.void] = table[first]
-    result["stop"] = table["stop"][last]
-    return result
 
 
 def check_settings(balance_tolerance: float, balance_block_size: int, window: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What a plan achieves: balance, bytes and shards, counted from its segments and tasks alone."""
+"""What a plan achieves: balance, bytes and sizes of tasks, counted from its segments and tasks alone."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
 from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.intervals import Intervals, by_document, union
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def loads_of(plan: Plan) -> NDArray[np.int64]:
     return loads
 
 
-def rows_of(plan: Plan) -> NDArray[np.int64]:
+def query_rows_of(plan: Plan) -> NDArray[np.int64]:
     """[workers] int64: query rows that each worker computes."""
     rows = np.zeros(plan.workers, np.int64)
     np.add.at(rows, plan.tasks["worker"], plan.tasks["stop"] - plan.tasks["start"])
@@ -89,66 +90,24 @@ def measure(
 
 def bytes_between(plan: Plan, row_bytes: RowBytes) -> NDArray[np.int64]:
     """[2, workers] int64: bytes that each worker sends and receives in one layer's forward."""
-    layout, tasks = plan.layout, plan.tasks
     sent_received = np.zeros((2, plan.workers), np.int64)
-    if not len(tasks):
-        return sent_received
-    # Every row of every document has one position in a single line of rows, document after document.
-    first_row = np.concatenate([[0], np.cumsum(layout.lengths)])
-    segments = np.sort(layout.segments, order=["document", "start"])
-    bounds = first_row[segments["document"]] + segments["start"]
-    home = segments["rank"]
+    segments = by_document(plan.layout.segments)
+    held, home = Intervals.of(segments), segments["rank"]
 
-    # Q and O: cut the line wherever a segment or a task begins; each interval has one home, one worker.
-    by_row = np.sort(tasks, order=["document", "start"])
-    task_bounds = first_row[by_row["document"]] + by_row["start"]
-    cuts = np.unique(np.concatenate([bounds, task_bounds]))
-    rows = np.diff(np.append(cuts, first_row[-1]))
-    source = home[np.searchsorted(bounds, cuts, "right") - 1]
-    target = by_row["worker"][np.searchsorted(task_bounds, cuts, "right") - 1]
-    away = source != target
-    _add(sent_received, source[away], target[away], rows[away] * row_bytes.q)
-    _add(sent_received, target[away], source[away], rows[away] * row_bytes.o)
+    def add(source: NDArray[np.int64], target: NDArray[np.int64], amount: NDArray[np.int64]) -> None:
+        away = source != target
+        np.add.at(sent_received[0], source[away], amount[away])
+        np.add.at(sent_received[1], target[away], amount[away])
 
-    # K/V: the union of what a worker's tasks of a document need, then which segments hold it.
-    worker, first, stop = _needed_keys(plan, first_row)
-    low = np.searchsorted(bounds, first, "right") - 1
-    count = np.searchsorted(bounds, stop, "left") - low
-    which = np.repeat(np.arange(len(first)), count)
-    segment = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(low, count)
-    ends = np.append(bounds[1:], first_row[-1])
-    rows = np.minimum(ends[segment], stop[which]) - np.maximum(bounds[segment], first[which])
-    source, target = home[segment], worker[which]
-    away = source != target
-    _add(sent_received, source[away], target[away], rows[away] * row_bytes.kv)
+    # Q goes from where it lies to the task's worker, and O back.
+    queries = Intervals.of(plan.tasks).overlaps(held)
+    holder, worker = home[queries.second], plan.tasks["worker"][queries.first]
+    add(holder, worker, queries.rows.lengths * row_bytes.q)
+    add(worker, holder, queries.rows.lengths * row_bytes.o)
+
+    # K and V: every row that a worker's tasks read goes there once.
+    needed = Intervals(plan.tasks["document"], plan.first_key(), plan.tasks["stop"])
+    reader, read = union(plan.tasks["worker"], needed)
+    keys = read.overlaps(held)
+    add(home[keys.second], reader[keys.first], keys.rows.lengths * row_bytes.kv)
     return sent_received
-
-
-def _add(
-    sent_received: NDArray[np.int64],
-    source: NDArray[np.int64],
-    target: NDArray[np.int64],
-    amount: NDArray[np.int64],
-) -> None:
-    np.add.at(sent_received[0], source, amount)
-    np.add.at(sent_received[1], target, amount)
-
-
-def _needed_keys(
-    plan: Plan, first_row: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(worker, first, stop), each [intervals] int64: disjoint K/V rows that workers need, as positions."""
-    tasks = plan.tasks
-    first = first_row[tasks["document"]] + plan.first_key()
-    stop = first_row[tasks["document"]] + tasks["stop"]
-    order = np.lexsort((first, tasks["worker"]))
-    worker, first, stop = tasks["worker"][order], first[order], stop[order]
-    # Shift each worker to its own stretch of the line, so that one running maximum serves all of them.
-    shift = worker * (first_row[-1] + 1)
-    reach = np.maximum.accumulate(stop + shift)
-    opens = np.ones(len(first), bool)
-    opens[1:] = (first + shift)[1:] > reach[:-1]
-    # Intervals of two documents may touch but not overlap; a touch may be merged or not alike.
-    begins = np.flatnonzero(opens)
-    closes = np.append(begins[1:], len(first)) - 1
-    return worker[begins], first[begins], reach[closes] - shift[closes]

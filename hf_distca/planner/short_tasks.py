@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout
 from hf_distca.planner.cost import pairs
-
-Span = tuple[int, int, int]
-"""(start, stop, worker) of a task of some document"""
+from hf_distca.planner.intervals import Span, common, joined
 
 
 def without_short(
@@ -120,17 +118,6 @@ class _Document:
     def _rows_away(self, spans: list[Span]) -> int:
         """Rows of some tasks that their workers do not hold."""
         return sum(
-            stop - start - sum(max(min(stop, b) - max(start, a), 0) for a, b, rank in self.segments if rank == worker)
-            for start, stop, worker in spans
+            span[1] - span[0] - sum(common(span, segment) for segment in self.segments if segment[2] == span[2])
+            for span in spans
         )
-
-
-def joined(spans: list[Span]) -> list[Span]:
-    """Spans that touch, those of one worker that follow each other made one."""
-    joined: list[Span] = []
-    for start, stop, worker in spans:
-        if joined and joined[-1][2] == worker:
-            joined[-1] = (joined[-1][0], stop, worker)
-        else:
-            joined.append((start, stop, worker))
-    return joined

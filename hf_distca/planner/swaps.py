@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout
 from hf_distca.planner.cost import RowBytes, pairs, row_reaching
-from hf_distca.planner.short_tasks import Span, joined
+from hf_distca.planner.intervals import Span, grain, joined
 
 Spot = tuple[int, Span]
 """A task and the document that it is of."""
@@ -193,10 +193,10 @@ class _Search:
         start, stop, _ = span
         before = pairs(0, stop, window) - amount if at_end else pairs(0, start, window) + amount
         row = row_reaching(float(before), window)
-        grain = self.rules.block
-        while grain > 1 and abs(pairs(0, round(row / grain) * grain, window) - before) > room:
-            grain = -(-grain // 2)
-        return min(max(round(row / grain) * grain, start), stop)
+        multiple = grain(
+            self.rules.block, lambda size: abs(pairs(0, round(row / size) * size, window) - before) > room
+        )
+        return min(max(round(row / multiple) * multiple, start), stop)
 
     def _change(self, new: dict[int, list[Span]]) -> Traffic:
         """Bytes that each worker would send and receive more."""

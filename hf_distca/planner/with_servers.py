@@ -7,7 +7,7 @@ import numpy as np
 from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, Plan
 from hf_distca.planner.balance import merged
 from hf_distca.planner.cost import Workers, pairs
-from hf_distca.planner.metrics import bytes_between, loads_of, rows_of
+from hf_distca.planner.metrics import bytes_between, loads_of, query_rows_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_tasks
 
 IDLE = 1e-9
@@ -62,7 +62,7 @@ def plan_with_servers(
     ]
     kind = settings.dominant_kind
     plans = [nano.plans[kind] for nano in nano_batches]
-    loads = np.sum([loads_of(plan) + settings.row_overhead * rows_of(plan) for plan in plans], axis=0)
+    loads = np.sum([loads_of(plan) + settings.row_overhead * query_rows_of(plan) for plan in plans], axis=0)
     working = np.arange(len(workers)) >= (0 if ranks_serve else settings.ranks)
     every = Workers(workers.speed, tuple(len(plans) * load for load in workers.base_load))
     moved = np.sum([bytes_between(plan, settings.row_bytes(kind)) for plan in plans], axis=0)

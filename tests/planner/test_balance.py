@@ -7,7 +7,7 @@ from hf_distca.plan import TASK
 from hf_distca.planner.balance import balance, merged
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout, joint_layout
-from hf_distca.planner.metrics import loads_of, measure, rows_of
+from hf_distca.planner.metrics import loads_of, measure, query_rows_of
 from tests.planner.plan_checks import check_plan, loads_by_row
 
 
@@ -143,7 +143,7 @@ def test_rows_count_too_in_whole_blocks(window, row_overhead, counted):
     layout = fixed_layout([[8192], [512] * 16])
     plan = balance(layout, window=window, row_overhead=row_overhead)
     check_plan(plan)
-    costs = loads_of(plan) + counted * rows_of(plan)
+    costs = loads_of(plan) + counted * query_rows_of(plan)
     assert costs.max() / costs.mean() <= 1.01
     assert loads_of(plan)[0] > 1.01 * loads_of(plan).mean()  # rank 0 has fewer rows, so it takes more pairs
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_between, loads_of, measure, rows_of
+from hf_distca.planner.metrics import bytes_between, loads_of, measure, query_rows_of
 from tests.planner.drawn_plans import drawn_plans
 from tests.planner.plan_checks import bytes_by_row, loads_by_row
 
@@ -57,5 +57,5 @@ def test_finishing_time_counts_speed_and_base_load():
 @given(drawn_plans())
 def test_bytes_and_loads_are_those_counted_row_by_row(plan):
     assert loads_of(plan).tolist() == loads_by_row(plan)
-    assert rows_of(plan).sum() == plan.layout.lengths.sum()
+    assert query_rows_of(plan).sum() == plan.layout.lengths.sum()
     assert tuple(bytes_between(plan, BYTES).tolist()) == bytes_by_row(plan, BYTES)

@@ -7,7 +7,8 @@ from hf_distca.plan import TASK, Plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_between
-from hf_distca.planner.routes import TaskGroup, make_routes, tasks_at_home
+from hf_distca.planner.routes import TaskGroup, tasks_at_home
+from tests.planner.carried_out import local_rows, routes_of
 from tests.planner.drawn_plans import drawn_plans
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -41,37 +42,6 @@ def test_split_gives_every_task_its_rows():
     assert (after.task_pairs.tolist(), after.pairs) == ([4, 6], 10)
 
 
-def routes_of(plan):
-    return [make_routes(plan, worker) for worker in range(plan.workers)]
-
-
-def local_rows(plan, worker):
-    """[(document, row)] of the rows that a worker holds."""
-    held = plan.layout.of_rank(worker).tolist()
-    return [(document, row) for document, start, stop, *_ in held for row in range(start, stop)]
-
-
-def received(plan, routes, kind, worker):
-    """[(document, row)] that a worker receives of some kind, in the order in which they come."""
-    rows = []
-    for source, theirs in enumerate(routes):
-        messages = getattr(theirs, kind)
-        ends = np.cumsum(messages.send_counts)
-        sent = messages.send_rows[ends[worker] - messages.send_counts[worker] : ends[worker]]
-        assert getattr(routes[worker], kind).recv_counts[source] == len(sent)
-        held = local_rows(plan, source)
-        rows += [held[row] for row in sent]
-    return rows
-
-
-def calls(group, q_rows, k_rows):
-    """[(query rows, key rows)] of each task of a group, where these are the rows that its numbers stand for."""
-    q_ends, k_ends = np.cumsum(group.q_lens), np.cumsum(group.k_lens)
-    for q, k, q_end, k_end in zip(group.q_lens, group.k_lens, q_ends, k_ends, strict=True):
-        queries = [q_rows[row] for row in group.q_rows[q_end - q : q_end]]
-        yield queries, [k_rows[row] for row in group.k_rows[k_end - k : k_end]]
-
-
 def test_a_window_needs_the_rows_that_it_reaches_and_no_more():
     # Row 5 of six is computed on rank 1, and needs rows 4 and 5.
     plan = Plan(fixed_layout([[6], []]), np.array([(0, 0, 5, 0), (0, 5, 6, 1)], TASK), 2, 2)
@@ -81,52 +51,6 @@ def test_a_window_needs_the_rows_that_it_reaches_and_no_more():
     assert taker.keys.recv_counts.tolist() == [2, 0]
     assert taker.visiting.k_lens.tolist() == [2]
     assert giver.own.k_lens.tolist() == [5]
-
-
-@settings(max_examples=150)
-@given(drawn_plans())
-def test_tasks_get_exactly_the_rows_that_they_need(plan):
-    routes = routes_of(plan)
-    seen = {}
-    for worker, mine in enumerate(routes):
-        local = local_rows(plan, worker)
-        assert mine.local_rows == len(local)
-        queries = received(plan, routes, "queries", worker)
-        keys = received(plan, routes, "keys", worker)
-        assert len(set(queries)) == len(queries)
-        assert len(set(keys)) == len(keys)
-        assert not set(queries) & set(local)
-        assert mine.visiting.q_rows.tolist() == list(range(len(queries)))
-        used = set()
-        for group, q_rows, k_rows in (
-            (mine.own, local, local),
-            (mine.prefix, local, keys),
-            (mine.visiting, queries, keys),
-        ):
-            # Keys of queries on this rank come in two calls: those of its own segment and those before it.
-            is_prefix = group is mine.prefix and plan.window is None
-            for (asking, asked), pairs in zip(calls(group, q_rows, k_rows), group.task_pairs, strict=True):
-                document, start = asking[0]
-                counted = 0
-                assert asking == [(document, start + row) for row in range(len(asking))]
-                last = asked[-1][1] + 1
-                assert asked == [(document, row) for row in range(last - len(asked), last)]
-                assert is_prefix or last == start + len(asking)
-                if plan.window is not None:
-                    assert asked[0][1] == max(start - plan.window + 1, 0)
-                used |= set(asked) if group is not mine.own else set()
-                for query in asking:
-                    reach = max(query[1] - plan.window + 1, 0) if plan.window else 0
-                    visible = [row for _, row in asked if reach <= row <= query[1]]
-                    seen.setdefault((query, worker), []).extend(visible)
-                    counted += len(visible)
-                assert pairs == counted
-        assert used == set(keys)
-    for document, start, stop, worker in plan.tasks.tolist():
-        for row in range(start, stop):
-            first = max(row - plan.window + 1, 0) if plan.window else 0
-            assert sorted(seen.pop(((document, row), worker))) == list(range(first, row + 1))
-    assert not seen
 
 
 @settings(max_examples=150)
@@ -151,7 +75,7 @@ def test_tasks_of_lost_servers_go_to_the_ranks_that_hold_their_rows(plan):
     tasks = home.tasks.tolist()
     assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
     rows = [(document, row, worker) for document, start, stop, worker in tasks for row in range(start, stop)]
-    held = {row: rank for rank in range(plan.layout.ranks) for row in local_rows(plan, rank)}
+    held = {row: rank for rank in range(plan.layout.ranks) for row in local_rows(plan, rank).values()}
     wanted = [
         (document, row, held[document, row])
         for document, start, stop, worker in plan.tasks.tolist()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import loads_of, rows_of
+from hf_distca.planner.metrics import loads_of, query_rows_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.with_servers import _without_ranks, balance_with_servers, plan_with_servers
 from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
@@ -71,7 +71,7 @@ def test_the_summary_counts_both_nano_batches(ranks_serve):
     assert plan.summary.bytes_bottleneck == moved.max()
     assert plan.summary.packed_max_over_mean == before.summary.packed_max_over_mean
     # Every rank has its base load once for each nano-batch.
-    cost = np.sum([np.array(loads_by_row(each)) + 32 * rows_of(each) for each in plans], axis=0)
+    cost = np.sum([np.array(loads_by_row(each)) + 32 * query_rows_of(each) for each in plans], axis=0)
     finishing = (np.array([4e5, 4e5, 0, 0]) + cost / [1, 1, 2, 1])[0 if ranks_serve else 2 :]
     assert plan.summary.max_over_mean == pytest.approx(finishing.max() / finishing.mean())
     assert 1 < plan.summary.max_over_mean < 1.02

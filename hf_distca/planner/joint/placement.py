@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.planner.cost import pairs
+from hf_distca.planner.intervals import grain
 
 Segment = tuple[int, int, int, int]
 """(document, start, stop, rank)"""
@@ -43,10 +44,9 @@ class Limits:
 
         It falls on a block's boundary if that moves few pairs, else on a finer one.
         """
-        grain = self.block
-        while grain > 1 and grain * min(start, self.window or start) > ROUNDING * self.slack * self.mean:
-            grain //= 2
-        row = round(start / grain) * grain
+        pairs_a_row, most = min(start, self.window or start), ROUNDING * self.slack * self.mean
+        multiple = grain(self.block, lambda size: size * pairs_a_row > most)
+        row = round(start / multiple) * multiple
         if row < self.block:
             row = self.block if start >= self.block // 2 else 0
         return max(row, least)

@@ -1,0 +1,199 @@
+"""Intervals of rows, [start, stop) of documents: ordering, overlaps, unions, cuts, and the rows themselves.
+
+An interval that belongs to somebody, a segment to a rank or a task to a worker, is a row of a table of dtype SEGMENT
+or TASK, or, where Python goes through few of them one by one, a Span.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+Span = tuple[int, int, int]
+"""(start, stop, owner) of rows of some document: a task and its worker, or a segment and its rank."""
+
+# Combines a document and a row into one number by which they can be sorted; no document has this many rows.
+_ROW_LIMIT = 1 << 40
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """Intervals of rows, each of one document.
+
+    Attributes:
+        document: [n] the document.
+        start: [n] its first row in the interval.
+        stop: [n] one past its last row in the interval.
+    """
+
+    document: IntArray
+    start: IntArray
+    stop: IntArray
+
+    @classmethod
+    def of(cls, table: NDArray[np.void]) -> "Intervals":
+        """The intervals of a table of segments or tasks."""
+        return cls(table["document"], table["start"], table["stop"])
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "Intervals":
+        return Intervals(self.document[index], self.start[index], self.stop[index])
+
+    @property
+    def lengths(self) -> IntArray:
+        """[n] rows of each interval."""
+        return self.stop - self.start
+
+    def overlaps(self, ordered: "Intervals") -> "Overlaps":
+        """Cut these intervals where those of a second set begin and end.
+
+        Args:
+            ordered: intervals that do not overlap each other, by (document, start), and together hold all rows of
+                these.
+        """
+        border = _sortable(ordered.document, ordered.start)
+        low = np.searchsorted(border, _sortable(self.document, self.start), side="right") - 1
+        high = np.searchsorted(border, _sortable(self.document, self.stop - 1), side="right")
+        counts = high - low
+        which, other = np.repeat(np.arange(len(self)), counts), expand(low, counts)
+        start = np.maximum(self.start[which], ordered.start[other])
+        stop = np.minimum(self.stop[which], ordered.stop[other])
+        return Overlaps(which, other, Intervals(ordered.document[other], start, stop))
+
+    def covers_once(self, lengths: IntArray) -> bool:
+        """Whether every row of every document is in one of these intervals, and in one only.
+
+        Args:
+            lengths: [documents] rows of each document.
+        """
+        if not len(self):
+            return not len(lengths)
+        if self.document.min() < 0 or self.document.max() >= len(lengths):
+            return False
+        mine = self[np.lexsort((self.start, self.document))]
+        first = np.append(True, mine.document[1:] != mine.document[:-1])
+        last = np.append(first[1:], True)
+        begins = np.where(first, 0, np.append(0, mine.stop[:-1]))
+        return (
+            np.array_equal(mine.start, begins)
+            and np.array_equal(mine.stop[last], lengths)
+            and bool(np.all(mine.stop > mine.start))
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Overlaps:
+    """What intervals of two sets have in common, in the order of the first set.
+
+    Attributes:
+        first: [n] index of the interval of the first set.
+        second: [n] index of the interval of the second set.
+        rows: [n] the rows that are in both.
+    """
+
+    first: IntArray
+    second: IntArray
+    rows: Intervals
+
+
+def by_document(table: NDArray[np.void]) -> NDArray[np.void]:
+    """Segments or tasks in the order of (document, start)."""
+    ordered: NDArray[np.void] = table[np.lexsort((table["start"], table["document"]))]
+    return ordered
+
+
+def union(owner: IntArray, intervals: Intervals) -> tuple[IntArray, Intervals]:
+    """Each owner's rows, every row once.
+
+    Args:
+        owner: [n] whom each interval belongs to.
+        intervals: [n] they may overlap, and those without a row count for nothing.
+
+    Returns:
+        Owners and intervals by (owner, document, start); an owner's intervals do not overlap, but may touch.
+    """
+    order = np.lexsort((intervals.start, intervals.document, owner))
+    order = order[intervals.lengths[order] > 0]
+    owner, intervals = owner[order], intervals[order]
+    document, start, stop = intervals.document, intervals.start, intervals.stop
+    # Rows up to `covered` of the same document are in the owner's intervals before this one.
+    other = np.ones(len(order), bool)
+    other[1:] = (owner[1:] != owner[:-1]) | (document[1:] != document[:-1])
+    group = np.cumsum(other)
+    covered = np.zeros_like(stop)
+    if len(order):
+        covered[1:] = np.maximum.accumulate(_sortable(group, stop))[:-1] - _sortable(group[1:], 0)
+    start = np.maximum(start, covered)  # negative where another document's rows came before
+    kept = stop > start
+    return owner[kept], Intervals(document[kept], start[kept], stop[kept])
+
+
+def merge_touching(table: NDArray[np.void], place: str) -> NDArray[np.void]:
+    """Segments or tasks with those made one that follow and touch each other in one place.
+
+    Args:
+        table: [n] in order of place.
+        place: the field that says where rows are: "rank" or "worker".
+    """
+    touches = (
+        (table[place][1:] == table[place][:-1])
+        & (table["document"][1:] == table["document"][:-1])
+        & (table["start"][1:] == table["stop"][:-1])
+    )
+    if not touches.any():
+        return table
+    first = np.flatnonzero(np.append(True, ~touches))
+    last = np.append(first[1:], len(table)) - 1
+    result: NDArray[np.void] = table[first]
+    result["stop"] = table["stop"][last]
+    return result
+
+
+def joined(spans: list[Span]) -> list[Span]:
+    """Spans of one document that touch, those of one owner that follow each other made one."""
+    joined: list[Span] = []
+    for start, stop, owner in spans:
+        if joined and joined[-1][2] == owner:
+            joined[-1] = (joined[-1][0], stop, owner)
+        else:
+            joined.append((start, stop, owner))
+    return joined
+
+
+def common(one: Span, other: Span) -> int:
+    """Rows that two spans of a document have in common."""
+    return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
+
+
+def grain(block: int, too_coarse: Callable[[int], bool]) -> int:
+    """The coarsest number of rows on whose multiples a cut may fall: a block, or half of it, a quarter, … a row.
+
+    Args:
+        block: rows of a kernel block.
+        too_coarse: whether rounding to multiples of so many rows moves too much; never asked of a single row.
+    """
+    rows = block
+    while rows > 1 and too_coarse(rows):
+        rows = -(-rows // 2)
+    return rows
+
+
+def expand(starts: IntArray, counts: IntArray) -> IntArray:
+    """start, start + 1, … (count numbers) of every range, one range after another.
+
+    Args:
+        starts: [n] first number of each.
+        counts: [n] how many numbers each has; 0 or more.
+    """
+    total = int(counts.sum())
+    offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    return offsets + np.arange(total, dtype=np.int64)
+
+
+def _sortable(document: IntArray, row: IntArray | int) -> IntArray:
+    return document * _ROW_LIMIT + row

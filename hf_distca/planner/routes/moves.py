@@ -1,0 +1,111 @@
+"""Rows that go from the rank that holds them to the worker that computes with them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import Plan
+from hf_distca.planner.intervals import Intervals, by_document, expand
+from hf_distca.planner.routes.tables import IntArray, LocalRows, Messages, ReceivedRows
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Intervals of rows, each from one rank to one worker, which may be the rank itself.
+
+    Attributes:
+        rows: [n] rows of documents.
+        source: [n] the rank that holds them.
+        target: [n] the worker.
+        local: [n] the first of them among the rows of the source.
+    """
+
+    rows: Intervals
+    source: IntArray
+    target: IntArray
+    local: LocalRows
+
+    @classmethod
+    def from_segments(cls, rows: Intervals, segments: NDArray[np.void], target: IntArray) -> "Moves":
+        """Rows that lie in one segment each.
+
+        Args:
+            rows: [n] the rows.
+            segments: [n] the segment of each.
+            target: [n] the worker that they go to.
+        """
+        return cls(rows, segments["rank"], target, segments["offset"] + rows.start - segments["start"])
+
+    def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "Moves":
+        return Moves(self.rows[index], self.source[index], self.target[index], self.local[index])
+
+    def ordered(self, peer: IntArray) -> "Moves":
+        """These moves by (peer, document, start), as both ends order the rows of a message."""
+        return self[np.lexsort((self.rows.start, self.rows.document, peer))]
+
+    def messages(self, rank: int, workers: int, crossing: bool) -> Messages:
+        """What one rank sends and receives of these rows.
+
+        Args:
+            rank: the rank, or a server.
+            workers: number of workers.
+            crossing: see Messages.
+        """
+        sent, came = self[self.source == rank], self[self.target == rank]
+        sent = sent.ordered(sent.target)
+
+        def per_worker(peer: IntArray, rows: Intervals) -> IntArray:
+            return np.bincount(peer, weights=rows.lengths, minlength=workers).astype(np.int64)
+
+        return Messages(
+            send_rows=expand(sent.local, sent.rows.lengths),
+            send_counts=per_worker(sent.target, sent.rows),
+            recv_counts=per_worker(came.source, came.rows),
+            crossing=crossing,
+        )
+
+
+class Received:
+    """Finds rows of documents among those that one worker receives.
+
+    Args:
+        came: what it receives; a row once.
+    """
+
+    def __init__(self, came: Moves) -> None:
+        came = came.ordered(came.source)
+        lengths = came.rows.lengths
+        order = np.lexsort((came.rows.start, came.rows.document))
+        self._rows = came.rows[order]
+        self._position = (np.cumsum(lengths) - lengths)[order]
+
+    def find(self, rows: Intervals) -> ReceivedRows:
+        """The received rows that these rows of documents are, interval after interval."""
+        found = rows.overlaps(self._rows)
+        into = found.rows.start - self._rows.start[found.second]
+        return expand(self._position[found.second] + into, found.rows.lengths)
+
+
+def any_query_crosses(plan: Plan) -> bool:
+    """Whether some rank's task has a query row that the rank does not hold."""
+    tasks = _tasks_of_ranks(plan)
+    return _any_elsewhere(plan, tasks, tasks["start"])
+
+
+def any_key_crosses(plan: Plan) -> bool:
+    """Whether some rank's task has a K/V row that the rank does not hold."""
+    tasks = _tasks_of_ranks(plan)
+    return _any_elsewhere(plan, tasks, plan.first_key()[plan.tasks["worker"] < plan.layout.ranks])
+
+
+def _tasks_of_ranks(plan: Plan) -> NDArray[np.void]:
+    """The tasks that ranks compute."""
+    return plan.tasks[plan.tasks["worker"] < plan.layout.ranks]
+
+
+def _any_elsewhere(plan: Plan, tasks: NDArray[np.void], first: IntArray) -> bool:
+    """Whether any worker of some tasks does not hold all of a task's rows [first, stop) itself."""
+    segments = by_document(plan.layout.segments)
+    found = Intervals(tasks["document"], first, tasks["stop"]).overlaps(Intervals.of(segments))
+    return bool(np.any(segments["rank"][found.second] != tasks["worker"][found.first]))

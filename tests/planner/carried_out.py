@@ -1,0 +1,103 @@
+"""Routes carried out by hand: every row of every rank in Python dictionaries, sent, computed and returned.
+
+A row is what it is, (document, row): the value of a Q row, and of a K/V row, is its name. Attention of a query row
+gives the list of K/V rows that it saw. Its gradient gives every K/V row the list of queries that saw it.
+"""
+
+from collections import defaultdict
+
+import numpy as np
+
+from hf_distca.planner.routes import make_routes
+
+
+def routes_of(plan):
+    """The routes of every worker."""
+    return [make_routes(plan, worker) for worker in range(plan.workers)]
+
+
+def local_rows(plan, worker):
+    """{local row: (document, row)} of the rows that a worker holds, none for a server."""
+    held = plan.layout.of_rank(worker).tolist()
+    return {
+        offset + row - start: (document, row)
+        for document, start, stop, _, offset in held
+        for row in range(start, stop)
+    }
+
+
+def exchange(routes, kind, values):
+    """What every worker receives of one kind, "queries" or "keys": {received row: (worker, local row, value)}.
+
+    Args:
+        values: for each worker {local row: value}.
+    """
+    messages = [getattr(mine, kind) for mine in routes]
+    received = [{} for _ in routes]
+    for source, theirs in enumerate(messages):
+        assert theirs.send_counts.sum() == len(theirs.send_rows)
+        sent = np.split(theirs.send_rows, np.cumsum(theirs.send_counts)[:-1])
+        for target, rows in enumerate(sent):
+            assert messages[target].recv_counts[source] == len(rows)
+            for row in rows.tolist():
+                received[target][len(received[target])] = (source, row, values[source][row])
+    return received
+
+
+def tasks_of(group):
+    """[(q_rows, k_rows, pairs)] of each task of a group, as lists of numbers of rows."""
+    q_rows = np.split(group.q_rows, np.cumsum(group.q_lens)[:-1]) if len(group.q_lens) else []
+    k_rows = np.split(group.k_rows, np.cumsum(group.k_lens)[:-1]) if len(group.k_lens) else []
+    assert group.q_lens.sum() == len(group.q_rows)
+    assert group.k_lens.sum() == len(group.k_rows)
+    return list(
+        zip([q.tolist() for q in q_rows], [k.tolist() for k in k_rows], group.task_pairs.tolist(), strict=True)
+    )
+
+
+def visible(queries, keys, window, causal):
+    """[(query, key)] that a kernel computes: all of them, or bottom-right causal with a window."""
+    for i, query in enumerate(queries):
+        place = len(keys) - len(queries) + i  # of the query's own key
+        for j, key in enumerate(keys):
+            if not causal or (j <= place and (window is None or place - j < window)):
+                yield query, key
+
+
+def carried_out(plan):
+    """Attention and its gradient by the routes of all workers.
+
+    Returns:
+        For each rank {local row: K/V rows that its query saw} and {local row: queries that saw its K/V row}.
+    """
+    routes = routes_of(plan)
+    local = [local_rows(plan, worker) for worker in range(plan.workers)]
+    queries, keys = (exchange(routes, kind, local) for kind in ("queries", "keys"))
+    seen = [defaultdict(list) for _ in routes]
+    seen_by = [defaultdict(list) for _ in routes]
+    for worker, mine in enumerate(routes):
+        assert mine.local_rows == len(local[worker])
+        # (rank, local row, value) of what the numbers of a group stand for; results go to that rank and row.
+        held = {row: (worker, row, value) for row, value in local[worker].items()}
+        for group, asking, asked, causal in (
+            (mine.own, held, held, True),
+            (mine.prefix, held, keys[worker], plan.window is not None),
+            (mine.visiting, queries[worker], keys[worker], True),
+        ):
+            for q_rows, k_rows, pairs in tasks_of(group):
+                counted = 0
+                for query, key in visible(q_rows, k_rows, plan.window, causal):
+                    q_rank, q_row, q_value = asking[query]
+                    k_rank, k_row, k_value = asked[key]
+                    seen[q_rank][q_row].append(k_value)
+                    seen_by[k_rank][k_row].append(q_value)
+                    counted += 1
+                assert pairs == counted
+        # Nothing travels that is not used, and nothing twice.
+        assert set(mine.visiting.q_rows.tolist()) == set(queries[worker])
+        assert {*mine.visiting.k_rows.tolist(), *mine.prefix.k_rows.tolist()} == set(keys[worker])
+        for received in (queries, keys):
+            came = [(rank, row) for rank, row, _ in received[worker].values()]
+            assert len(set(came)) == len(came)
+        assert all(rank != worker for rank, *_ in queries[worker].values())
+    return seen, seen_by

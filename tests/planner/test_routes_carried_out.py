@@ -1,0 +1,60 @@
+import numpy as np
+from hypothesis import given, settings
+
+from hf_distca.plan import SEGMENT, TASK, Layout, Plan
+from tests.planner.carried_out import carried_out, exchange, local_rows, routes_of
+from tests.planner.drawn_plans import drawn_plans
+
+
+def check(plan):
+    """Every query sees exactly the keys that it must, each once, and every key gets back exactly its queries."""
+    seen, seen_by = carried_out(plan)
+    for rank in range(plan.workers):
+        local = local_rows(plan, rank)
+        wanted_keys, wanted_queries = {}, {}
+        for number, (document, row) in local.items():
+            reach = plan.window or row + 1
+            wanted_keys[number] = [(document, key) for key in range(max(row - reach + 1, 0), row + 1)]
+            last = plan.layout.lengths[document] if plan.window is None else row + plan.window
+            queries = range(row, min(last, plan.layout.lengths[document]))
+            wanted_queries[number] = [(document, query) for query in queries]
+        assert {number: sorted(keys) for number, keys in seen[rank].items()} == wanted_keys
+        assert {number: sorted(queries) for number, queries in seen_by[rank].items()} == wanted_queries
+
+
+@settings(max_examples=300)
+@given(drawn_plans())
+def test_every_query_sees_its_keys_once_and_results_go_home(plan):
+    check(plan)
+
+
+def test_a_document_on_two_ranks_and_a_server():
+    # Rank 0 holds rows 0 and 1, then 4; rank 1 holds 2 and 3. Rank 0 computes 0, 1 and 2, the server 3 and 4.
+    segments = np.array([(0, 0, 2, 0, 0), (0, 4, 5, 0, 2), (0, 2, 4, 1, 0)], SEGMENT)
+    layout = Layout(np.array([5]), segments, 2)
+    plan = Plan(layout, np.array([(0, 0, 3, 0), (0, 3, 5, 2)], TASK), 3)
+    check(plan)
+    routes = routes_of(plan)
+    local = [local_rows(plan, worker) for worker in range(3)]
+    queries, keys = (exchange(routes, kind, local) for kind in ("queries", "keys"))
+    assert queries == [{0: (1, 0, (0, 2))}, {}, {0: (0, 2, (0, 4)), 1: (1, 1, (0, 3))}]
+    # The keys of row 2 are rows 0 to 2; its worker gathers its own two.
+    assert keys[0] == {0: (0, 0, (0, 0)), 1: (0, 1, (0, 1)), 2: (1, 0, (0, 2))}
+    assert keys[2] == {
+        0: (0, 0, (0, 0)), 1: (0, 1, (0, 1)), 2: (0, 2, (0, 4)), 3: (1, 0, (0, 2)), 4: (1, 1, (0, 3))
+    }  # fmt: skip
+    assert [row.tolist() for row in (routes[2].visiting.q_lens, routes[2].visiting.k_lens)] == [[1, 1], [5, 4]]
+    assert [mine.visiting.pairs for mine in routes] == [3, 0, 9]
+    assert [mine.own.pairs for mine in routes] == [3, 0, 0]
+
+
+def test_a_window_across_segments():
+    # Row 3 reads rows 2 and 3: of two segments of one rank, so both are gathered.
+    segments = np.array([(0, 0, 3, 0, 0), (0, 3, 6, 1, 0)], SEGMENT)
+    plan = Plan(Layout(np.array([6]), segments, 2), np.array([(0, 0, 3, 0), (0, 3, 4, 1), (0, 4, 6, 0)], TASK), 2, 2)
+    check(plan)
+    first, second = routes_of(plan)
+    assert (first.own.pairs, first.prefix.pairs, first.visiting.pairs) == (5, 0, 4)
+    assert (second.own.pairs, second.prefix.pairs, second.visiting.pairs) == (0, 2, 0)
+    assert second.prefix.k_rows.tolist() == [0, 1]
+    assert second.keys.recv_counts.tolist() == [1, 1]

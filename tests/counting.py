@@ -45,7 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.kernels.contract import AttentionParams, TaskShapes
+from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.torch_varlen import TorchVarlenKernel
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.layers import plan_layers

@@ -16,14 +16,13 @@ from torch import Tensor
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.setting import Setting
 from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Kernel, TaskShapes, get_kernel
+from hf_distca.kernels.alignment import ALIGNMENT, aligned
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest deviation by dtype, over the largest magnitude in the tensor."""
 LSE_BOUND = 1e-3
 SMALLEST = 0.1
 """Magnitude below which deviations count as if it were this: some gradients are 0 but for rounding."""
-ALIGNMENT = 16
-"""Bytes at multiples of which received rows begin."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def cases(setting: Setting) -> dict[str, Case]:
 def side_by_side(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Random tensors of equally many rows that lie beside each other in one buffer of bytes, aligned."""
     rows = shapes[0][0]
-    widths = [-(-math.prod(shape[1:]) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in shapes]
+    widths = [aligned(math.prod(shape[1:]) * dtype.itemsize) for shape in shapes]
     # A column of another width comes first, as those of a message do.
     *offsets, row_bytes = accumulate(widths, initial=ALIGNMENT)
     buffer_NB = torch.zeros((rows, row_bytes), dtype=torch.uint8, device=device)

@@ -29,7 +29,7 @@ from hf_distca.dispatch.steps import (
     start_backward,
     start_forward,
 )
-from hf_distca.kernels.contract import AttentionParams
+from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
 
 

@@ -12,7 +12,7 @@ from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
 from hf_distca.dispatch.rows import row_index
 from hf_distca.dispatch.sums import RowSum
-from hf_distca.kernels.contract import Kernel, TaskShapes
+from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.routes import Messages, TaskGroup, make_routes, tasks_at_home

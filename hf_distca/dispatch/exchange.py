@@ -16,12 +16,10 @@ from hf_distca.dispatch.arena import Arena
 from hf_distca.dispatch.clock import Clock
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
+from hf_distca.kernels.alignment import aligned
 
 Column = tuple[tuple[int, ...], torch.dtype]
 """Shape of one row and dtype of a tensor that travels."""
-
-ALIGNMENT = 16
-"""Bytes. Columns and rows begin at multiples of it: kernels load so many at once from where the numbers lie."""
 
 SIZES_KEPT = 8
 """A plan's exchanges of one role have a size for each kind of attention and direction, of which models have up to
@@ -61,7 +59,7 @@ class _Size:
     def __init__(self, columns: list[Column], traffic: Traffic) -> None:
         self.columns, self.traffic = columns, traffic
         widths = [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
-        *self.offsets, self.row_bytes = accumulate((-(-w // ALIGNMENT) * ALIGNMENT for w in widths), initial=0)
+        *self.offsets, self.row_bytes = accumulate(map(aligned, widths), initial=0)
         self.rows = {"sent": sum(traffic.sent)}
         if traffic.crossing:  # else what goes anywhere goes to the rank itself: one buffer is both
             self.rows["received"] = sum(traffic.received)

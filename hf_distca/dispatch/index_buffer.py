@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_distca.kernels.alignment import aligned
+
 CHUNK_BYTES = 1 << 22
 """Room for the numbers of a plan of some 50000 rows a rank; what needs more takes several copies."""
-
-ALIGNMENT = 16
-"""Bytes. Each tensor begins at a multiple of it."""
 
 
 class IndexBuffer:
@@ -41,7 +40,7 @@ class IndexBuffer:
             self._device_B = self._host_B if on_host else torch.empty(size, dtype=torch.uint8, device=self.device)
         start, stop = self._used, self._used + dense.nbytes
         self._host_B.numpy()[start:stop] = dense.view(np.uint8)
-        self._used = -(-stop // ALIGNMENT) * ALIGNMENT
+        self._used = aligned(stop)
         return self._device_B[start:stop].view(torch.from_numpy(dense[:0]).dtype)
 
     def send(self) -> None:

@@ -29,7 +29,7 @@ from hf_distca.dispatch.exchange import Column, Message, PendingRows
 from hf_distca.dispatch.remote import RemoteCall
 from hf_distca.dispatch.rows import merge_rows, put, take
 from hf_distca.dispatch.schedule import Direction
-from hf_distca.kernels.contract import AttentionParams
+from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
 
 When = Literal["at start", "before waiting", "around", "last"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.rows import RowIndex, put, row_index, run_by_run, take
+from hf_distca.kernels.operators import define_operator
 
 IntArray = NDArray[np.int64]
 
@@ -174,15 +175,12 @@ def _increasing_runs(targets: IntArray) -> list[IntArray]:
 def _sum_rows_on_cuda(
     out: Tensor, rows: Tensor | None, ends: Tensor, addends: Tensor, sources: list[Tensor], onto: bool
 ) -> None:
-    from hf_distca.dispatch.sums_triton import sum_rows  # Triton comes with torch for CUDA only
+    from hf_distca.dispatch.sums_triton import sum_rows
 
     sum_rows(out, rows, ends, addends, sources, onto)
 
 
-# An operator of torch's, so that whatever looks at operators (fake tensors, profilers) sees it as one.
-_library = torch.library.Library("hf_distca", "FRAGMENT")
-_library.define(
-    "sum_rows(Tensor(a!) out, Tensor? rows, Tensor ends, Tensor addends, Tensor[] sources, bool onto) -> ()"
+define_operator(
+    "sum_rows(Tensor(a!) out, Tensor? rows, Tensor ends, Tensor addends, Tensor[] sources, bool onto) -> ()",
+    _sum_rows_on_cuda,
 )
-_library.impl("sum_rows", _sum_rows_on_cuda, "CUDA")
-_library.impl("sum_rows", lambda *_: None, "Meta")

@@ -5,9 +5,11 @@
 keys.
 """
 
-from .choice import KERNELS, Choice, Need, choose_kernel, get_kernel
-from .contract import KERNEL_NAMES, AttentionParams, Kernel, TaskShapes
+from .choice import KERNEL_NAMES, KERNELS, Choice, Need, choose_kernel, get_kernel
+from .contract import Kernel
 from .merge import merge_into
+from .params import AttentionParams
+from .shapes import TaskShapes
 
 __all__ = [
     "KERNELS",

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .contract import KERNEL_NAMES, AttentionParams, Kernel
+from .contract import Kernel
 from .cpu import CpuKernel
 from .flash_attn_2 import FlashAttnKernel
 from .flash_attn_3 import FlashAttn3Kernel
 from .flash_attn_4 import FlashAttn4Kernel
+from .params import AttentionParams
 from .reference import ReferenceKernel
 from .torch_varlen import TorchVarlenKernel
 
@@ -21,6 +22,7 @@ KERNELS: dict[str, type[Kernel]] = {
     "flash_attn_3": FlashAttn3Kernel,
     "flash_attn_4": FlashAttn4Kernel,
 }
+KERNEL_NAMES = ("auto", *KERNELS)
 
 FASTEST_FIRST = {
     9: ("flash_attn_3", "flash_attn_4", "torch_varlen", "flash_attn"),

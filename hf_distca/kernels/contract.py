@@ -1,131 +1,20 @@
-"""What every kernel computes, and the data it is given.
+"""What every kernel computes.
 
-Shape suffixes: T tasks, Q packed query rows, K packed key/value rows, H query heads, G key/value heads
-(H is a multiple of G; query head h reads key/value head h // (H / G)), D head dim of queries and keys,
-E head dim of values.
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads (H is a multiple of G;
+query head h reads key/value head h // (H / G)), D head dim of queries and keys, E head dim of values.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-KERNEL_NAMES = ("auto", "reference", "cpu", "torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4")
-
-_Made = TypeVar("_Made")
-
-
-@dataclass(frozen=True, eq=False)
-class TaskShapes:
-    """Lengths of the tasks of one kernel call, on the host and on the device.
-
-    The query rows of the tasks lie packed one after another, and so do their key/value rows: a key/value
-    row that two tasks need appears twice. Build it once per micro-batch with `TaskShapes.build`.
-
-    Attributes:
-        q_lens: query rows of each task; may be 0.
-        k_lens: key/value rows of each task; may be 0. With causal attention k_lens[i] >= q_lens[i].
-        cu_q: [T + 1] int32 on the device, first packed query row of each task, then the total.
-        cu_k: [T + 1] int32 on the device, likewise for key/value rows.
-        max_q: largest of q_lens, 0 without tasks.
-        max_k: largest of k_lens, 0 without tasks.
-    """
-
-    q_lens: tuple[int, ...]
-    k_lens: tuple[int, ...]
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
-    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """What `make` gave when it was first called for this key: every layer of a micro-batch asks for the same.
-
-        Args:
-            key: what is made, and for whom.
-            make: makes it.
-        """
-        if key not in self._made:
-            self._made[key] = make()
-        made: _Made = self._made[key]
-        return made
-
-    @staticmethod
-    def build(q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str) -> "TaskShapes":
-        """Make the shapes of tasks with the given numbers of query and key/value rows.
-
-        Args:
-            q_lens: query rows of each task.
-            k_lens: key/value rows of each task.
-            device: where the kernel will run.
-
-        Raises:
-            ValueError: the two differ in number, or a length is negative.
-        """
-        return TaskShapes.placed(
-            q_lens, k_lens, lambda numbers: torch.from_numpy(numbers).to(device, non_blocking=True)
-        )
-
-    @staticmethod
-    def placed(
-        q_lens: Sequence[int], k_lens: Sequence[int], place: Callable[[NDArray[np.int32]], Tensor]
-    ) -> "TaskShapes":
-        """The same with `place` to take numbers to the device: one that gathers many can send them together."""
-        q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
-        if len(q_lens) != len(k_lens):
-            raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give one of each per task")
-        if any(n < 0 for n in q_lens + k_lens):
-            raise ValueError(f"lengths must be 0 or more, got q_lens {q_lens} and k_lens {k_lens}")
-
-        def cumulative(lens: tuple[int, ...]) -> Tensor:
-            return place(np.array([0, *accumulate(lens)], np.int32))
-
-        return TaskShapes(
-            q_lens=q_lens,
-            k_lens=k_lens,
-            cu_q=cumulative(q_lens),
-            cu_k=cumulative(k_lens),
-            max_q=max(q_lens, default=0),
-            max_k=max(k_lens, default=0),
-        )
-
-
-@dataclass(frozen=True)
-class AttentionParams:
-    """What a layer's core attention computes apart from its tensors.
-
-    Attributes:
-        scale: factor on the scores q·k, usually 1/√D.
-        window: a row attends to this many keys up to and including its own (sliding window); None: to all.
-        softcap: scores become softcap·tanh(scores/softcap); None: they stay as they are.
-        causal: True: row i of a task attends to its keys j <= i + k_len - q_len (aligned bottom right), and
-            with a window to j > i + k_len - q_len - window. False: every row attends to every key of its
-            task, for the part of a task whose keys all come before its rows; no window then.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1 (a row sees itself) or None, got {self.window}")
-        if self.window is not None and not self.causal:
-            raise ValueError(f"a window needs causal=True, got window={self.window} with causal=False")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"softcap must be positive or None, got {self.softcap}")
+from .params import AttentionParams
+from .shapes import TaskShapes
 
 
 class Kernel(Protocol):
-    """Core attention over several tasks in one call, in both directions.
+    """Core attention over several tasks in one kernel call, in both directions.
 
     Implementations hold no state. They compute exactly what `AttentionParams` says, and never hand over to
     another implementation.
@@ -188,8 +77,8 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of attention.
 
-        o and lse are taken as given, never computed again: where a row's keys were split over several calls
-        whose results were merged, each call's backward gets the merged o and lse, and the gradients add up.
+        o and lse are taken as given, never computed again: where a row's keys were split over several kernel
+        calls whose results were merged, the backward of each gets the merged o and lse, and the gradients add up.
 
         Args:
             do_QHE: gradient of the loss with respect to o, in the dtype of q.
@@ -208,51 +97,3 @@ class Kernel(Protocol):
             ValueError: the tensors do not fit one another or the shapes.
         """
         ...
-
-
-def check_tensors(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, causal: bool) -> None:
-    """Raise ValueError unless the tensors of a kernel call fit one another and the shapes.
-
-    Args:
-        q_QHD: packed queries.
-        k_KGD: packed keys.
-        v_KGE: packed values.
-        shapes: lengths of the tasks.
-        causal: whether rows are aligned with keys.
-    """
-    q_rows, k_rows = _totals(shapes.q_lens, shapes.k_lens, causal)
-    if q_QHD.dim() != 3 or k_KGD.dim() != 3 or v_KGE.dim() != 3:
-        raise ValueError(
-            "kernels take q [Q, H, D], k [K, G, D] and v [K, G, E], got "
-            f"{list(q_QHD.shape)}, {list(k_KGD.shape)} and {list(v_KGE.shape)}"
-        )
-    if q_QHD.shape[0] != q_rows or k_KGD.shape[0] != k_rows or v_KGE.shape[0] != k_rows:
-        raise ValueError(
-            f"the tasks have {q_rows} query rows and {k_rows} key/value rows, but q, k and v have "
-            f"{q_QHD.shape[0]}, {k_KGD.shape[0]} and {v_KGE.shape[0]}"
-        )
-    if q_QHD.shape[2] != k_KGD.shape[2]:
-        raise ValueError(f"q and k differ in head dim: {q_QHD.shape[2]} and {k_KGD.shape[2]}")
-    if k_KGD.shape[1] != v_KGE.shape[1] or q_QHD.shape[1] % k_KGD.shape[1]:
-        raise ValueError(
-            "k and v must have as many heads as each other, and q a multiple of that, got "
-            f"{k_KGD.shape[1]}, {v_KGE.shape[1]} and {q_QHD.shape[1]}"
-        )
-    if not q_QHD.dtype == k_KGD.dtype == v_KGE.dtype:
-        raise ValueError(
-            f"q, k and v must have one dtype, got {q_QHD.dtype}, {k_KGD.dtype} and {v_KGE.dtype}: cast them "
-            "to one before the call (autocast does not reach into kernels)"
-        )
-
-
-@lru_cache(maxsize=256)
-def _totals(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> tuple[int, int]:
-    """Rows of all tasks; every layer of a micro-batch asks for the same ones."""
-    if causal:
-        for i, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
-            if k_len < q_len:
-                raise ValueError(
-                    f"task {i} has {q_len} query rows but only {k_len} key/value rows; causal attention is "
-                    "aligned at the last row, so a task needs at least as many keys as rows"
-                )
-    return sum(q_lens), sum(k_lens)

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import cpu_softcap
-from .contract import AttentionParams, TaskShapes, check_tensors
+from .checks import check_tensors
 from .merge import merge_into
+from .params import AttentionParams
 from .parts import Part, plan_parts
+from .shapes import TaskShapes
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -9,8 +9,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .flash_varlen import FlashVarlenKernel, VarlenCall
+from .flash_varlen import FlashVarlenKernel
+from .packed import empty_gradients
 from .split import Grid
+from .varlen_call import VarlenCall
 
 
 class FlashAttnKernel(FlashVarlenKernel):
@@ -57,7 +59,7 @@ class FlashAttnKernel(FlashVarlenKernel):
         lse_HQ: Tensor,
         call: VarlenCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq_QHP, dk_KGP, dv_KGP = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_QHP, k_KGP, v_KGP))
+        dq_QHP, dk_KGP, dv_KGP = empty_gradients(q_QHP, k_KGP, v_KGP)
         self._package._flash_attn_varlen_backward(
             do_QHP,
             q_QHP,

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contract import AttentionParams
-from .flash_varlen import FlashVarlenKernel, VarlenCall
+from .flash_varlen import FlashVarlenKernel
+from .packed import empty_gradients
+from .params import AttentionParams
 from .split import Grid
+from .varlen_call import VarlenCall
 
 HUB_BUILD, HUB_VERSION = "kernels-community/flash-attn3", 1
 INSTALL = (
@@ -25,8 +27,8 @@ class FlashAttn3Kernel(FlashVarlenKernel):
 
     Args:
         sm_margin: streaming multiprocessors that a forward leaves to what else runs on the GPU, the exchange of rows
-            above all. Its blocks stay for the whole call, so that nothing else starts on a GPU full of them. Blocks
-            of a backward end one by one and leave room as they do; the operator takes the number there too.
+            above all. Its blocks stay for the whole kernel call, so that nothing else starts on a GPU full of them.
+            Blocks of a backward end one by one and leave room as they do; the operator takes the number there too.
         hub: where the package is not installed, take the hub's build by the `kernels` package, which downloads it.
 
     Raises:
@@ -74,7 +76,7 @@ class FlashAttn3Kernel(FlashVarlenKernel):
         lse_HQ: Tensor,
         call: VarlenCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq_QHP, dk_KGP, dv_KGR = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_QHP, k_KGP, v_KGR))
+        dq_QHP, dk_KGP, dv_KGR = empty_gradients(q_QHP, k_KGP, v_KGR)
         self._operators.bwd(
             do_QHR,
             q_QHP,
@@ -91,7 +93,7 @@ class FlashAttn3Kernel(FlashVarlenKernel):
         return dq_QHP, dk_KGP, dv_KGR
 
     def _options(self, call: VarlenCall) -> dict[str, Any]:
-        """What both operators are told of a call."""
+        """What both operators are told of a kernel call."""
         return {
             "cu_seqlens_q": call.cu_q,
             "cu_seqlens_k": call.cu_k,

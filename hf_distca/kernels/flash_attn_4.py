@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contract import AttentionParams
-from .flash_varlen import FlashVarlenKernel, VarlenCall
+from .flash_varlen import FlashVarlenKernel
+from .params import AttentionParams
+from .varlen_call import VarlenCall
 
 
 class FlashAttn4Kernel(FlashVarlenKernel):
     """`_flash_attn_fwd` and `_flash_attn_bwd` of the flash-attn-4 package.
 
-    The first call of each kind compiles its kernel, which takes some seconds.
+    The first kernel call of each kind compiles its kernel, which takes some seconds.
 
     Raises:
         ImportError: the package is missing.
@@ -96,7 +97,7 @@ def padded_head_dims(head_dim_qk: int, head_dim_v: int, major: int) -> tuple[int
 
 
 def _options(call: VarlenCall) -> dict[str, Any]:
-    """What both directions are told of a call. A window that sees all is None here, and not -1."""
+    """What both directions are told of a kernel call. A window that sees all is None here, and not -1."""
     return {
         "cu_seqlens_q": call.cu_q,
         "cu_seqlens_k": call.cu_k,

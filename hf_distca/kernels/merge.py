@@ -6,6 +6,8 @@ Shape suffixes: N rows of the result so far, Q rows of the part, H query heads, 
 import torch
 from torch import Tensor
 
+from .operators import define_operator
+
 CHUNK = 1 << 16
 """Numbers of O that are merged at a time on the CPU where they must be copied: the copies stay in cache."""
 
@@ -53,13 +55,11 @@ def _merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
 def _merge_on_cuda(
     o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None
 ) -> None:
-    from .merge_triton import merge_into as fused  # Triton comes with torch for CUDA only
+    from .merge_triton import merge_into as fused
 
     fused(o_NHE, lse_NH, o_part_QHE, lse_part_QH, rows_Q)
 
 
-# An operator of torch's, so that whatever looks at operators (fake tensors, profilers) sees it as one.
-_library = torch.library.Library("hf_distca", "FRAGMENT")
-_library.define("merge_into(Tensor(a!) o, Tensor(b!) lse, Tensor o_part, Tensor lse_part, Tensor? rows) -> ()")
-_library.impl("merge_into", _merge_on_cuda, "CUDA")
-_library.impl("merge_into", lambda *_: None, "Meta")
+define_operator(
+    "merge_into(Tensor(a!) o, Tensor(b!) lse, Tensor o_part, Tensor lse_part, Tensor? rows) -> ()", _merge_on_cuda
+)

@@ -11,7 +11,8 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Literal
 
-from .contract import AttentionParams, TaskShapes
+from .params import AttentionParams
+from .shapes import TaskShapes
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class Part:
 
 @dataclass(frozen=True)
 class PartPlan:
-    """All parts of a call.
+    """All parts of a kernel call.
 
     Attributes:
-        parts: the first part that touches a row is causal, if the call is; later ones add to it.
+        parts: the first part that touches a row is causal, if the kernel call is; later ones add to it.
         rows_in_order: the parts, one after another, hold every packed row once and in order.
         keys_in_order: likewise for the packed keys.
     """
@@ -55,7 +56,7 @@ class PartPlan:
 
 
 def plan_parts(shapes: TaskShapes, params: AttentionParams) -> PartPlan:
-    """Cut all tasks of a call into parts.
+    """Cut all tasks of a kernel call into parts.
 
     Args:
         shapes: lengths of the tasks.

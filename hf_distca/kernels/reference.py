@@ -7,7 +7,9 @@ keys, E head dim of values.
 import torch
 from torch import Tensor
 
-from .contract import AttentionParams, TaskShapes, check_tensors
+from .checks import check_tensors
+from .params import AttentionParams
+from .shapes import TaskShapes
 
 
 class ReferenceKernel:

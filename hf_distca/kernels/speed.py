@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_distca.kernels.contract import AttentionParams, Kernel, TaskShapes
+from .contract import Kernel
+from .params import AttentionParams
+from .shapes import TaskShapes
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def measure_speed(
         device: where.
         dtype: of the tensors; None: bfloat16 on CUDA, float32 elsewhere.
         work: what to compute; None: what suits the device.
-        seconds: how long to measure, after one call to warm up; three calls at least.
+        seconds: how long to measure, after one forward and backward to warm up; three at least.
     """
     work = work_for(device) if work is None else work
     if dtype is None:

@@ -1,9 +1,9 @@
-"""Splitting a call whose tasks differ much in length into calls on fewer tasks.
+"""Splitting a kernel call whose tasks differ much in length into kernel calls on fewer tasks.
 
 Kernels that launch a block of threads for every 128 rows of the *longest* task, for every task and head, launch mostly
 empty blocks where one task is long and many are short: one of 32768 rows with 500 short ones at 32 heads makes 4
-million, of which 24 thousand have rows. Tasks lie packed, so that any run of neighbours can be a call of its own, on
-slices, which copies no input.
+million, of which 24 thousand have rows. Tasks lie packed, so that any run of neighbours can be a kernel call of its
+own, on slices, which copies no input.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .contract import TaskShapes
+from .shapes import TaskShapes
 
 BLOCK = 128
 """Rows of a block, or keys; some kernels take 64 or 192 of them."""
@@ -23,7 +23,7 @@ EMPTY_BLOCK_NS = 13.0
 1875 ms instead of 6.5 with 143 million blocks that read their task's length and end, and 31.0 instead of 0.8 with 2.2
 million."""
 CALL_NS = 50_000.0
-"""What one call more costs: host work, launches, and joining the results. An estimate."""
+"""What one kernel call more costs: host work, launches, and joining the results. An estimate."""
 MOST_RUNS = 256
 """The time to find the best cuts grows with the square of the runs; more runs than that are joined by pairs."""
 
@@ -43,7 +43,7 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class TaskRange:
-    """Neighbouring tasks that make one call.
+    """Neighbouring tasks that make one kernel call.
 
     Attributes:
         q: their packed query rows.
@@ -63,11 +63,11 @@ class TaskRange:
 
 
 def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, ...]:
-    """The calls that together compute all tasks in the least time; made once for the shapes.
+    """The kernel calls that together compute all tasks in the least time; made once for the shapes.
 
     Args:
         shapes: lengths of the tasks.
-        grid: of the kernel, in the direction of the call.
+        grid: of the kernel, in the direction of the kernel call.
         heads: query heads.
     """
     return shapes.once(
@@ -92,7 +92,7 @@ def _ranges(shapes: TaskShapes, borders: Sequence[int]) -> tuple[TaskRange, ...]
 
 
 def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -> list[int]:
-    """Where to cut a sequence of tasks so that blocks and calls together cost the least.
+    """Where to cut a sequence of tasks so that blocks and kernel calls together cost the least.
 
     Args:
         q_lens: query rows of each task.
@@ -101,7 +101,7 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
         heads: query heads.
 
     Returns:
-        0, the number of the first task of each further call, and the number of tasks.
+        0, the index of the first task of each further kernel call, and the number of tasks.
     """
     tasks = len(q_lens)
     per_call = CALL_NS / (EMPTY_BLOCK_NS * heads)  # in blocks of one head
@@ -117,7 +117,7 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
         borders = np.concatenate([borders[:-1:2], borders[-1:]])
     longest_q, longest_k = (np.maximum.reduceat(blocks, borders[:-1]) for blocks in (q_blocks, k_blocks))
 
-    # 2. The least cost of the first runs, and where their last call begins.
+    # 2. The least cost of the first runs, and where their last kernel call begins.
     runs = len(borders) - 1
     least, begins = np.zeros(runs + 1), np.zeros(runs + 1, dtype=np.int64)
     for end in range(1, runs + 1):
@@ -136,5 +136,5 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
 
 
 def _launched(q_blocks: NDArray[np.int64], k_blocks: NDArray[np.int64], tasks: int, grid: Grid) -> int:
-    """Blocks of one head that a single call launches."""
+    """Blocks of one head that a single kernel call launches."""
     return int((grid.by_q * q_blocks.max() + grid.by_k * k_blocks.max()) * tasks)

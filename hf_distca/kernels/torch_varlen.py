@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from .contract import AttentionParams
 from .flash_attn_3 import not_deterministic
 from .flash_attn_4 import padded_head_dims
-from .flash_varlen import FlashVarlenKernel, VarlenCall
+from .flash_varlen import FlashVarlenKernel
+from .params import AttentionParams
 from .split import Grid
+from .varlen_call import VarlenCall
 
 FIRST_WITH_FA4_WINDOWS = (2, 13)
 

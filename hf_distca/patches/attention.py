@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan, LayerPlan
-from hf_distca.kernels.contract import AttentionParams
+from hf_distca.kernels import AttentionParams
 from hf_distca.patches.masks import DeferredMask
 from hf_distca.patches.uncompiled import uncompiled
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_distca.kernels.contract import AttentionParams
+from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
 
 

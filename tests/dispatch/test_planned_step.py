@@ -109,7 +109,7 @@ def test_two_micro_batches_at_once(rank_pools):
 def _attend_without_rows() -> list[list[int]]:
     """Attention alone, where a rank may hold no row at all."""
     from hf_distca.dispatch.attention import disaggregated_attention
-    from hf_distca.kernels.contract import AttentionParams
+    from hf_distca.kernels import AttentionParams
     from hf_distca.planner.micro_batch import plan_placed
 
     dispatcher = dispatcher_of_all_ranks()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.clock import Clock
-from hf_distca.kernels.contract import AttentionParams, Kernel, TaskShapes
+from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.planner.cost import Workers, pairs
 
 SMOOTHING = 0.5

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.rows import take
-from hf_distca.kernels.contract import AttentionParams, Kernel
+from hf_distca.kernels import AttentionParams, Kernel
 from hf_distca.pool.messages.call import Call
 from hf_distca.pool.server.plans import ServedTasks
 from hf_distca.pool.transport.host_memory import to_host

@@ -8,8 +8,7 @@ import torch
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.remote import ServerRows
-from hf_distca.kernels import get_kernel
-from hf_distca.kernels.contract import AttentionParams
+from hf_distca.kernels import AttentionParams, get_kernel
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.routes import make_routes

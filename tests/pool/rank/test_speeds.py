@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_distca.kernels import TaskShapes, get_kernel
-from hf_distca.kernels.contract import AttentionParams
+from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
 from hf_distca.pool.rank.speeds import Observed, Served, Speeds, Stopwatch, TimedKernel
 
 

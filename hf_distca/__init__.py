@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from hf_distca.patches.layers import plan_layers
     from hf_distca.patches.model import plan_settings
     from hf_distca.planner.micro_batch import PlanSettings
-    from hf_distca.trainer.arguments import DistCATrainingArguments
+    from hf_distca.trainer.arguments import DistCAArguments, DistCATrainingArguments
+    from hf_distca.trainer.mixin import DistCAMixin
     from hf_distca.trainer.trainer import DistCATrainer
 
 __all__ = [
     "CollatorWithLengths",
     "Dispatcher",
+    "DistCAArguments",
     "DistCACollator",
     "DistCAConfig",
+    "DistCAMixin",
     "DistCATrainer",
     "DistCATrainingArguments",
     "GlobalBatchSampler",
@@ -37,8 +40,10 @@ __all__ = [
 _MODULES = {
     "CollatorWithLengths": "dispatch.padding_free",
     "Dispatcher": "dispatch.dispatcher",
+    "DistCAArguments": "trainer.arguments",
     "DistCACollator": "collator.collation",
     "DistCAConfig": "config",
+    "DistCAMixin": "trainer.mixin",
     "DistCATrainer": "trainer.trainer",
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",

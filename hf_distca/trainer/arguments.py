@@ -1,6 +1,7 @@
-"""Arguments of DistCATrainer."""
+"""Arguments of DistCATrainer, and the part of them that any trainer's arguments can take in."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
@@ -8,10 +9,27 @@ from transformers import TrainingArguments
 from hf_distca.config import EXTERNAL, DistCAConfig
 from hf_distca.pool.launch import Launch, on_cpu, split_launch
 
+if TYPE_CHECKING:
+    _Arguments = TrainingArguments
+else:  # which trainer's they are is for a subclass to say
+    _Arguments = object
+
+REFUSED = {
+    "label_smoothing_factor": (0.0, "targets of packed documents are already shifted, and it shifts again"),
+    "average_tokens_across_devices": (True, "ranks hold different numbers of targets"),
+    "auto_find_batch_size": (False, "memory is set by tokens_per_rank"),
+    "dataloader_drop_last": (False, "it would drop documents"),
+    "packing": (False, "documents are packed by their lengths, and stay apart"),
+}
+"""Arguments of trainers that can have one value only, and why. Only TRL's have `packing`."""
+
 
 @dataclass
-class DistCATrainingArguments(DistCAConfig, TrainingArguments):
-    """`transformers.TrainingArguments` with the settings of `DistCAConfig`.
+class DistCAArguments(DistCAConfig, _Arguments):
+    """The settings of `DistCAConfig` among the arguments of a trainer, which stand behind it in one dataclass.
+
+        @dataclass
+        class MyArguments(hf_distca.DistCAArguments, SFTConfig): ...
 
     Raises:
         ValueError: a setting contradicts packed, exactly normalised training.
@@ -43,16 +61,17 @@ class DistCATrainingArguments(DistCAConfig, TrainingArguments):
             self.attention_server_launch = split_launch(
                 int(self.attention_servers), self.attention_server_timeout, cpu=on_cpu(self.use_cpu)
             )
-        TrainingArguments.__post_init__(self)
-        refused = {
-            "label_smoothing_factor": (
-                0.0,
-                "targets of packed documents are already shifted, and it shifts again",
-            ),
-            "average_tokens_across_devices": (True, "ranks hold different numbers of targets"),
-            "auto_find_batch_size": (False, "memory is set by tokens_per_rank"),
-            "dataloader_drop_last": (False, "it would drop documents"),
-        }
-        for name, (value, why) in refused.items():
-            if getattr(self, name) != value:
+        behind: Any = super(DistCAConfig, self)  # the trainer's own arguments
+        behind.__post_init__()
+        for name, (value, why) in REFUSED.items():
+            if getattr(self, name, value) != value:
                 raise ValueError(f"{name}={getattr(self, name)!r} cannot be used here: {why}; leave it at {value!r}")
+
+
+@dataclass
+class DistCATrainingArguments(DistCAArguments, TrainingArguments):
+    """`transformers.TrainingArguments` with the settings of `DistCAConfig`.
+
+    Raises:
+        ValueError: a setting contradicts packed, exactly normalised training.
+    """

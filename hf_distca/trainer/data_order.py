@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_distca.dispatch.groups import Groups
-from hf_distca.trainer.arguments import DistCATrainingArguments
+from hf_distca.trainer.arguments import DistCAArguments
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,36 @@ DataOrder = dict[str, int | str]
 """All that decides which documents a step trains on, by the names under which users set it."""
 
 
-def packed_order(args: DistCATrainingArguments, ranks: int, lengths: NDArray[np.int64], fingerprint: str) -> DataOrder:
+AGREED = (
+    "seed",
+    "data_seed",
+    "train_sampling_strategy",
+    "long_documents",
+    "remove_unused_columns",
+    "length_column_name",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "attention_servers",
+)
+"""Arguments that decide which micro-batches come, and when: ranks that differ in one would exchange rows of others."""
+
+
+def check_agreement(args: DistCAArguments, groups: Groups) -> None:
+    """Raise unless every rank would train on the same micro-batches in the same order. A collective.
+
+    Raises:
+        ValueError: on every rank, where an argument differs between ranks.
+    """
+    values = groups.all_gather(tuple(getattr(args, name) for name in AGREED))
+    for name, by_rank in zip(AGREED, zip(*values, strict=True), strict=True):
+        if len(set(by_rank)) > 1:
+            raise ValueError(
+                f"{name} differs between ranks, from rank 0 on it is {list(by_rank)}; start all ranks alike"
+            )
+
+
+def packed_order(args: DistCAArguments, ranks: int, lengths: NDArray[np.int64], fingerprint: str) -> DataOrder:
     """The order of a data set with a length, packed into global micro-batches."""
     return {
         CAPACITY: ranks * args.tokens_per_rank,
@@ -38,7 +67,7 @@ def packed_order(args: DistCATrainingArguments, ranks: int, lengths: NDArray[np.
     }
 
 
-def streamed_order(args: DistCATrainingArguments, ranks: int) -> DataOrder:
+def streamed_order(args: DistCAArguments, ranks: int) -> DataOrder:
     """The order of a stream that each rank packs its share of, provided that it gives the same once more."""
     return {
         "ranks": ranks,
@@ -50,7 +79,7 @@ def streamed_order(args: DistCATrainingArguments, ranks: int) -> DataOrder:
     }
 
 
-def collated_order(args: DistCATrainingArguments, ranks: int, dataset: Any) -> DataOrder:
+def collated_order(args: DistCAArguments, ranks: int, dataset: Any) -> DataOrder:
     """The order of examples that Trainer draws and divides, for a collator of the user's own."""
     return {
         "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
@@ -59,7 +88,7 @@ def collated_order(args: DistCATrainingArguments, ranks: int, dataset: Any) -> D
     }
 
 
-def _drawn(args: DistCATrainingArguments) -> DataOrder:
+def _drawn(args: DistCAArguments) -> DataOrder:
     strategy = args.train_sampling_strategy
     if strategy != "sequential":
         strategy = f"{strategy} with seed {args.seed if args.data_seed is None else args.data_seed}"
@@ -116,7 +145,7 @@ class DataProgress(TrainerCallback):
 
 
 def agreed_place(
-    order: DataOrder, resume_from_checkpoint: str | bool | None, args: DistCATrainingArguments, groups: Groups
+    order: DataOrder, resume_from_checkpoint: str | bool | None, args: DistCAArguments, groups: Groups
 ) -> DataPlace:
     """The place to train from: a checkpoint's, or the start where there is none. A collective.
 

@@ -40,6 +40,12 @@ def gathers_parameters(accelerator: Accelerator) -> bool:
     return plugin is not None and plugin.hf_ds_config.is_zero3()
 
 
+def prepares_with_optimizer(accelerator: Accelerator) -> bool:
+    """Whether a model is prepared together with its optimizer only, so not before it is trained."""
+    fsdp, deepspeed = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("fsdp", "deepspeed"))
+    return fsdp is not None or (deepspeed is not None and not gathers_parameters(accelerator))
+
+
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
     """Let ZeRO-3 gather a layer's parameters when the layer begins, not module by module: its halves take turns.
 

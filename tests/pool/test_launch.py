@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 from accelerate import PartialState
 
+from hf_distca.pool import launch as launches
 from hf_distca.pool.launch import TOKEN_FILE, Launch, split_launch
 from hf_distca.pool.wire.token import make_token, write_token
-from hf_distca.trainer import attention_servers as launches
 from tests.launch import ROOT, launch
 from tests.pool.servers import wait_until
 from tests.ranks import free_port
+from tests.trainer.small_trainers import make_trainer
 from tests.trainer.test_launch import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
-from tests.trainer.test_trainer import make_trainer
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models import random_documents, reference_step, small_model
-from tests.trainer.test_trainer import LENGTHS, make_trainer
+from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 LEARNING_RATE, STEPS = 0.3, 3
 CAUSAL_LM = {"task_type": "CAUSAL_LM"}

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from hf_distca.dispatch.padding_free import batch_document_lengths
 from hf_distca.plan import PLAN_KEY
 from hf_distca.trainer.ahead import UpcomingBatches
-from tests.trainer.test_trainer import make_trainer
+from tests.trainer.small_trainers import make_trainer
 
 
 class Binder:

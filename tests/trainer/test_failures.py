@@ -5,7 +5,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_distca.dispatch.failures import Failures
-from tests.trainer.test_trainer import make_trainer
+from tests.trainer.small_trainers import make_trainer
 
 
 class FullDisk(TrainerCallback):

@@ -3,7 +3,7 @@
 import pytest
 from transformers import TrainerCallback
 
-from tests.trainer.test_trainer import LENGTHS, make_trainer
+from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
 class Clock(TrainerCallback):

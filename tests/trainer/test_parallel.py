@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.trainer.test_trainer import make_trainer
+from tests.trainer.small_trainers import make_trainer
 
 
 def _step_of_a_bare_model(folder: str) -> tuple[str, bool]:

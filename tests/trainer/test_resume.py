@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from tests.models import small_model
 from tests.ranks import RankPool
-from tests.trainer.test_trainer import LENGTHS, make_trainer
+from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 FIRST = 3
 ALL = Counter(range(FIRST, FIRST + sum(LENGTHS)))

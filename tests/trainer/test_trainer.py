@@ -1,75 +1,14 @@
 """What DistCATrainer gives on one and two ranks: exact losses, whatever the data comes from."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import datasets
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening
 
-import hf_distca
 from tests.models import random_documents, reference_step, small_model
-
-LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]
-
-
-def make_trainer(
-    folder: str,
-    source: str = "packed",
-    lengths=LENGTHS,
-    model: Any = None,
-    columns: dict[str, Any] | None = None,
-    **arguments: Any,
-):
-    """A trainer on CPU, on as many ranks as there are."""
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    args = hf_distca.DistCATrainingArguments(
-        output_dir=folder,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **{
-            "logging_steps": 1,
-            "lr_scheduler_type": "constant",
-            "dataloader_num_workers": 0,
-            "balance_block_size": 8,
-            "tokens_per_rank": 160,
-            "seed": 1,
-            **arguments,
-        },
-    )
-    documents = [{"input_ids": document.tolist(), **(columns or {})} for document in random_documents(lengths)]
-    if source == "stream":
-        dataset: Any = datasets.IterableDataset.from_generator(_Documents(documents))
-    elif source == "list":
-        dataset = documents
-    elif source == "transform":
-        dataset = datasets.Dataset.from_dict({"index": range(len(documents))})
-        dataset.set_transform(lambda batch: {n: [documents[i][n] for i in batch["index"]] for n in documents[0]})
-    else:
-        dataset = datasets.Dataset.from_list(documents)
-    return hf_distca.DistCATrainer(
-        model=model or small_model(),
-        args=args,
-        train_dataset=dataset,
-        eval_dataset=dataset,
-        data_collator=DataCollatorWithFlattening() if source == "flattened" else None,
-    )
-
-
-class _Documents:
-    """Gives documents one after another, as often as asked; unlike a lambda it can be pickled."""
-
-    def __init__(self, documents: list[dict]) -> None:
-        self._documents = documents
-
-    def __call__(self):
-        yield from self._documents
+from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
 def _one_step_of_everything(folder: str, source: str, workers: int, **arguments: Any) -> tuple[list[dict], dict, int]:

@@ -1,0 +1,189 @@
+"""Data loaders of a trainer: each gives a rank its rows of one global micro-batch after another."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from accelerate.data_loader import prepare_data_loader
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import seed_worker
+
+from hf_distca.collator.collation import DistCACollator
+from hf_distca.collator.documents import Columns
+from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
+from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.rank_documents import RankDocuments
+from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.collator.streams import StreamPacker
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.padding_free import CollatorWithLengths
+from hf_distca.trainer.arguments import DistCAArguments
+
+
+class PackedLoaders:
+    """Makes the loaders of data sets that hf_distca packs.
+
+    Args:
+        args: the trainer's.
+        dispatcher: plans what is packed for its ranks.
+        columns: called without arguments, tells which columns of the data count.
+    """
+
+    def __init__(self, args: DistCAArguments, dispatcher: Dispatcher, columns: Callable[[], Columns]) -> None:
+        self._args = args
+        self._dispatcher = dispatcher
+        self._columns = columns
+        # With the data set itself, so that its id stays its own.
+        self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
+
+    def lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
+        """Lengths of a data set's documents and its fingerprint, read once. A collective; see `agreed_lengths`."""
+        if id(dataset) not in self._lengths:
+            groups = self._dispatcher.groups
+            progress = groups.rank == 0 and not self._args.disable_tqdm
+            self._lengths[id(dataset)] = dataset, agreed_lengths(dataset, self._columns(), groups, progress=progress)
+        return self._lengths[id(dataset)][1]
+
+    def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
+        """A loader of this rank's rows: planned where the data set has a length, else still to be planned.
+
+        Args:
+            dataset: with or without a length.
+            shuffle: draw documents anew in each epoch; a stream comes in its own order.
+            capacity: the most tokens of a global micro-batch; 0 for ranks · tokens_per_rank.
+        """
+        return self._prepared(
+            self._of_stream(dataset) if is_stream(dataset) else self._of_documents(dataset, shuffle, capacity)
+        )
+
+    def _of_stream(self, dataset: Any) -> DataLoader[Any]:
+        args, groups = self._args, self._dispatcher.groups
+        packer = StreamPacker(
+            dataset, groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns()
+        )
+        return DataLoader(packer, batch_size=None, **self._options())
+
+    def _of_documents(self, dataset: Any, shuffle: bool, capacity: int) -> DataLoader[Any]:
+        args, groups = self._args, self._dispatcher.groups
+        lengths, _ = self.lengths(dataset)
+        capacity = capacity or groups.ranks * args.tokens_per_rank
+        excerpts = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
+        seed = args.seed if args.data_seed is None else args.data_seed
+        return DataLoader(
+            RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns()),
+            batch_sampler=GlobalBatchSampler(excerpts, capacity, shuffle=shuffle, seed=seed),
+            collate_fn=DistCACollator(groups.rank),
+            **self._options(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        args = self._args
+        return {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+            "multiprocessing_context": args.dataloader_multiprocessing_context,
+            "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        }
+
+    def _prepared(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader as accelerate prepares it, but not divided among ranks: it knows its rank already."""
+        config: Any = self._args.accelerator_config
+        prepared: DataLoader[Any] = prepare_data_loader(
+            loader,
+            device=self._dispatcher.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+            non_blocking=config.non_blocking,
+        )
+        return prepared
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set has no length, so that nobody knows its documents before they come."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+
+
+def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: bool) -> tuple[NDArray[np.int64], str]:
+    """Lengths of the documents, checked, and the fingerprint, those of every other rank. A collective.
+
+    Args:
+        dataset: with a length.
+        columns: of it, those that count.
+        groups: the ranks that must have the same data set.
+        progress: show how far reading has come.
+
+    Returns:
+        Tokens of each document [documents] int64; the fingerprint.
+
+    Raises:
+        ValueError: on every rank, where the data set of any rank is faulty or differs from another's.
+    """
+    error, lengths, fingerprint = None, np.empty(0, np.int64), ""
+    try:
+        lengths = document_lengths(dataset, columns, progress=progress)
+        fingerprint = dataset_fingerprint(dataset, lengths, columns)
+    except Exception as caught:  # whatever a data set raises: the other ranks must not wait for this one
+        error = caught
+    groups.raise_together(error)
+    others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())))
+    if any(other[0] != others[0][0] for other in others):
+        found = "; ".join(f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(others))
+        raise ValueError(
+            f"ranks were given different data sets ({found}); every rank needs the same documents in the same "
+            "order: give them all the whole data set, shuffled with one seed"
+        )
+    return lengths, fingerprint
+
+
+def is_dispatched(dataset: Any, args: DistCAArguments) -> bool:
+    """Whether accelerate's loader has rank 0 read for all ranks and hand out tensors, which are all that it can."""
+    config: Any = args.accelerator_config
+    dispatches: bool | None = config.dispatch_batches
+    return isinstance(dataset, IterableDataset) if dispatches is None else dispatches
+
+
+@contextmanager
+def lengths_read_on_host(trainer: Trainer, dataset: Any, args: DistCAArguments) -> Iterator[None]:
+    """Loaders that a trainer makes inside tell the lengths of documents, read before batches go to the device.
+
+    Args:
+        trainer: with a padding-free `data_collator`.
+        dataset: what the loader is of.
+        args: the trainer's.
+    """
+    collator = trainer.data_collator
+    if not is_dispatched(dataset, args):
+        trainer.data_collator = CollatorWithLengths(collator)
+    try:
+        yield
+    finally:
+        trainer.data_collator = collator
+
+
+class PlannedLoader:
+    """Batches of a loader planned one by one, until the data of every rank has ended.
+
+    Args:
+        loader: gives batches whose documents already lie on this rank; ranks may have different numbers.
+        dispatcher: plans them.
+    """
+
+    def __init__(self, loader: DataLoader[Any], dispatcher: Dispatcher) -> None:
+        self._loader = loader
+        self._dispatcher = dispatcher
+        self.dataset = loader.dataset
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batches = iter(self._loader)
+        while planned := self._dispatcher.plan_batches(list(islice(batches, 1))):
+            yield planned[0]

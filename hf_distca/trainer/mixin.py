@@ -1,0 +1,384 @@
+"""DistCAMixin: planned core attention for any trainer that is transformers' Trainer or made of it."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+
+from hf_distca.collator.documents import Columns
+from hf_distca.collator.streams import StreamPacker
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.model import plan_settings
+from hf_distca.plan import PLAN_KEY, MicroBatchPlan
+from hf_distca.pool.launch import TOKEN_FILE, open_pool
+from hf_distca.pool.rank.pool import Pool
+from hf_distca.trainer.ahead import UpcomingBatches
+from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.data_order import (
+    CAPACITY,
+    DataOrder,
+    DataPlace,
+    DataProgress,
+    agreed_place,
+    check_agreement,
+    collated_order,
+    packed_order,
+    streamed_order,
+)
+from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
+from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
+from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.parallel import (
+    forget_evaluation,
+    gather_whole_layers,
+    gathers_parameters,
+    is_wrapped,
+    whole_weights,
+)
+from hf_distca.trainer.refusals import check_arguments, check_trainer, named_arguments
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:  # which trainer it is is for a subclass to say
+    _Trainer = object
+
+
+class DistCAMixin(_Trainer):
+    """Lets a trainer train on whole documents packed without padding, with core attention balanced over ranks.
+
+        class MyTrainer(hf_distca.DistCAMixin, SFTTrainer): ...
+
+    The trainer stands behind it, is made with its own arguments, and each of its methods runs as it would; `args`
+    are a dataclass of DistCAArguments and the trainer's own. The data set, as the trainer prepares it, gives
+    examples with `input_ids` and optionally `labels` (unshifted, -100 where no loss is wanted). The loss and
+    gradients are those of one process on the same global batch.
+
+    - A data set with a length is packed into global micro-batches that are planned as a whole.
+    - A streaming data set is packed rank by rank; ranks exchange lengths and move only attention.
+    - With a padding-free `data_collator` (transformers' DataCollatorWithFlattening) batches are made as
+      the trainer makes them; likewise only attention moves.
+
+    Raises:
+        ValueError: model, arguments or data set cannot be trained so; says why, on every rank, before any
+            work starts.
+    """
+
+    args: DistCAArguments
+    model: PreTrainedModel
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = named_arguments(super().__init__, args, kwargs)
+        check_arguments(given)
+        self._packs = given.get("data_collator") is None
+        super().__init__(*args, **kwargs)
+        check_trainer(self)
+        self.dispatcher = self._make_dispatcher()
+        check_agreement(self.args, self.dispatcher.groups)
+        self.pool = self._open_pool()
+        self._plan_layers()
+        self.meter = StepMeter(self.dispatcher, self.pool)
+        self.add_callback(self.meter)
+        self._loaders = PackedLoaders(self.args, self.dispatcher, self._columns)
+        self._progress = DataProgress()
+        self.add_callback(self._progress)
+        self._upcoming = UpcomingBatches(self.dispatcher)
+        self._ended: Iterator[Any] | None = None
+        self._wrapped: nn.Module | None = None  # the model that training steps were last known to be wrapped by
+        self._evaluation = EvaluationLoss(self.dispatcher.groups)
+
+    # Assembly
+
+    def _make_dispatcher(self) -> Dispatcher:
+        args = self.args
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
+        settings = plan_settings(self.model, args, ranks=args.world_size, device=args.device, dtype=dtype)
+        return Dispatcher(
+            settings,
+            args.device,
+            keep_received=args.keep_received,
+            keep_core_attention=args.keep_core_attention,
+            timeout_s=args.exchange_timeout,
+        )
+
+    def _open_pool(self) -> Pool | None:
+        args = self.args
+        if args.attention_servers == "0":
+            return None
+        return open_pool(
+            self.dispatcher,
+            args.attention_server_launch,
+            address=args.attention_server_address,
+            token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
+            ranks_serve=args.ranks_serve,
+            timeout_s=args.attention_server_timeout,
+        )
+
+    def _plan_layers(self) -> None:
+        if not self.dispatcher.settings.ping_pong:
+            return
+        layers = plan_layers(self.model)
+        if gathers_parameters(self.accelerator):
+            gather_whole_layers(self.model, layers)
+
+    # Data
+
+    def _columns(self) -> Columns:
+        """Columns of the data that count: with remove_unused_columns those alone that the trainer keeps."""
+        model_inputs: frozenset[str] | None = None
+        if self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            model_inputs = frozenset(self._signature_columns or ())
+        return Columns(self.args.length_column_name, model_inputs)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's rows of the data's micro-batches, for training and evaluation alike."""
+        if not self._packs:
+            with lengths_read_on_host(self, dataset, self.args):
+                return super()._get_dataloader(
+                    dataset, description, batch_size, sampler_fn, is_training, *args, **kwargs
+                )
+        shuffle = is_training and self.args.train_sampling_strategy != "sequential"
+        # None before training has begun.
+        capacity = int(self._progress.place.order.get(CAPACITY, 0)) if is_training else 0
+        return self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """A loader of planned micro-batches of the evaluation data: this rank's rows."""
+        loader = super().get_eval_dataloader(*args, **kwargs)
+        is_planned = self._packs and not isinstance(loader.dataset, StreamPacker)
+        return loader if is_planned else PlannedLoader(loader, self.dispatcher)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
+        """The micro-batches of one optimizer step, planned, and the number of their targets on all ranks."""
+        batches = self._planned_batches(epoch_iterator, num_batches)
+        batches, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
+        self._upcoming.begin_step(batches)
+        return batches, targets
+
+    def _planned_batches(self, epoch_iterator: Iterator[Any], num_batches: int) -> list[dict[str, Any]]:
+        if epoch_iterator is self._ended:
+            return []
+        if self.pool is not None:
+            self.pool.refresh()
+        if self._packs and not is_stream(self.train_dataset):
+            return self._upcoming.fetch(epoch_iterator, num_batches)
+        batches = self.dispatcher.plan_batches(list(islice(epoch_iterator, num_batches)), at_least=num_batches)
+        if not batches:  # no rank has more in this epoch: nothing to ask one another about again
+            self._ended = epoch_iterator
+        return batches
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        targets: Any = super()._get_num_items_in_batch(*args, **kwargs)
+        # Documents of one token have no target: their loss is 0, not 0/0.
+        return None if targets is None else targets.clamp(min=1)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs on the device, their plan bound to this rank."""
+        inputs = super()._prepare_inputs(inputs)
+        if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
+            inputs = {**inputs, PLAN_KEY: self._upcoming.bind(inputs[PLAN_KEY])}
+            if self.model_wrapped.training:
+                self.meter.count(inputs[PLAN_KEY])
+        return inputs
+
+    # Training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer.train`. Dedicated attention servers are let go when it ends.
+
+        Raises:
+            RuntimeError: another rank failed; says which and why.
+            ValueError: the documents that are left cannot be those that the checkpoint has not seen yet; says what
+                must be set, on every rank, before any work starts. Or this trainer has trained before, under
+                DeepSpeed; or nothing brings the gradients of ranks together.
+        """
+        if self.is_deepspeed_enabled and self.deepspeed is not None:
+            if self.state.global_step:
+                raise ValueError(
+                    "a trainer trains once under DeepSpeed, whose engine and optimizer end when train() begins again; "
+                    f"train all epochs in one call, or go on with a new {type(self).__name__} on the same model, "
+                    "whose optimizer starts anew"
+                )
+            # An evaluation has made an engine that cannot train.
+            self.model_wrapped, self.deepspeed = self.model, None
+        forget_evaluation(self.model_wrapped, self.accelerator)
+        try:
+            with self.dispatcher.groups.failures.told():
+                place = agreed_place(self._data_order(), resume_from_checkpoint, self.args, self.dispatcher.groups)
+                self._progress.begin(place)
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if self.pool is not None:
+                self.pool.close()
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Trainer.training_step`; raises on every rank where ranks would train apart.
+
+        The next micro-batch is bound before Trainer waits for this one's loss.
+        """
+        if model is not self._wrapped:
+            error = None
+            if self.args.world_size > 1 and not is_wrapped(model, self.accelerator):
+                error = ValueError(
+                    f"{type(model).__name__} is not wrapped for {self.args.world_size} ranks "
+                    f"({self.accelerator.distributed_type}), so each would train apart; give the trainer a model that "
+                    "no Accelerator has prepared, and call train()"
+                )
+            self.dispatcher.groups.raise_together(error)
+            self._wrapped = model
+        loss = super().training_step(model, *args, **kwargs)
+        self._upcoming.bind_next()
+        return loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The trainer's loss over the targets of all ranks; raises if the plan did not reach the model's attention."""
+        plan = inputs[PLAN_KEY]
+        if num_items_in_batch is None:  # an evaluation of a trainer that takes the mean of each rank by itself
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        result = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+        )
+        if plan.ran.attentions == 0:
+            raise ValueError(
+                f"{type(self.model).__name__} did not hand {PLAN_KEY} to its attention layers, so nothing was "
+                "exchanged and documents attended to one another; this model cannot train with planned attention"
+            )
+        return result
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with the figures of the micro-batches since the last time where it is a training step's log."""
+        if "loss" in logs:
+            logs = {**logs, **self.meter.figures()}
+        super().log(logs, *args, **kwargs)
+
+    # Evaluation
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See `Trainer.evaluate`; the loss is the mean over all targets."""
+        with self.dispatcher.groups.failures.told():
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        *args: Any,
+        **kwargs: Any,
+    ) -> EvalLoopOutput:
+        """Evaluate; the loss is the mean over all targets, however they are spread over micro-batches.
+
+        Raises:
+            ValueError: before training, where FSDP or ZeRO-1 and -2 prepare a model for training only.
+        """
+        check_can_evaluate(self.model_wrapped, self.accelerator)
+        self._evaluation = EvaluationLoss(self.dispatcher.groups)
+        with self.meter.paused():
+            output = super().evaluation_loop(
+                dataloader, description, True, ignore_keys, metric_key_prefix, *args, **kwargs
+            )
+        loss = self._evaluation.mean()
+        if loss is not None and output.metrics is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor | None, None, None]:
+        """Add one micro-batch to the evaluation's loss."""
+        targets = self._get_num_items_in_batch([inputs], self.args.device)
+        loss, _, _ = super().prediction_step(model, inputs, True, *args, **kwargs)
+        assert loss is not None
+        assert targets is not None  # planned batches have some
+        self._evaluation.add(loss, targets)
+        return loss, None, None
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Not available: rows are spread over ranks as the plan says, not document by document.
+
+        Raises:
+            NotImplementedError: always; says what to use.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} gives no predictions document by document; evaluate() reports the exact loss, and "
+            "the trained model predicts outside the trainer as any other"
+        )
+
+    # Saving and resuming
+
+    def _data_order(self) -> DataOrder:
+        """What decides which documents each step trains on."""
+        ranks = self.dispatcher.groups.ranks
+        if not self._packs:
+            return collated_order(self.args, ranks, self.train_dataset)
+        if is_stream(self.train_dataset):
+            return streamed_order(self.args, ranks)
+        return packed_order(self.args, ranks, *self._loaders.lengths(self.train_dataset))
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """The epoch to begin with, and the micro-batches of it that are done, besides what Trainer sets up."""
+        epochs, _ = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
+        place = self._progress.place
+        if self.args.ignore_data_skip:
+            place = DataPlace(place.order, epochs)
+        elif place.steps == num_update_steps_per_epoch:
+            place = DataPlace(place.order, place.epoch + 1)
+        self._progress.begin(place)
+        if self.state.global_step >= max_steps and self.is_world_process_zero():
+            logger.warning(
+                "nothing is left to train: the checkpoint is of step %s, and training ends at step %s; max_steps and "
+                "num_train_epochs count from the very first step on",
+                self.state.global_step,
+                max_steps,
+            )
+        return place.epoch, place.steps * self.args.gradient_accumulation_steps
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
+        if self.args.should_save:
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self._progress.place.save(Path(self._get_output_dir(trial=trial)) / folder)
+        super()._save_checkpoint(model, trial, *args, **kwargs)
+
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save the whole model, so that `from_pretrained()` loads it; checkpoints may hold it in shards.
+
+        Every rank calls it. Under FSDP and ZeRO-3, rank 0 gathers the weights in host memory.
+        """
+        is_checkpoint = _internal_call and output_dir is not None
+        with nullcontext() if is_checkpoint else whole_weights(self.accelerator, self.deepspeed):
+            super().save_model(output_dir, _internal_call, *args, **kwargs)

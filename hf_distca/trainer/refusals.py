@@ -1,0 +1,115 @@
+"""What cannot be trained exactly, refused before any work starts."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accelerate.utils import DynamoBackend
+from transformers import Trainer
+
+from hf_distca.patches.model import check_reentrant
+from hf_distca.trainer.arguments import DistCAArguments
+
+NO_LOGITS = (
+    "needs logits document by document, but rows are spread over ranks as the plan says; evaluate() reports the exact "
+    "token-weighted loss"
+)
+REFUSED_FUNCTIONS = {
+    "compute_metrics": NO_LOGITS,
+    "preprocess_logits_for_metrics": NO_LOGITS,
+    "compute_loss_func": "would get targets that are already shifted; use the model's own loss, which takes "
+    "shift_labels",
+}
+"""Arguments of a trainer that must stay None, and why."""
+
+
+def named_arguments(init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a trainer is made with, by name.
+
+    Args:
+        init: the bound `__init__` that will take them.
+        args: those given by position.
+        kwargs: those given by name.
+
+    Raises:
+        TypeError: `init` has no names for all that is given by position.
+    """
+    named = [
+        name
+        for name, parameter in inspect.signature(init).parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if len(args) > len(named):
+        raise TypeError(
+            f"{init.__qualname__} names {len(named)} arguments and got {len(args)} by position; give them by name"
+        )
+    return {**dict(zip(named, args, strict=False)), **kwargs}
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise unless a trainer made with these arguments can train exactly; called before anything is made of them.
+
+    Args:
+        given: the trainer's arguments by name.
+
+    Raises:
+        ValueError: says what was got, why it cannot be, and what to do.
+    """
+    args, packs = given.get("args"), given.get("data_collator") is None
+    if not isinstance(args, DistCAArguments):
+        raise ValueError(
+            f"args must be DistCATrainingArguments, got {type(args).__name__}; for a trainer with arguments of its "
+            "own make one dataclass of both: class MyArguments(hf_distca.DistCAArguments, SFTConfig)"
+        )
+    for name, why in REFUSED_FUNCTIONS.items():
+        if given.get(name) is not None:
+            raise ValueError(f"{name} {why}")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+        if packs and getattr(args, name) != 1:
+            raise ValueError(
+                f"{name}={getattr(args, name)} contradicts tokens_per_rank={args.tokens_per_rank}: a rank's batch is "
+                "one packed row of up to tokens_per_rank tokens; leave it at 1"
+            )
+    if packs and args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} would be ignored: documents are packed by "
+            "their lengths as it is, drawn at random or in order; choose 'random' or 'sequential'"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this one process sees {args.n_gpu} GPUs, which Trainer would use as DataParallel; start one process per "
+            "GPU: accelerate launch --num_processes N script.py"
+        )
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raise unless a trainer can train exactly as it was launched; called once it has its accelerator and its model.
+
+    Args:
+        trainer: made, with nothing planned yet.
+
+    Raises:
+        ValueError: says what was got, why it cannot be, and what to do.
+    """
+    if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError(
+            "torch.compile of a whole model leaves out planned attention and layers in which two nano-batches take "
+            "turns, which is most of it; leave torch_compile=False and accelerate's --dynamo_backend at no, and "
+            "compile modules inside the layers: for layer in model.model.layers: layer.mlp.compile()"
+        )
+    sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
+    for kind, size in sizes.items():
+        if size > 1:
+            raise ValueError(
+                f"{kind} parallelism of size {size} divides what a plan already places; every rank must hold whole "
+                "rows of its own: leave it at 1"
+            )
+    checkpointing: Any = trainer.args.gradient_checkpointing_kwargs or {}
+    if trainer.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+        model: Any = trainer.model
+        check_reentrant(model)
+    if not trainer.model_accepts_loss_kwargs:
+        raise ValueError(
+            f"{type(trainer.model).__name__} does not take num_items_in_batch, without which ranks with different "
+            "numbers of targets have no exact loss"
+        )

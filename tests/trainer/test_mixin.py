@@ -103,7 +103,6 @@ def _one_step_of_everything(folder: str, source: str, **arguments: Any) -> tuple
     trainer = make_trainer(
         folder,
         source,
-        lengths=[length - 1 for length in LENGTHS if length > 1],
         classes=CLASSES,
         max_steps=1,
         gradient_accumulation_steps=8,
@@ -115,8 +114,7 @@ def _one_step_of_everything(folder: str, source: str, **arguments: Any) -> tuple
 
 
 def reference_loss() -> float:
-    documents = random_documents([length - 1 for length in LENGTHS if length > 1])
-    end = torch.tensor([2])
+    documents, end = random_documents(LENGTHS), torch.tensor([2])
     return reference_step(small_model(implementation="sdpa"), [torch.cat([document, end]) for document in documents])[
         0
     ]

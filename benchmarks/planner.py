@@ -34,7 +34,6 @@ import numpy as np
 
 from hf_distca.plan import SEGMENT, Layout, Plan
 from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import FINEST
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import PlanMetrics, loads_of, measure
 from hf_distca.planner.short_tasks import without_short
@@ -108,7 +107,7 @@ def tolerance_of(kind: str) -> float:
 def unneeded_short(plan: Plan, balance_tolerance: float) -> int:
     """Short tasks that can go one by one while every worker stays within the tolerance."""
     loads = loads_of(plan)
-    room = loads.mean() * (1 + max(balance_tolerance, FINEST)) - loads
+    room = loads.mean() * (1 + balance_tolerance) - loads
     fewer = without_short(plan.tasks, plan.layout, room.tolist(), plan.window, BLOCK)
     without = Plan(plan.layout, fewer, plan.workers, plan.window)
     return measure(plan).tasks_cut_below_block - measure(without).tasks_cut_below_block

@@ -11,7 +11,7 @@ import numpy as np
 from hf_distca.cli.lengths_file import InputError, read_lengths
 from hf_distca.kernels import KERNELS
 from hf_distca.plan import AttentionKind, MicroBatchPlan
-from hf_distca.planner.cost import as_lengths
+from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import bytes_between, loads_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
@@ -78,8 +78,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add(
         "--balance-tolerance",
         type=_tolerance,
-        default=0.0,
-        help="fraction a rank's attention may be above the mean; 0.01 at least (default: 0.0)",
+        default=BALANCE_TOLERANCE,
+        help="fraction a rank's attention may be above the mean; 0 is as fine as whole rows allow (default: 0.01)",
     )
     add("--q-heads", type=_positive, default=32, help="query heads (default: 32)")
     add("--kv-heads", type=_positive, default=8, help="key-value heads (default: 8)")

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import TASK, Layout, Plan
-from hf_distca.planner.cost import FINEST, RowBytes, Workers, pairs, pairs_at, row_reaching
+from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs, pairs_at, row_reaching
 from hf_distca.planner.flows import plan_flows
 from hf_distca.planner.intervals import grain, merge_touching
 from hf_distca.planner.layout import check_settings
@@ -44,7 +44,7 @@ def balance(
     *,
     workers: Workers | None = None,
     window: int | None = None,
-    balance_tolerance: float = 0.0,
+    balance_tolerance: float = BALANCE_TOLERANCE,
     balance_block_size: int = 128,
     row_bytes: RowBytes | None = None,
     row_overhead: int = 0,
@@ -58,7 +58,8 @@ def balance(
             the ranks alone, all equal.
         window: width of the sliding window; None for full causal attention.
         balance_tolerance: how far above the ideal finishing time the last worker may finish, measured on the plan
-            returned. Below FINEST it counts as FINEST. Where whole rows cannot reach it, the best found.
+            returned, as a fraction of that time. Where whole rows cannot reach it, the best found: 0 is as fine as
+            they allow, and takes several times as long.
         balance_block_size: rows of a kernel block. Cuts fall on its multiples, and no task is shorter, except where a
             document or segment ends or where the balance needs it (short_tasks.py says when it does).
         row_bytes: bytes of the rows; None for RowBytes().
@@ -77,7 +78,7 @@ def balance(
             f"the layout has {layout.ranks} ranks, but only {len(workers)} workers are described; "
             "every rank is a worker, dedicated ones come after them"
         )
-    slack = max(balance_tolerance, FINEST)
+    slack = balance_tolerance
     # A row p costs min(p + 1, window) + c: what row p + c costs with a window of window + c. So rows are counted from
     # c on while tasks are chosen; whole blocks of them, so that cuts stay on the blocks' boundaries.
     origin = round(row_overhead / balance_block_size) * balance_block_size

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind
 
-FINEST = 0.01
-"""The balance that tolerance 0 stands for: every worker within 1 % of its share.
+BALANCE_TOLERANCE = 0.01
+"""How far above the mean a worker's attention may lie where nobody says otherwise, as a fraction of the mean.
 
-Documents are cut at whole rows, preferably whole kernel blocks; closer than this the bytes still grow
-and the time of a step no longer changes measurably.
+Closer than this the bytes still grow, and the time of a step no longer changes measurably.
 """
 
 MOST_TOKENS = 2**31 - 1

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, Layout
-from hf_distca.planner.cost import FINEST, as_lengths
+from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
 from hf_distca.planner.intervals import merge_touching
 from hf_distca.planner.joint.place import place
 
@@ -85,7 +85,7 @@ def joint_layout(
     tokens_per_rank: int,
     *,
     window: int | None = None,
-    balance_tolerance: float = 0.0,
+    balance_tolerance: float = BALANCE_TOLERANCE,
     balance_block_size: int = 128,
 ) -> Layout:
     """Place documents so that every rank has equal tokens and, as far as that allows, equal attention.
@@ -98,7 +98,7 @@ def joint_layout(
         ranks: number of ranks.
         tokens_per_rank: the most rows a rank may hold.
         window: width of the sliding window; None for full causal attention.
-        balance_tolerance: how far above the mean a rank's pairs may be; below FINEST it counts as FINEST.
+        balance_tolerance: how far above the mean a rank's pairs may be, as a fraction of the mean.
         balance_block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
 
     Raises:
@@ -107,7 +107,7 @@ def joint_layout(
     array = as_lengths(lengths)
     check_settings(balance_tolerance, balance_block_size, window)
     check_capacity(array, ranks, tokens_per_rank)
-    placed = place(array, ranks, window, max(balance_tolerance, FINEST), balance_block_size)
+    placed = place(array, ranks, window, balance_tolerance, balance_block_size)
     return _assemble(array, tuple(placed.T), ranks, by_document=True)
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
 from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import bytes_between, loads_of
 from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
@@ -40,7 +40,7 @@ class PlanSettings:
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
     bytes_per_value: int = 2
     document_layout: str = "joint"
-    balance_tolerance: float = 0.0
+    balance_tolerance: float = BALANCE_TOLERANCE
     balance_block_size: int = 128
     row_overhead: int = 0
     gather_cost: float = 0.0

@@ -55,9 +55,21 @@ def test_base_loads_leave_the_pairs_to_the_server():
 
 def test_a_tolerance_saves_bytes():
     layout = fixed_layout([[30000], [1000] * 30, [2000] * 15, [10000] * 3])
-    tight, loose = (measure(balance(layout, balance_tolerance=t)) for t in (0.0, 0.1))
+    tight, loose = (measure(balance(layout, balance_tolerance=t)) for t in (0.01, 0.1))
     assert tight.max_over_mean <= 1.01 < loose.max_over_mean <= 1.1
     assert loose.bytes_total < tight.bytes_total
+
+
+@pytest.mark.parametrize("layout", ["fixed", "joint"])
+@pytest.mark.parametrize("tolerance", [0.05, 0.01, 0.001, 0.0001, 0.0])
+def test_the_tolerance_is_what_is_reached(layout, tolerance):
+    rows = [[30000], [1000] * 30, [2000] * 15, [10000] * 3, [24000, 6000], [15000] * 2]
+    lengths = [length for row in rows for length in row]
+    given = fixed_layout(rows) if layout == "fixed" else joint_layout(lengths, 6, 30000, balance_tolerance=tolerance)
+    metrics = measure(balance(given, balance_tolerance=tolerance))
+    assert metrics.max_over_mean <= 1 + (tolerance or 0.0001)  # 0 is as fine as whole rows allow
+    if layout == "fixed":
+        assert metrics.max_over_mean > 1 + 0.9 * tolerance  # what it allows is used
 
 
 def test_no_task_below_a_block_where_blocks_suffice():
@@ -105,7 +117,10 @@ def problems(draw):
 
 @settings(max_examples=200)
 @given(
-    problems(), st.sampled_from([None, 1, 60, 500]), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([1, 16, 128])
+    problems(),
+    st.sampled_from([None, 1, 60, 500]),
+    st.sampled_from([0.0, 0.001, 0.01, 0.3]),
+    st.sampled_from([1, 16, 128]),
 )
 def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_tolerance, block):
     layout, workers = problem
@@ -124,7 +139,7 @@ def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_
     # A row is not divisible: beyond the balance_tolerance, a worker is off by no more than a few of the largest.
     row = min(int(layout.lengths.max(initial=0)), window or 10**9)
     late = [
-        time - ideal * (1 + max(balance_tolerance, 0.01)) - 2 * row / speed
+        time - ideal * (1 + balance_tolerance) - 2 * row / speed
         for time, speed in zip(workers.finishing(np.array(loads)), workers.speed, strict=True)
     ]
     assert max(late) <= 1e-6 * ideal

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.balance import balance, merged
-from hf_distca.planner.cost import FINEST
+from hf_distca.planner.cost import BALANCE_TOLERANCE
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.short_tasks import without_short
@@ -61,7 +61,7 @@ def test_no_single_change_removes_a_short_task_and_keeps_the_balance(rows, windo
     plan = balance(layout, window=window, balance_block_size=block)
     check_plan(plan)
     loads = loads_of(plan)
-    limit = max(loads.mean() * (1 + FINEST), loads.max())
+    limit = max(loads.mean() * (1 + BALANCE_TOLERANCE), loads.max())
     at_home = {segment[:4] for segment in layout.segments.tolist()}
     tasks = plan.tasks.tolist()
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, TASK, AttentionKind, Layout, NanoBatch, Plan
+from hf_distca.planner.intervals import Intervals, by_document
 from hf_distca.pool.messages.call import HEAD_LIMIT
 
 TABLE_LIMIT = 2**20
@@ -185,13 +186,7 @@ def _check_rows(table: NDArray[np.void], lengths: NDArray[np.int64], place: str,
         raise ValueError(f"a {place} is not among 0 to {places - 1}")
     if len(table) and not (table["document"].min() >= 0 and table["document"].max() < len(lengths)):
         raise ValueError(f"a document is not among the {len(lengths)} of the plan")
-    order = np.lexsort((table["start"], table["document"]))
-    document, start, stop = (table[field][order] for field in ("document", "start", "stop"))
-    first = np.append(True, document[1:] != document[:-1])[: len(document)]
-    ends = np.append(document[1:] != document[:-1], True)[: len(document)]
-    begins = np.where(first, 0, np.append(0, stop[:-1])[: len(stop)])
-    covered = np.array_equal(start, begins) and np.array_equal(stop[ends], lengths) and bool(np.all(stop > start))
-    if not covered:
+    if not Intervals.of(table).covers_once(lengths):
         raise ValueError(f"the ranges of rows that have a {place} do not cover each document once")
 
 
@@ -207,15 +202,9 @@ def _check_offsets(segments: NDArray[np.void], ranks: int) -> None:
 
 
 def _check_keys(plan: Plan, worker: int) -> None:
-    """Raise ValueError if the worker's tasks read too many K/V rows; each piece of a task reads its own."""
+    """Raise ValueError if the worker's tasks read too many K/V rows; a task that segments cut reads them as often."""
     mine = plan.tasks["worker"] == worker
-    if not mine.any():
-        return
-    tasks, segments = plan.tasks[mine], plan.layout.segments
-    base = np.cumsum(plan.layout.lengths) - plan.layout.lengths  # documents in one line of rows
-    border = np.sort(base[segments["document"]] + segments["start"])
-    begin, end = (base[tasks["document"]] + tasks[field] for field in ("start", "stop"))
-    pieces = np.searchsorted(border, end) - np.searchsorted(border, begin, side="right") + 1
-    keys = tasks["stop"] - plan.first_key()[mine]
-    if float((pieces * keys.astype(np.float64)).sum()) > KEYS_PER_TOKEN * TOKEN_LIMIT:
+    cut = Intervals.of(plan.tasks[mine]).overlaps(Intervals.of(by_document(plan.layout.segments)))
+    keys = (plan.tasks["stop"] - plan.first_key())[mine]
+    if keys[cut.first].sum() > KEYS_PER_TOKEN * TOKEN_LIMIT:
         raise ValueError(f"the tasks of worker {worker} read more than {KEYS_PER_TOKEN * TOKEN_LIMIT} K/V rows")

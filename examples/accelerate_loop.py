@@ -2,7 +2,7 @@
 
     accelerate launch --num_processes 8 examples/accelerate_loop.py --model meta-llama/Llama-3.2-1B
 
-Seven lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader puts
+Five lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader puts
 them; only their core attention moves. Where the whole micro-batch may be laid out anew, as DistCATrainer
 does, the same balance takes fewer bytes.
 """
@@ -54,10 +54,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     config = hf_distca.DistCAConfig(tokens_per_rank=options.documents_per_rank * options.max_length)  # distca
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    ranks, device = accelerator.num_processes, accelerator.device
-    settings = hf_distca.plan_settings(model, config, ranks=ranks, device=device, dtype=dtype)  # distca
-    dispatcher = hf_distca.Dispatcher(settings, device)  # distca
-    hf_distca.plan_layers(model)  # distca: decoder layers run both nano-batches in turns
+    # distca: rows travel between the ranks, and decoder layers run both nano-batches in turns
+    dispatcher = hf_distca.make_dispatcher(model, config, accelerator.device, dtype=dtype)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     model.train()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_distca.patches.model import plan_settings
     from hf_distca.planner.micro_batch import PlanSettings
     from hf_distca.trainer.arguments import DistCAArguments, DistCATrainingArguments
+    from hf_distca.trainer.assembly import make_dispatcher
     from hf_distca.trainer.mixin import DistCAMixin
     from hf_distca.trainer.trainer import DistCATrainer
 
@@ -32,6 +33,7 @@ __all__ = [
     "DistCATrainingArguments",
     "GlobalBatchSampler",
     "PlanSettings",
+    "make_dispatcher",
     "plan_layers",
     "plan_settings",
 ]
@@ -48,6 +50,7 @@ _MODULES = {
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",
     "PlanSettings": "planner.micro_batch",
+    "make_dispatcher": "trainer.assembly",
     "plan_layers": "patches.layers",
     "plan_settings": "patches.model",
 }

@@ -128,7 +128,7 @@ def _step(setting: Setting, way: Way) -> RankResult:
     lengths = list(setting.lengths)
     model = small_model(setting, "distca", heads=way.heads).train()
     settings = settings_of(model, setting, ping_pong=way.ping_pong, ranks=RANKS, balance_block_size=_block(setting))
-    dispatcher = Dispatcher(settings, setting.device, keep_received=way.keep_received, timeout_s=TIMEOUT_S)
+    dispatcher = Dispatcher(settings, setting.device, keep_received=way.keep_received, exchange_timeout=TIMEOUT_S)
     if way.ping_pong:
         plan_layers(model)
     if way.layout == "joint":

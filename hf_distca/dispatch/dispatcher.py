@@ -8,7 +8,7 @@ import torch
 from hf_distca.dispatch.backends import EXCHANGE_CTAS
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.groups import Groups, RankMesh
 from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import Kernel, get_kernel
@@ -22,16 +22,18 @@ FILLER = [1]
 class Dispatcher:
     """Plans, binds and carries out the core attention of the micro-batches of one training run.
 
-    Creating it is a collective: every rank does it at the same point, with the same settings.
+    Creating it is a collective of the world: every process does it at the same point, with the same settings.
+    `hf_distca.make_dispatcher` makes one for a model, of a DistCAConfig.
 
     Args:
-        settings: what plans depend on. `settings.ranks` must be the number of ranks that run, `settings.kernel` names
-            the attention kernel, see `hf_distca.kernels.get_kernel`.
+        settings: what plans depend on. `settings.ranks` must be the number of ranks that train together,
+            `settings.kernel` names the attention kernel, see `hf_distca.kernels.get_kernel`.
         device: the rank's device.
+        mesh: the ranks that train together; None for all ranks of the world.
         keep_received: keep received Q, K and V rows between forward and backward.
         keep_core_attention: under gradient checkpointing keep O and log-sum-exp of core attention for the backward
             instead of exchanging and computing again.
-        timeout_s: seconds after which an exchange with a silent peer fails.
+        exchange_timeout: seconds after which an exchange with a silent rank fails.
 
     Attributes:
         remote: dedicated attention servers that take part in what is bound from now on; None, or set it.
@@ -45,14 +47,15 @@ class Dispatcher:
         self,
         settings: PlanSettings,
         device: torch.device,
+        mesh: RankMesh | None = None,
         *,
         keep_received: bool = False,
         keep_core_attention: bool = True,
-        timeout_s: float = 1800.0,
+        exchange_timeout: float = 1800.0,
     ) -> None:
         self.settings = settings
         self.device = torch.device(device)
-        self.groups = Groups(self.device, timeout_s)
+        self.groups = Groups(self.device, exchange_timeout, mesh)
         self.exchange = Exchange(self.groups)
         self.kernel = self._kernel()
         self.keep_received = keep_received

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_distca.dispatch.backends import (
     check_devices,
@@ -20,18 +21,49 @@ from hf_distca.dispatch.backends import (
 )
 from hf_distca.dispatch.failures import Failures
 
+RankMesh = DeviceMesh | dist.ProcessGroup
+"""The ranks that train together, as one dimension of a mesh or as a group."""
+
+
+def mesh_ranks(mesh: RankMesh | None) -> list[int]:
+    """The ranks that train together, by their numbers in the world, in ascending order.
+
+    Args:
+        mesh: this process's data-parallel ranks; None for all ranks of the world.
+
+    Raises:
+        ValueError: the mesh has more than one dimension.
+    """
+    if not _in_world():
+        return [0]
+    if mesh is None:
+        return list(range(dist.get_world_size()))
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"the mesh has the dimensions {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}; expected the one of "
+                'the data-parallel ranks, such as mesh["dp"]'
+            )
+        mesh = mesh.get_group()
+    return sorted(dist.get_process_group_ranks(mesh))
+
 
 class Groups:
     """The ranks that train together, with a group for tensors and one for small Python objects.
 
-    Creating it is a collective: every rank does it at the same point. It connects every rank with every other, so
-    that no layer waits for that, and ranks that cannot reach each other fail here.
+    Creating it is a collective of the world: every process does it at the same point, each with its own mesh where
+    several groups of ranks train side by side. It connects every rank with every other of its mesh, so that no layer
+    waits for that, and ranks that cannot reach each other fail here.
 
     Args:
         device: where the exchanged tensors live; the exchange takes the default group's backend for it.
         timeout_s: seconds after which an exchange with a silent peer fails.
+        mesh: this process's data-parallel ranks; None for all ranks of the world. Every process gives one, or none
+            does, and a rank is in one mesh only.
 
     Attributes:
+        rank: this rank's place in the mesh, from 0 on.
+        ranks: how many there are.
         exchange: the group of the exchanges; None where there is one rank.
         failures: tells each rank why another failed.
 
@@ -40,27 +72,31 @@ class Groups:
         ValueError: on every rank, where ranks share a GPU that they cannot share.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if self.distributed else 0
-        self.ranks = dist.get_world_size() if self.distributed else 1
-        self.exchange = self._words = None
+    def __init__(self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None) -> None:
+        members = mesh_ranks(mesh)
+        self.ranks = len(members)
+        self.rank = members.index(dist.get_rank()) if _in_world() else 0
+        self.exchange: dist.ProcessGroup | None = None
+        self._words: dist.ProcessGroup | None = None
         store = None
-        if self.distributed:
+        if _in_world() and dist.get_world_size() > 1:
             timeout = timedelta(seconds=timeout_s)
             device = indexed(device)
             try:
-                self._words = dist.new_group(backend="gloo", timeout=timeout, group_desc="distca words")
+                meshes = None if mesh is None else _meshes_of_world(members, timeout)
+                self._words = _new_group(meshes, backend="gloo", timeout=timeout, group_desc="distca words")
                 uuids = self.all_gather(device_uuid(device))
             except RuntimeError as error:
                 raise unreachable(self.rank, error) from error
-            store = self._words.get_group_store()
+            store = self._words.get_group_store() if self.ranks > 1 else None
             backend = exchange_backend(device)
             check_devices(backend, uuids)
-            self.exchange = self._connected(backend, timeout, device)
+            self.exchange = self._connected(meshes, backend, timeout, device)
         self.failures = Failures(store, self.rank, self.ranks)
 
-    def _connected(self, backend: str, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
+    def _connected(
+        self, meshes: list[list[int]] | None, backend: str, timeout: timedelta, device: torch.device
+    ) -> dist.ProcessGroup | None:
         """A group for the exchanges, once a row has gone from every rank to every other.
 
         NCCL connects a pair of ranks when it first has something to send, and asks for memory then.
@@ -68,13 +104,16 @@ class Groups:
         sent, received = (torch.zeros(self.ranks, dtype=torch.uint8, device=device) for _ in range(2))
         one_each = [1] * self.ranks
         try:
-            group: dist.ProcessGroup = dist.new_group(
+            group = _new_group(
+                meshes,
                 backend=backend,
                 timeout=timeout,
                 pg_options=exchange_options(backend),
                 group_desc="distca exchange",
                 device_id=device if backend == dist.Backend.NCCL else None,
             )
+            if self.ranks == 1:
+                return None
             dist.all_to_all_single(received, sent, one_each, one_each, group=group)
             received.cpu()  # not before it is here
         except RuntimeError as error:
@@ -83,7 +122,7 @@ class Groups:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks. A collective on the CPU."""
-        if not self.distributed:
+        if self.ranks == 1:
             return [value]
         gathered: list[Any] = [None] * self.ranks
         dist.all_gather_object(gathered, value, group=self._words)
@@ -92,7 +131,7 @@ class Groups:
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether any rank has it set. A collective on the CPU; every rank has as many flags."""
         agreed = torch.tensor(flags, dtype=torch.uint8)
-        if self.distributed:
+        if self.ranks > 1:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._words)
         return [bool(flag) for flag in agreed.tolist()]
 
@@ -109,3 +148,32 @@ class Groups:
         if len(set(failed.values())) == 1 and len(failed) == self.ranks and error is not None:
             raise error
         raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in failed.items())) from error
+
+
+def _in_world() -> bool:
+    """Whether this process is one of a launch."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _meshes_of_world(members: list[int], timeout: timedelta) -> list[list[int]]:
+    """The ranks of every mesh of the world, the same list on every process. A collective of the world."""
+    world = dist.new_group(backend="gloo", timeout=timeout, group_desc="distca meshes")
+    gathered: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, members, group=world)
+    dist.destroy_process_group(world)
+    return [list(ranks) for ranks in dict.fromkeys(map(tuple, gathered))]
+
+
+def _new_group(meshes: list[list[int]] | None, **options: Any) -> dist.ProcessGroup:
+    """This process's group. A collective of the world: every process makes the groups of all meshes, in one order.
+
+    Args:
+        meshes: the ranks of every mesh; None where all ranks of the world are one.
+        options: of `torch.distributed.new_group`.
+    """
+    if meshes is None:
+        own: dist.ProcessGroup = dist.new_group(**options)
+    else:
+        groups = [dist.new_group(ranks, **options) for ranks in meshes]
+        own = next(group for ranks, group in zip(meshes, groups, strict=True) if dist.get_rank() in ranks)
+    return own

@@ -17,12 +17,12 @@ from hf_distca.collator.documents import Columns
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
-from hf_distca.patches.model import plan_settings
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.ahead import UpcomingBatches
 from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.data_order import (
     CAPACITY,
     DataOrder,
@@ -38,6 +38,7 @@ from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.parallel import (
+    data_parallel_mesh,
     forget_evaluation,
     gather_whole_layers,
     gathers_parameters,
@@ -86,7 +87,6 @@ class DistCAMixin(_Trainer):
         self.dispatcher = self._make_dispatcher()
         check_agreement(self.args, self.dispatcher.groups)
         self.pool = self._open_pool()
-        self._plan_layers()
         self.meter = StepMeter(self.dispatcher, self.pool)
         self.add_callback(self.meter)
         self._loaders = PackedLoaders(self.args, self.dispatcher, self._columns)
@@ -102,14 +102,11 @@ class DistCAMixin(_Trainer):
     def _make_dispatcher(self) -> Dispatcher:
         args = self.args
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
-        settings = plan_settings(self.model, args, ranks=args.world_size, device=args.device, dtype=dtype)
-        return Dispatcher(
-            settings,
-            args.device,
-            keep_received=args.keep_received,
-            keep_core_attention=args.keep_core_attention,
-            timeout_s=args.exchange_timeout,
-        )
+        mesh = data_parallel_mesh(self.accelerator)
+        dispatcher = make_dispatcher(self.model, args, args.device, dtype=dtype, mesh=mesh)
+        if dispatcher.settings.ping_pong and gathers_parameters(self.accelerator):
+            gather_whole_layers(self.model, plan_layers(self.model))
+        return dispatcher
 
     def _open_pool(self) -> Pool | None:
         args = self.args
@@ -123,13 +120,6 @@ class DistCAMixin(_Trainer):
             ranks_serve=args.ranks_serve,
             timeout_s=args.attention_server_timeout,
         )
-
-    def _plan_layers(self) -> None:
-        if not self.dispatcher.settings.ping_pong:
-            return
-        layers = plan_layers(self.model)
-        if gathers_parameters(self.accelerator):
-            gather_whole_layers(self.model, layers)
 
     # Data
 

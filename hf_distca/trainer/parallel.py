@@ -7,10 +7,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 from torch.nn.parallel import DistributedDataParallel
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
+    """The ranks that train on different data together with this one; None where accelerate knows all as such."""
+    mesh: DeviceMesh | None = accelerator.torch_device_mesh
+    config = accelerator.parallelism_config
+    return None if mesh is None or config is None or not config.dp_dim_names else mesh["dp"]
 
 
 def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from hf_distca.dispatch import groups as groups_module
 from hf_distca.dispatch.backends import (
@@ -19,7 +20,7 @@ from hf_distca.dispatch.backends import (
     unreachable,
 )
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.groups import Groups, mesh_ranks
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings
 from tests.ranks import RankPool
@@ -183,3 +184,54 @@ def test_a_rank_whose_partner_is_not_there(last, told):
         assert told in pool.run(_start, last)[0]
     finally:
         pool.close()
+
+
+def _two_by_two() -> dict[str, Any]:
+    """Two groups of two ranks, each of which dispatches by itself beside the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = Groups(torch.device("cpu"), 60.0, mesh["dp"])
+    rank = dist.get_rank()
+    replica, shard = divmod(rank, 2)
+    if shard == 0:
+        with pytest.raises(ValueError, match="wrong in one mesh"):
+            groups.raise_together(ValueError("wrong in one mesh"))
+    else:
+        groups.raise_together(None)
+    documents = [[40, 3], [9, 30]][replica] if shard == 0 else [[20], [25, 25]][replica]
+    # Different plans side by side, one of them with rows that travel.
+    kinds = (AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8),)
+    settings = PlanSettings(ranks=2, tokens_per_rank=64, kinds=kinds, balance_block_size=8)
+    dispatcher = Dispatcher(settings, torch.device("cpu"), mesh["dp"].get_group())
+    (plan,) = dispatcher.plan_lengths([documents])
+    received = torch.full((2,), -1, dtype=torch.int64)
+    dist.all_to_all_single(received, torch.tensor([10 * rank, 10 * rank + 1]), group=dispatcher.groups.exchange)
+    return {
+        "place": (groups.rank, groups.ranks, groups.all_gather(rank)),
+        "lengths": [int(length) for nano in plan.nano_batches for length in nano.layout.lengths],
+        "received": received.tolist(),
+        "any": dispatcher.groups.any_of([rank == 3, rank == 0]),
+        "error": _wrong_mesh(mesh),
+    }
+
+
+def _wrong_mesh(mesh: Any) -> str:
+    try:
+        mesh_ranks(mesh)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools):
+    results = rank_pools[4].run(_two_by_two)
+    assert [result["place"] for result in results] == [
+        (0, 2, [0, 2]),
+        (0, 2, [1, 3]),
+        (1, 2, [0, 2]),
+        (1, 2, [1, 3]),
+    ]
+    first, second = [40, 3, 9, 30], [20, 25, 25]
+    assert [sorted(result["lengths"]) for result in results] == [sorted(first), sorted(second)] * 2
+    assert [result["received"] for result in results] == [[0, 20], [10, 30], [1, 21], [11, 31]]
+    assert [result["any"] for result in results] == [[False, True], [True, False]] * 2
+    assert all('has the dimensions ("dp", "tp")'.replace('"', "'") in result["error"] for result in results)

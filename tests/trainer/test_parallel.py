@@ -1,7 +1,12 @@
 """Ranks never train apart, and what cannot run in planned steps is refused; see `test_launch.py` for real launches."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from accelerate.parallelism_config import ParallelismConfig
+
+from hf_distca.dispatch.groups import mesh_ranks
+from hf_distca.trainer.parallel import data_parallel_mesh
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -36,3 +41,26 @@ def test_compiling_by_the_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
     with pytest.raises(ValueError, match="accelerate's --dynamo_backend at no"):
         make_trainer(str(tmp_path))
+
+
+def _ranks_that_train_together(sizes: dict[str, int]) -> list[int]:
+    """What accelerate's mesh of these sizes says, on this rank."""
+    config = ParallelismConfig(**sizes)
+    accelerator = SimpleNamespace(parallelism_config=config, torch_device_mesh=config.build_device_mesh("cpu"))
+    return mesh_ranks(data_parallel_mesh(accelerator))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, [[0, 1, 2, 3]] * 4),
+        ({"dp_shard_size": 2, "tp_size": 2}, [[0, 2], [1, 3], [0, 2], [1, 3]]),
+    ],
+)
+def test_ranks_that_train_together(rank_pools, sizes, expected):
+    assert rank_pools[4].run(_ranks_that_train_together, sizes) == expected
+
+
+def test_all_ranks_train_together_without_a_mesh():
+    assert data_parallel_mesh(SimpleNamespace(parallelism_config=None, torch_device_mesh=None)) is None
+    assert mesh_ranks(None) == [0]

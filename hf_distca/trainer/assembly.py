@@ -1,0 +1,51 @@
+"""From a model and its settings to a dispatcher: the one way of the trainer and of loops of one's own."""
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_distca.config import DistCAConfig
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import RankMesh, mesh_ranks
+from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.model import plan_settings
+
+
+def make_dispatcher(
+    model: PreTrainedModel,
+    config: DistCAConfig,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    mesh: RankMesh | None = None,
+) -> Dispatcher:
+    """Make the dispatcher of a model, and let its decoder layers run two nano-batches in turns.
+
+    A collective of the world: every process calls it at the same point, before the model is wrapped by
+    `Accelerator.prepare`, DDP, FSDP2 or DeepSpeed.
+
+    Args:
+        model: a model with attn_implementation="distca"; its decoder layers are changed where `config.ping_pong` says
+            so.
+        config: how documents are packed and their core attention is balanced and exchanged.
+        device: the rank's device.
+        dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
+        mesh: the ranks that train together, one dimension of a device mesh or a process group; None for all ranks of
+            the world.
+
+    Raises:
+        ValueError: the model cannot be planned, the kernel cannot compute its attention, or the settings differ
+            between ranks; says why and what to do.
+        ImportError: the package of the kernel is missing.
+    """
+    settings = plan_settings(model, config, ranks=len(mesh_ranks(mesh)), device=device, dtype=dtype)
+    dispatcher = Dispatcher(
+        settings,
+        device,
+        mesh,
+        keep_received=config.keep_received,
+        keep_core_attention=config.keep_core_attention,
+        exchange_timeout=config.exchange_timeout,
+    )
+    if settings.ping_pong:
+        plan_layers(model)
+    return dispatcher

@@ -1,17 +1,16 @@
-"""Which servers there are: a directory at trainer rank 0, and the servers' membership in it."""
+"""Which servers there are: a directory at rank 0, and the servers' membership in it."""
 
 import enum
 import ipaddress
 import itertools
 import logging
-import math
 import select
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from hf_distca.pool.messages.hello import DirectoryWelcome, Refusal, ServerHello
 from hf_distca.pool.messages.kinds import DIRECTORY_SERVICE, Kind
 from hf_distca.pool.wire.channel import Channel
 from hf_distca.pool.wire.errors import AuthenticationError, LinkLost, ProtocolError
@@ -33,7 +32,7 @@ class ServerInfo:
 
     Attributes:
         id: number of its membership, never used again: a server that comes back has a new one.
-        host: where it listens for trainers.
+        host: where it listens for ranks.
         port: its TCP port.
         device: what it computes on, for messages and logs.
         pairs_per_second: its speed, measured when it started (see `hf_distca.kernels.speed`).
@@ -78,7 +77,7 @@ class Directory:
             return tuple(info for info, _ in self._members.values())
 
     def drop(self, member: int) -> None:
-        """Drop a server that does not answer trainers; it may join again, as a new member.
+        """Drop a server that does not answer ranks; it may join again, as a new member.
 
         Args:
             member: its id; nothing happens if it is gone already.
@@ -105,10 +104,10 @@ class Directory:
     def _serve(self, peer: Peer) -> None:
         """Keep one member."""
         channel = peer.channel
-        info = _checked(peer.hello.header, next(self._ids), channel.peer_host)
+        info = server_info(ServerHello.read(peer.hello.header), next(self._ids), channel.peer_host)
         channel.set_timeout(self._silence_s)
         with self._lock:
-            channel.send(Kind.WELCOME, {"id": info.id})
+            channel.send(Kind.WELCOME, DirectoryWelcome(info.id).header())
             if self._ended:
                 channel.send(Kind.END, {})
             self._members[info.id] = (info, channel)
@@ -156,7 +155,7 @@ class Membership:
         host: str,
         port: int,
         token: bytes,
-        info: dict[str, Any],
+        hello: ServerHello,
         wait_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> "Membership":
@@ -166,8 +165,7 @@ class Membership:
             host: where the directory listens.
             port: its TCP port.
             token: the run's token.
-            info: host ("" for the address this connection comes from), port, device and pairs_per_second, as in
-                ServerInfo.
+            hello: what to say of this server.
             wait_s: how long to try.
             give_up: asked between tries.
 
@@ -179,7 +177,7 @@ class Membership:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                return cls._try(host, port, token, info)
+                return cls._try(host, port, token, hello)
             except (AuthenticationError, ProtocolError):
                 raise  # another try would end alike
             except LinkLost as error:
@@ -188,20 +186,21 @@ class Membership:
             time.sleep(_RETRY_S)
 
     @classmethod
-    def _try(cls, host: str, port: int, token: bytes, info: dict[str, Any]) -> "Membership":
+    def _try(cls, host: str, port: int, token: bytes, hello: ServerHello) -> "Membership":
         channel = Channel(connect(host, port, token, DIRECTORY_SERVICE, _ANSWER_S), Kind)
         try:
             channel.set_timeout(_ANSWER_S)
-            channel.send(Kind.HELLO, info)
+            channel.send(Kind.HELLO, hello.header())
             frame = channel.receive()
             if frame.kind is Kind.REFUSED:
-                raise ProtocolError(f"the directory does not take this server: {frame.header.get('reason')}")
-            if frame.kind is not Kind.WELCOME or not isinstance(frame.header.get("id"), int):
+                raise ProtocolError(f"the directory does not take this server: {Refusal.read(frame.header).reason}")
+            if frame.kind is not Kind.WELCOME:
                 raise ProtocolError(f"the directory answers {frame.kind.name}, expected WELCOME")
+            welcome = DirectoryWelcome.read(frame.header)
         except LinkLost as error:
             channel.close()
             raise type(error)(f"{host}:{port}: {error}") from error
-        return cls(channel, frame.header["id"])
+        return cls(channel, welcome.server)
 
     def poll(self, timeout_s: float) -> State:
         """Wait for news for so long at most, saying now and then that this server is alive."""
@@ -224,23 +223,23 @@ class Membership:
         self._channel.close()
 
 
-def _checked(hello: dict[str, Any], member: int, came_from: str) -> ServerInfo:
-    """The info that a server gave of itself.
+def server_info(hello: ServerHello, server: int, came_from: str) -> ServerInfo:
+    """A server that joins, as ranks are told of it.
+
+    Args:
+        hello: what it says of itself.
+        server: id of its membership.
+        came_from: address from which it connects.
 
     Raises:
-        ProtocolError: it is not sane, or trainers could not reach the server.
+        ProtocolError: ranks could not reach it.
     """
-    match hello:
-        case {"host": str(host), "port": int(port), "device": str(device), "pairs_per_second": float(speed)} if (
-            len(host) < 256 and 0 < port < 65536 and len(device) < 64 and 0 < speed < math.inf
-        ):
-            if _is_loopback(host) and not _is_loopback(came_from):
-                raise ProtocolError(
-                    f"the server listens on {host}, where trainers on other hosts do not reach it; let it listen on "
-                    f"an address of its network, such as {came_from}"
-                )
-            return ServerInfo(member, host or came_from, port, device, speed)
-    raise ProtocolError("a server that joins must give a host, a port, a device and a positive pairs_per_second")
+    if _is_loopback(hello.host) and not _is_loopback(came_from):
+        raise ProtocolError(
+            f"the server listens on {hello.host}, where ranks on other hosts do not reach it; let it listen on "
+            f"an address of its network, such as {came_from}"
+        )
+    return ServerInfo(server, hello.host or came_from, hello.port, hello.device, hello.pairs_per_second)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,17 +1,19 @@
 import socket
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from hf_distca.pool.directory import Directory, Membership, ServerInfo, State, _checked
+from hf_distca.pool.directory import Directory, Membership, ServerInfo, State, server_info
+from hf_distca.pool.messages.hello import ServerHello
 from hf_distca.pool.messages.kinds import DIRECTORY_SERVICE, Kind
 from hf_distca.pool.wire import AuthenticationError, Channel, LinkLost, ProtocolError, make_token
 from hf_distca.pool.wire.handshake import connect
 from tests.pool.servers import wait_until
 from tests.pool.wire.strangers import Strangers, message
 
-INFO = {"host": "", "port": 4000, "device": "cpu", "pairs_per_second": 1e9}
+HELLO = ServerHello(host="", port=4000, device="cpu", pairs_per_second=1e9)
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def directory(token):
 
 
 def join(directory, token, **info):
-    return Membership.join("127.0.0.1", directory.port, token, {**INFO, **info}, wait_s=30)
+    return Membership.join("127.0.0.1", directory.port, token, replace(HELLO, **info), wait_s=30)
 
 
 def test_servers_join_and_leave_and_ids_are_not_used_again(directory, token):
@@ -111,7 +113,7 @@ def test_a_server_may_come_before_the_directory(token):
     members, tried = [], threading.Event()
 
     def come():
-        members.append(Membership.join("127.0.0.1", port, token, INFO, 60, give_up=tried.set))
+        members.append(Membership.join("127.0.0.1", port, token, HELLO, 60, give_up=tried.set))
 
     thread = threading.Thread(target=come)
     thread.start()
@@ -127,15 +129,15 @@ def test_waiting_for_a_directory_ends(token):
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
     with pytest.raises(LinkLost, match="not joined within 1 s; the last try: cannot connect"):
-        Membership.join("127.0.0.1", port, token, INFO, 1)
+        Membership.join("127.0.0.1", port, token, HELLO, 1)
     answers = iter([False, True])
     with pytest.raises(LinkLost, match="not joined within 6000 s; the last try: cannot connect"):
-        Membership.join("127.0.0.1", port, token, INFO, 6000, give_up=lambda: next(answers))
+        Membership.join("127.0.0.1", port, token, HELLO, 6000, give_up=lambda: next(answers))
 
 
 def test_a_wrong_token_is_not_tried_again(directory):
     with pytest.raises(AuthenticationError, match="another token"):
-        Membership.join("127.0.0.1", directory.port, make_token(), INFO, 60)
+        Membership.join("127.0.0.1", directory.port, make_token(), HELLO, 60)
 
 
 @pytest.mark.parametrize(
@@ -152,24 +154,22 @@ def test_a_wrong_token_is_not_tried_again(directory):
     ],
 )
 def test_nonsense_is_not_listed(directory, token, wrong):
-    with pytest.raises(ProtocolError, match="must give a host"):
+    with pytest.raises(ProtocolError, match="of a server's hello must be"):
         join(directory, token, **wrong)
     assert directory.members() == ()
 
 
-def test_a_server_that_trainers_could_not_reach_is_told_so():
+def test_a_server_that_ranks_could_not_reach_is_told_so():
     with pytest.raises(ProtocolError, match=r"such as 10\.0\.0\.7"):
-        _checked({**INFO, "host": "127.0.0.1"}, 0, "10.0.0.7")
-    assert _checked(INFO, 0, "10.0.0.7").host == "10.0.0.7"
-    with pytest.raises(ProtocolError, match="must give a host"):
-        _checked({**INFO, "pairs_per_second": float("inf")}, 0, "10.0.0.7")
-    assert _checked({**INFO, "host": "::1"}, 0, "::1").host == "::1"
+        server_info(replace(HELLO, host="127.0.0.1"), 0, "10.0.0.7")
+    assert server_info(HELLO, 0, "10.0.0.7").host == "10.0.0.7"
+    assert server_info(replace(HELLO, host="::1"), 0, "::1").host == "::1"
 
 
 @pytest.mark.parametrize("wrong", [Kind.CALL, Kind.ALIVE])
 def test_a_member_that_sends_something_else_is_dropped(directory, token, wrong):
     channel = Channel(connect("127.0.0.1", directory.port, token, DIRECTORY_SERVICE, 60), Kind)
-    channel.send(Kind.HELLO, INFO)
+    channel.send(Kind.HELLO, HELLO.header())
     assert channel.receive().kind is Kind.WELCOME
     channel.send(wrong, {}, [b"x"])
     frame = channel.receive()
@@ -184,7 +184,7 @@ def test_a_member_that_sends_something_else_is_dropped(directory, token, wrong):
 def test_strangers_do_not_disturb_the_members(token, caplog):
     directory = Directory("127.0.0.1", 0, token)
     member = join(directory, token)
-    hello = message(1, {**INFO, "port": 4007})
+    hello = message(1, replace(HELLO, port=4007).header())
     valid = [message(8, {}), message(8, {}, bytes(8)), message(8, {}, payload_bytes=2**50), message(9, {}), hello]
     strangers = Strangers(directory.port, token, DIRECTORY_SERVICE, hello, valid, seed=0)
     threads = threading.active_count()

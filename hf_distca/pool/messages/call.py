@@ -1,15 +1,16 @@
-"""The CALL message: which core attention of which layer it is about, and which tensors travel with it.
+"""CALL and REPLY: which core attention of which layer a rank asks for, and which tensors travel with it and back.
 
 Forward: q, k, v go to the server, o and lse come back. Backward: q, do, o, lse, k, v go, dq, dk, dv come back. Each
-column travels whole, one after another. Rows of the queries' kind are in the order of `Routes.queries`, rows of the
+tensor travels whole, one after another. Rows of the queries' kind are in the order of `Routes.queries`, rows of the
 keys' kind in that of `Routes.keys`; results are in the order of the rows that they belong to.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 from hf_distca.dispatch.schedule import Direction
 from hf_distca.plan import AttentionKind
+from hf_distca.pool.messages.fields import Fields
 from hf_distca.pool.messages.tensor_spec import ITEM_BYTES, TensorSpec
 
 HEAD_LIMIT = 1024
@@ -18,12 +19,12 @@ HEAD_LIMIT = 1024
 
 @dataclass(frozen=True)
 class Call:
-    """One core attention: the same header from every trainer that has rows for it.
+    """One core attention: the same header from every rank that has rows for it.
 
     Attributes:
-        plan: number of the plan.
-        number: of the call; every trainer gives the same number to the same call, and larger ones to later calls.
-        nano: which nano-batch of the plan.
+        plan_id: of the plan.
+        call_id: every rank gives the same id to the same call, and larger ones to later calls.
+        nano_batch: index of the plan's nano-batch.
         window: the layer's attention window; None: full attention.
         direction: forward or backward.
         scale: factor on the scores.
@@ -35,9 +36,9 @@ class Call:
         dtype: name of the tensors' dtype; lse is float32, or float64 where this is.
     """
 
-    plan: int
-    number: int
-    nano: int
+    plan_id: int
+    call_id: int
+    nano_batch: int
     window: int | None
     direction: Direction
     scale: float
@@ -49,58 +50,54 @@ class Call:
     dtype: str
 
     def header(self) -> dict[str, Any]:
-        """The call as a message's header."""
+        """As a message's header."""
         return asdict(self)
+
+    @classmethod
+    def read(cls, header: dict[str, Any]) -> "Call":
+        """From a message's header.
+
+        Raises:
+            ProtocolError: something is missing, of the wrong type or out of range.
+        """
+        fields = Fields("a call", header)
+        call = cls(
+            plan_id=fields.whole("plan_id"),
+            call_id=fields.whole("call_id"),
+            nano_batch=fields.whole("nano_batch", 0, 2**16),
+            window=fields.whole_or_none("window", 1),
+            direction=cast(Direction, fields.one_of("direction", get_args(Direction))),
+            scale=fields.real("scale"),
+            softcap=fields.real_or_none("softcap", positive=True),
+            q_heads=fields.whole("q_heads", 1, HEAD_LIMIT),
+            kv_heads=fields.whole("kv_heads", 1, HEAD_LIMIT),
+            dim_qk=fields.whole("dim_qk", 1, HEAD_LIMIT),
+            dim_v=fields.whole("dim_v", 1, HEAD_LIMIT),
+            dtype=fields.one_of("dtype", ITEM_BYTES),
+        )
+        fields.require(call.q_heads % call.kv_heads == 0, "kv_heads", f"a divisor of q_heads={call.q_heads}")
+        return call
 
     @property
     def kind(self) -> AttentionKind:
         """The layer's kind of attention."""
         return AttentionKind(self.window, self.q_heads, self.kv_heads, self.dim_qk, self.dim_v)
 
-    @classmethod
-    def read(cls, header: dict[str, Any]) -> "Call":
-        """A call from a message's header.
-
-        Raises:
-            ValueError: something is missing, of the wrong type or out of range.
-        """
-        values: dict[str, Any] = {name: header.get(name) for name in cls.__dataclass_fields__}
-        call = cls(**values)
-        heads = _whole(call.q_heads, 1, HEAD_LIMIT) and _whole(call.kv_heads, 1, HEAD_LIMIT)
-        rules = {
-            "plan": _whole(call.plan, 0, 2**62),
-            "number": _whole(call.number, 0, 2**62),
-            "nano": _whole(call.nano, 0, 2**16),
-            "window": call.window is None or _whole(call.window, 1, 2**62),
-            "direction": call.direction in ("forward", "backward"),
-            "scale": _real(call.scale),
-            "softcap": call.softcap is None or (_real(call.softcap) and call.softcap > 0),
-            "q_heads": _whole(call.q_heads, 1, HEAD_LIMIT),
-            "kv_heads": heads and call.q_heads % call.kv_heads == 0,
-            "dim_qk": _whole(call.dim_qk, 1, HEAD_LIMIT),
-            "dim_v": _whole(call.dim_v, 1, HEAD_LIMIT),
-            "dtype": isinstance(call.dtype, str) and call.dtype in ITEM_BYTES,
-        }
-        for name, good in rules.items():
-            if not good:
-                raise ValueError(f"{name} of a call is {header.get(name)!r:.40}, which is not possible")
-        return call
-
     def request(self) -> tuple[TensorSpec, ...]:
-        """What a trainer sends."""
-        q, k, v, o, lse = self._columns()
+        """What a rank sends."""
+        q, k, v, o, lse = self._tensors()
         if self.direction == "forward":
             return q, k, v
         return q, TensorSpec("do", o.rows, o.shape, o.dtype), o, lse, k, v
 
     def reply(self) -> tuple[TensorSpec, ...]:
         """What it gets back."""
-        q, k, v, o, lse = self._columns()
+        q, k, v, o, lse = self._tensors()
         if self.direction == "forward":
             return o, lse
         return tuple(TensorSpec(f"d{like.name}", like.rows, like.shape, like.dtype) for like in (q, k, v))
 
-    def _columns(self) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
+    def _tensors(self) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
         wide = "float64" if self.dtype == "float64" else "float32"
         return (
             TensorSpec("q", "queries", (self.q_heads, self.dim_qk), self.dtype),
@@ -111,9 +108,30 @@ class Call:
         )
 
 
-def _whole(value: Any, least: int, most: int) -> bool:
-    return type(value) is int and least <= value <= most
+@dataclass(frozen=True)
+class Reply:
+    """What a server says beside the results of a call, to every rank that made it.
 
+    Attributes:
+        call_id: of the call.
+        seconds: time that the call's tasks took, by the server's clock.
+        pairs: query-key pairs of these tasks.
+    """
 
-def _real(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= 1e30  # NaN is not
+    call_id: int
+    seconds: float
+    pairs: int
+
+    def header(self) -> dict[str, Any]:
+        """As a message's header."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, header: dict[str, Any]) -> "Reply":
+        """From a message's header.
+
+        Raises:
+            ProtocolError: something is missing, of the wrong type or out of range.
+        """
+        fields = Fields("a reply", header)
+        return cls(call_id=fields.whole("call_id"), seconds=fields.real("seconds"), pairs=fields.whole("pairs"))

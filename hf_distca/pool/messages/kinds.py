@@ -14,9 +14,8 @@ class Kind(IntEnum):
     HELLO = HELLO  # from the side that connected: who it is
     WELCOME = WELCOME  # to it: it may go on
     REFUSED = REFUSED  # {"reason"}: the connection is about to be closed
-    PLAN = 4
-    DROP = 5  # {"plan"}: it is not needed any more
-    CALL = 6
-    REPLY = 7  # with the sequence of its call
-    ALIVE = 8  # nothing new
-    END = 9  # training is over
+    PLAN = 4  # from rank 0 to a server
+    CALL = 6  # from a rank to a server
+    REPLY = 7  # from the server, with the sequence of the call
+    ALIVE = 8  # from a server to the directory: nothing new
+    END = 9  # from the directory: training is over

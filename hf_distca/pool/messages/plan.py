@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from hf_distca.plan import SEGMENT, TASK, AttentionKind, Layout, NanoBatch, Plan
 from hf_distca.planner.intervals import Intervals, by_document
 from hf_distca.pool.messages.call import HEAD_LIMIT
+from hf_distca.pool.messages.fields import Fields
+from hf_distca.pool.messages.hello import RANKS
+from hf_distca.pool.wire.errors import ProtocolError
 
 TABLE_LIMIT = 2**20
 """Rows of a table, at most."""
@@ -26,7 +29,6 @@ KEYS_PER_TOKEN = 4
 
 _NANO_BATCHES = 8
 _KINDS = 16
-_RANKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -34,43 +36,70 @@ class PlanHeader:
     """What a PLAN message says about itself, checked.
 
     Attributes:
-        plan: its number; a later plan has a larger one.
-        ranks: number of trainers.
-        workers: number of workers, trainers first.
+        plan_id: a later plan has a larger one.
+        ranks: number of ranks.
+        workers: number of workers, ranks first.
         worker: which of them the receiver is; it holds no rows.
         kinds: kinds of attention that there are tasks for.
         tables: for each nano-batch how many documents, segments, and tasks of every kind it has.
     """
 
-    plan: int
+    plan_id: int
     ranks: int
     workers: int
     worker: int
     kinds: tuple[AttentionKind, ...]
     tables: tuple[tuple[int, ...], ...]
 
+    @classmethod
+    def read(cls, header: dict[str, Any]) -> "PlanHeader":
+        """From a message's header.
+
+        Raises:
+            ProtocolError: something is missing, of the wrong type or out of range.
+        """
+        fields = Fields("a plan", header)
+        ranks = fields.whole("ranks", 1, RANKS)
+        workers = fields.whole("workers", ranks + 1, 2 * RANKS)
+        kinds = _read_kinds(fields)
+        tables = fields.rows("tables", 1, _NANO_BATCHES)
+        fields.require(
+            all(len(counts) == 2 + len(kinds) for counts in tables)
+            and all(type(count) is int and 0 <= count <= TABLE_LIMIT for counts in tables for count in counts),
+            "tables",
+            f"the sizes of {2 + len(kinds)} tables of at most {TABLE_LIMIT} rows for every nano-batch",
+        )
+        return cls(
+            plan_id=fields.whole("plan_id"),
+            ranks=ranks,
+            workers=workers,
+            worker=fields.whole("worker", ranks, workers - 1),
+            kinds=kinds,
+            tables=tuple(tuple(counts) for counts in tables),
+        )
+
     @property
     def payload(self) -> int:
         """Bytes of the tables."""
-        return sum(count * dtype.itemsize for _, count, dtype in self._columns())
+        return sum(count * dtype.itemsize for _, count, dtype in self.each_table())
 
-    def _columns(self) -> list[tuple[int, int, np.dtype[Any]]]:
+    def each_table(self) -> list[tuple[int, int, np.dtype[Any]]]:
         """Nano-batch, rows and dtype of every table."""
         dtypes = (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds))
         return [
-            (number, count, dtype)
-            for number, counts in enumerate(self.tables)
+            (nano_batch, count, dtype)
+            for nano_batch, counts in enumerate(self.tables)
             for count, dtype in zip(counts, dtypes, strict=True)
         ]
 
 
 def encode_plan(
-    number: int, worker: int, nano_batches: Sequence[NanoBatch]
+    plan_id: int, worker: int, nano_batches: Sequence[NanoBatch]
 ) -> tuple[dict[str, Any], list[NDArray[np.uint8]]]:
     """A PLAN message for one server.
 
     Args:
-        number: of the plan; later plans have larger ones.
+        plan_id: of the plan; later plans have larger ones.
         worker: which worker of the plans the server is.
         nano_batches: of the micro-batch, all with the same kinds of attention.
 
@@ -84,7 +113,7 @@ def encode_plan(
         for nano in nano_batches
     ]
     header = {
-        "plan": number,
+        "plan_id": plan_id,
         "ranks": plan.layout.ranks,
         "workers": plan.workers,
         "worker": worker,
@@ -92,35 +121,6 @@ def encode_plan(
         "tables": [[len(table) for table in row] for row in tables],
     }
     return header, [np.ascontiguousarray(table).view(np.uint8) for row in tables for table in row]
-
-
-def read_plan_header(header: dict[str, Any]) -> PlanHeader:
-    """The header of a PLAN message.
-
-    Raises:
-        ValueError: something is missing, of the wrong type or out of range.
-    """
-    ranks = _number(header, "ranks", 1, _RANKS)
-    workers = _number(header, "workers", ranks + 1, 2 * _RANKS)
-    kinds, tables = _read_kinds(header.get("kinds")), header.get("tables")
-    if (
-        not isinstance(tables, list)
-        or not 1 <= len(tables) <= _NANO_BATCHES
-        or not all(isinstance(counts, list) and len(counts) == 2 + len(kinds) for counts in tables)
-        or not all(type(count) is int and 0 <= count <= TABLE_LIMIT for counts in tables for count in counts)
-    ):
-        raise ValueError(
-            f"a plan must give the sizes of its tables for 1 to {_NANO_BATCHES} nano-batches, {2 + len(kinds)} each "
-            f"of at most {TABLE_LIMIT} rows, got {tables!r:.100}"
-        )
-    return PlanHeader(
-        plan=_number(header, "plan", 0, 2**62),
-        ranks=ranks,
-        workers=workers,
-        worker=_number(header, "worker", ranks, workers - 1),
-        kinds=kinds,
-        tables=tuple(tuple(counts) for counts in tables),
-    )
 
 
 def decode_plan(header: PlanHeader, payload: bytes | bytearray) -> tuple[NanoBatch, ...]:
@@ -131,17 +131,17 @@ def decode_plan(header: PlanHeader, payload: bytes | bytearray) -> tuple[NanoBat
         payload: its tables, header.payload bytes.
 
     Raises:
-        ValueError: the tables are no plan, or one that is too large.
+        ProtocolError: the tables are no plan, or one that is too large.
     """
     found: list[list[NDArray[Any]]] = [[] for _ in header.tables]
     offset = 0
-    for number, count, dtype in header._columns():
-        found[number].append(np.frombuffer(payload, dtype, count, offset))
+    for nano_batch, count, dtype in header.each_table():
+        found[nano_batch].append(np.frombuffer(payload, dtype, count, offset))
         offset += count * dtype.itemsize
     nano_batches = []
     for lengths, segments, *tasks in found:
         if len(lengths) and not (lengths.min() >= 1 and lengths.max() <= TOKEN_LIMIT >= lengths.sum()):
-            raise ValueError(f"documents must have 1 token or more, and at most {TOKEN_LIMIT} in all")
+            raise ProtocolError(f"documents must have 1 token or more, and at most {TOKEN_LIMIT} in all")
         _check_rows(segments, lengths, "rank", header.ranks)
         _check_offsets(segments, header.ranks)
         layout = Layout(lengths, segments, header.ranks)
@@ -154,57 +154,50 @@ def decode_plan(header: PlanHeader, payload: bytes | bytearray) -> tuple[NanoBat
     return tuple(nano_batches)
 
 
-def _read_kinds(listed: Any) -> tuple[AttentionKind, ...]:
+def _read_kinds(fields: Fields) -> tuple[AttentionKind, ...]:
     """The kinds of attention that a header lists, each as the five numbers of an AttentionKind."""
-    error = ValueError(f"a plan must list its kinds of attention, 1 to {_KINDS} different ones, got {listed!r:.100}")
-    if not isinstance(listed, list) or not 1 <= len(listed) <= _KINDS:
-        raise error
+    listed = fields.rows("kinds", 1, _KINDS)
     for numbers in listed:
-        if not isinstance(numbers, list) or len(numbers) != 5:
-            raise error
+        fields.require(len(numbers) == 5, "kinds", "lists of five numbers each")
         window, *sizes = numbers
-        if not (window is None or (type(window) is int and 1 <= window <= TOKEN_LIMIT * 128)):
-            raise error
-        if not all(type(size) is int and 1 <= size <= HEAD_LIMIT for size in sizes):
-            raise error
+        fields.require(
+            (window is None or (type(window) is int and 1 <= window <= TOKEN_LIMIT * 128))
+            and all(type(size) is int and 1 <= size <= HEAD_LIMIT for size in sizes)
+            and sizes[0] % sizes[1] == 0,
+            "kinds",
+            f"lists of a window or null, query heads, key-value heads that divide them, and two sizes of heads, "
+            f"at most {HEAD_LIMIT} each",
+        )
     kinds = tuple(AttentionKind(*numbers) for numbers in listed)
-    if len(set(kinds)) != len(kinds):
-        raise error
+    fields.require(len(set(kinds)) == len(kinds), "kinds", "kinds of attention that differ")
     return kinds
 
 
-def _number(header: dict[str, Any], name: str, least: int, most: int) -> int:
-    value = header.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} of a plan must be a whole number from {least} to {most}, got {value!r:.40}")
-    return value
-
-
 def _check_rows(table: NDArray[np.void], lengths: NDArray[np.int64], place: str, places: int) -> None:
-    """Raise ValueError unless the table's ranges cover every document once and its places exist."""
+    """Raise ProtocolError unless the table's ranges cover every document once and its places exist."""
     if len(table) and not (table[place].min() >= 0 and table[place].max() < places):
-        raise ValueError(f"a {place} is not among 0 to {places - 1}")
+        raise ProtocolError(f"a {place} is not among 0 to {places - 1}")
     if len(table) and not (table["document"].min() >= 0 and table["document"].max() < len(lengths)):
-        raise ValueError(f"a document is not among the {len(lengths)} of the plan")
+        raise ProtocolError(f"a document is not among the {len(lengths)} of the plan")
     if not Intervals.of(table).covers_once(lengths):
-        raise ValueError(f"the ranges of rows that have a {place} do not cover each document once")
+        raise ProtocolError(f"the ranges of rows that have a {place} do not cover each document once")
 
 
 def _check_offsets(segments: NDArray[np.void], ranks: int) -> None:
-    """Raise ValueError unless every rank's rows lie one after another from 0 on."""
+    """Raise ProtocolError unless every rank's rows lie one after another from 0 on."""
     ordered = segments[np.lexsort((segments["offset"], segments["rank"]))]
     rows = ordered["stop"] - ordered["start"]
     before = np.cumsum(rows) - rows
     of_rank = np.searchsorted(ordered["rank"], np.arange(ranks))
     rank_before = np.append(before, rows.sum())[of_rank]
     if not np.array_equal(ordered["offset"], before - rank_before[ordered["rank"]]):
-        raise ValueError("the rows of a rank do not lie one after another")
+        raise ProtocolError("the rows of a rank do not lie one after another")
 
 
 def _check_keys(plan: Plan, worker: int) -> None:
-    """Raise ValueError if the worker's tasks read too many K/V rows; a task that segments cut reads them as often."""
+    """Raise ProtocolError if the worker's tasks read too many K/V rows; a task that is cut reads them as often."""
     mine = plan.tasks["worker"] == worker
     cut = Intervals.of(plan.tasks[mine]).overlaps(Intervals.of(by_document(plan.layout.segments)))
     keys = (plan.tasks["stop"] - plan.first_key())[mine]
     if keys[cut.first].sum() > KEYS_PER_TOKEN * TOKEN_LIMIT:
-        raise ValueError(f"the tasks of worker {worker} read more than {KEYS_PER_TOKEN * TOKEN_LIMIT} K/V rows")
+        raise ProtocolError(f"the tasks of worker {worker} read more than {KEYS_PER_TOKEN * TOKEN_LIMIT} K/V rows")

@@ -4,7 +4,7 @@ Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of qu
 rows; what follows a row's N is free.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,8 +20,6 @@ from hf_distca.pool.messages.tensor_spec import TensorSpec
 from hf_distca.pool.rank.link import PendingReply
 from hf_distca.pool.rank.members import Members
 from hf_distca.pool.rank.speeds import Stopwatch
-from hf_distca.pool.transport.host_memory import as_bytes, empty_rows, to_host
-from hf_distca.pool.wire.channel import Buffer
 from hf_distca.pool.wire.errors import LinkLost
 
 
@@ -64,9 +62,9 @@ class PlanAtServers:
         """See `hf_distca.dispatch.remote.RemotePlan.start`."""
         q_THD, k_TGD, v_TGE = rows["q"], rows["k"], rows["v"]
         call = Call(
-            plan=self._plan_id,
-            number=next(self._call_ids),
-            nano=nano_batch,
+            plan_id=self._plan_id,
+            call_id=next(self._call_ids),
+            nano_batch=nano_batch,
             window=params.window,
             direction=direction,
             scale=params.scale,
@@ -132,13 +130,11 @@ class CallAtServers:
         link = self._members.link(self._servers[asked.server])
         if link is None or not asked.q_count + asked.k_count:
             return
-        on_gpu = self._device.type == "cuda"
-        sent = [to_host(take(rows[spec.name], _index(asked, spec))) for spec in call.request()]
-        copied = torch.cuda.current_stream(self._device).record_event() if on_gpu else None
-        results = {spec.name: empty_rows(spec, _count(asked, spec), on_gpu) for spec in call.reply()}
+        memory = self._members.memory
+        staged, ready = memory.stage([take(rows[spec.name], _index(asked, spec)) for spec in call.request()])
+        results = {spec.name: memory.empty(spec, _count(asked, spec)) for spec in call.reply()}
         try:
-            ready = None if copied is None else copied.synchronize
-            reply = link.call(call.header(), _buffers(sent), _buffers(results.values()), ready)
+            reply = link.call(call, staged, list(results.values()), ready)
         except LinkLost:
             return  # the collection will find the link lost
         self._replies[asked.server] = (reply, results)
@@ -150,12 +146,11 @@ class CallAtServers:
         with self._wait_clock.running(torch.device("cpu")):
             for server, (reply, _) in self._replies.items():
                 try:
-                    header = reply.wait(self._members.timeout_s)
+                    said = reply.wait(self._members.timeout_s)
                 except LinkLost:
                     continue
-                seconds = float(header["seconds"])
-                way_s = reply.arrived - reply.departed - seconds if self._alone else None
-                watch.served(self._servers[server], int(header["pairs"]), seconds, way_s)
+                way_s = reply.arrived - reply.departed - said.seconds if self._alone else None
+                watch.served(self._servers[server], said.pairs, said.seconds, way_s)
             watch.under_way -= 1
             lost_ids = self._members.without_lost(list(self._servers.values()))
         lost = frozenset(server for server, id in self._servers.items() if id in lost_ids)
@@ -173,8 +168,3 @@ def _index(asked: ServerRows, spec: TensorSpec) -> RowIndex:
 
 def _count(asked: ServerRows, spec: TensorSpec) -> int:
     return asked.q_count if spec.rows == "queries" else asked.k_count
-
-
-def _buffers(tensors: Iterable[Tensor]) -> list[Buffer]:
-    """The memory of dense tensors on the host, those without rows left out."""
-    return [as_bytes(x_N).data for x_N in tensors if x_N.numel()]

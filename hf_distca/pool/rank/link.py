@@ -1,66 +1,71 @@
-"""The trainer's end of the connection between one trainer and one server."""
+"""The rank's end of the connection between one rank and one server."""
 
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
+from hf_distca.pool.messages.call import Call, Reply
+from hf_distca.pool.messages.hello import RankHello, Refusal
 from hf_distca.pool.messages.kinds import SERVER_SERVICE, Kind
-from hf_distca.pool.wire.channel import Buffer, Channel, byte_views
+from hf_distca.pool.transport.contract import Transport
+from hf_distca.pool.transport.tcp import TcpTransport
+from hf_distca.pool.wire.channel import Buffer, Channel
 from hf_distca.pool.wire.errors import LinkLost, ProtocolError
 from hf_distca.pool.wire.handshake import connect
 from hf_distca.pool.wire.outbox import Outbox
 
 
 class PendingReply:
-    """A reply on its way; `wait` hands over its header once its bytes are in the buffers.
+    """A reply on its way; `wait` hands over what the server says once its rows are in their tensors.
 
     Attributes:
-        views: the buffers as flat bytes.
-        size: bytes that the reply must have.
-        departed: when the request was ready to be sent, in the time of `time.perf_counter`.
+        rows: where they are received.
+        departed: when the call was ready to be sent, in the time of `time.perf_counter`.
         arrived: when the reply was complete.
     """
 
-    def __init__(self, link: "ServerLink", buffers: Sequence[Buffer]) -> None:
-        self.views = byte_views(buffers)
-        self.size = sum(len(view) for view in self.views)
+    def __init__(self, link: "ServerLink", rows: Sequence[Tensor]) -> None:
+        self.rows = rows
+        self.departed = self.arrived = 0.0
         self._link = link
         self._done = threading.Event()
-        self._header: dict[str, Any] | None = None
-        self.departed = self.arrived = 0.0
+        self._reply: Reply | None = None
 
-    def wait(self, timeout_s: float) -> dict[str, Any]:
+    def wait(self, timeout_s: float) -> Reply:
         """Wait for the reply, and fail the link if it does not come in time.
 
         Args:
             timeout_s: how long from now on.
 
         Returns:
-            The reply's JSON object.
+            What the server says beside the rows.
 
         Raises:
-            LinkLost: the link has failed. What the buffers hold is undefined, and nobody writes to them any more.
+            LinkLost: the link has failed. What the tensors hold is undefined, and nobody writes to them any more.
         """
         if not self._done.wait(timeout_s):
             self._link.fail(f"no reply within {timeout_s:g} s")
-        if self._header is None:
-            self._link.close()  # returns when no thread touches the buffers any more
-        if self._header is None:
+        if self._reply is None:
+            self._link.close()  # returns when no thread touches the tensors any more
+        if self._reply is None:
             raise LinkLost(self._link.lost)
-        return self._header
+        return self._reply
 
-    def settle(self, header: dict[str, Any] | None) -> None:
+    def settle(self, reply: Reply | None) -> None:
         """The link's word: the reply is complete, or (None) will not come."""
-        if header is not None:
-            self._header = header
+        if reply is not None:
+            self._reply = reply
             self.arrived = time.perf_counter()
         self._done.set()
 
 
 class ServerLink:
-    """Requests to one server and their replies; nothing but `PendingReply.wait` blocks the caller.
+    """Calls to one server and their replies; nothing but `PendingReply.wait` blocks the caller.
 
     A link that failed once stays failed; a server that comes back gets a new one.
 
@@ -68,9 +73,10 @@ class ServerLink:
         host: where the server listens.
         port: its TCP port.
         token: the run's token.
-        rank: this trainer.
-        ranks: number of trainers.
-        timeout_s: for connecting, the handshake and the server's welcome.
+        rank: this one.
+        ranks: number of ranks.
+        connect_s: for connecting, the handshake and the server's welcome.
+        rows_s: rows on their way there or back may stand still for so long.
 
     Attributes:
         name: HOST:PORT, for messages.
@@ -79,23 +85,29 @@ class ServerLink:
         LinkLost: the server cannot be reached, has another token, or refuses.
     """
 
-    def __init__(self, host: str, port: int, token: bytes, rank: int, ranks: int, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, token: bytes, rank: int, ranks: int, connect_s: float, rows_s: float
+    ) -> None:
         self.name = f"{host}:{port}"
+        self._rows_s = rows_s
         self._lock = threading.Lock()
         self._sequence = itertools.count(1)
         self._pending: dict[int, PendingReply] = {}
         self._lost: str | None = None
-        self._channel = Channel(connect(host, port, token, SERVER_SERVICE, timeout_s), Kind)
+        self._channel = Channel(connect(host, port, token, SERVER_SERVICE, connect_s), Kind)
         try:
-            self._channel.set_timeout(timeout_s)
-            self._channel.send(Kind.HELLO, {"rank": rank, "ranks": ranks})
+            self._channel.set_timeout(connect_s)
+            self._channel.send(Kind.HELLO, RankHello(rank, ranks).header())
             frame = self._channel.receive()
+            if frame.kind is Kind.REFUSED:
+                raise LinkLost(f"the server does not take this rank: {Refusal.read(frame.header).reason}")
             if frame.kind is not Kind.WELCOME:
-                raise LinkLost(f"the server does not take this trainer: {frame.header.get('reason', frame.kind.name)}")
+                raise ProtocolError(f"the server answers {frame.kind.name}, expected WELCOME")
             self._channel.set_timeout(None)
         except LinkLost as error:
             self._channel.close()
             raise type(error)(f"server {self.name}: {error}") from error
+        self._transport: Transport = TcpTransport(self._channel)
         self._outbox = Outbox(self._channel, f"send {self.name}")
         self._closing = threading.Lock()
         self._receiver = threading.Thread(target=self._receive, name=f"receive {self.name}", daemon=True)
@@ -119,29 +131,27 @@ class ServerLink:
         """
         with self._lock:
             self._check()
-            self._outbox.put(kind, header, buffers)
+            self._outbox.put(partial(self._channel.send, kind, header, buffers))
 
     def call(
         self,
-        header: dict[str, Any],
-        buffers: Sequence[Buffer],
-        reply_buffers: Sequence[Buffer],
+        call: Call,
+        rows: Sequence[Tensor],
+        results: Sequence[Tensor],
         ready: Callable[[], None] | None = None,
     ) -> PendingReply:
-        """Queue a request.
+        """Queue a call.
 
         Args:
-            header: its JSON object.
-            buffers: its payload, part after part; they must not change before the reply is here.
-            reply_buffers: writable; the reply's payload is received into them, part after part. It must have
-                exactly their size.
-            ready: waits until the payload is in its buffers, where something may still be writing to them; called
-                by the thread that sends.
+            call: what the server is to compute.
+            rows: as `call.request()` says, [N, …] each; they must not change before the reply is here.
+            results: as `call.reply()` says; the reply's rows are received into them.
+            ready: returns when the rows are in their place; called by the thread that sends.
 
         Raises:
             LinkLost: the link has failed.
         """
-        reply = PendingReply(self, reply_buffers)
+        reply = PendingReply(self, results)
 
         def depart() -> None:
             if ready is not None:
@@ -152,7 +162,8 @@ class ServerLink:
             self._check()
             sequence = next(self._sequence)
             self._pending[sequence] = reply
-            self._outbox.put(Kind.CALL, header, buffers, sequence, ready=depart)
+            send = partial(self._transport.send, Kind.CALL, call.header(), rows, sequence, self._rows_s)
+            self._outbox.put(send, ready=depart)
         return reply
 
     def fail(self, reason: str) -> None:
@@ -167,8 +178,8 @@ class ServerLink:
             reply.settle(None)
 
     def close(self) -> None:
-        """End the link and wait until its threads are done with all buffers."""
-        self.fail("closed by this trainer")
+        """End the link and wait until its threads are done with all tensors."""
+        self.fail("closed by this rank")
         with self._closing:
             self._outbox.finish(0)
             self._receiver.join()
@@ -183,19 +194,18 @@ class ServerLink:
             while True:
                 frame = self._channel.receive()
                 if frame.kind is Kind.REFUSED:
-                    raise LinkLost(f"the server ended the connection: {frame.header.get('reason')}")
+                    raise LinkLost(f"the server ended the connection: {Refusal.read(frame.header).reason}")
                 if frame.kind is not Kind.REPLY:
                     raise ProtocolError(f"a {frame.kind.name} message came where only replies are expected")
                 with self._lock:
-                    reply = self._pending.get(frame.sequence)
-                if reply is None:
-                    raise ProtocolError("a reply came to a request that was not made")
-                if frame.payload != reply.size:
-                    raise ProtocolError(f"a reply has {frame.payload} bytes, expected {reply.size}")
-                self._channel.receive_into(reply.views)
+                    pending = self._pending.get(frame.sequence)
+                if pending is None:
+                    raise ProtocolError("a reply came to a call that was not made")
+                reply = Reply.read(frame.header)
+                self._transport.receive(frame, pending.rows, self._rows_s)
                 with self._lock:
                     self._pending.pop(frame.sequence, None)
-                reply.settle(frame.header)
-                del reply  # its buffers belong to the caller again
+                pending.settle(reply)
+                del pending  # its tensors belong to the caller again
         except LinkLost as error:
             self.fail(str(error))

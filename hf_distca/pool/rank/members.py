@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hf_distca.dispatch.groups import Groups
 from hf_distca.pool.directory import Directory, ServerInfo
 from hf_distca.pool.rank.link import ServerLink
+from hf_distca.pool.transport.contract import Memory
 from hf_distca.pool.wire.errors import LinkLost
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,16 @@ class Members:
 
     Args:
         groups: the ranks.
+        memory: where rows are sent from and received.
         token: the run's token.
         directory: where servers join; on rank 0 only.
         timeout_s: a server that does not answer for so long is lost.
     """
 
-    def __init__(self, groups: Groups, token: bytes, directory: Directory | None, timeout_s: float) -> None:
+    def __init__(
+        self, groups: Groups, memory: Memory, token: bytes, directory: Directory | None, timeout_s: float
+    ) -> None:
+        self.memory = memory
         self.timeout_s = timeout_s
         self._groups = groups
         self._token = token
@@ -92,11 +97,11 @@ class Members:
         """Those to which every rank has a link now."""
         links: dict[int, ServerLink] = {}
         failures: dict[int, str] = {}
-        timeout_s = min(CONNECT_S, self.timeout_s)
+        connect_s = min(CONNECT_S, self.timeout_s)
         for info in joined:
             try:
                 links[info.id] = ServerLink(
-                    info.host, info.port, self._token, self._groups.rank, self._groups.ranks, timeout_s
+                    info.host, info.port, self._token, self._groups.rank, self._groups.ranks, connect_s, self.timeout_s
                 )
             except LinkLost as error:
                 failures[info.id] = str(error)

@@ -26,6 +26,7 @@ from hf_distca.pool.messages.plan import encode_plan
 from hf_distca.pool.rank.call import PlanAtServers
 from hf_distca.pool.rank.members import Members
 from hf_distca.pool.rank.speeds import Speeds, Stopwatch, TimedKernel
+from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.errors import LinkLost
 
 POLL_S = 0.2
@@ -133,7 +134,7 @@ def use_servers(
     """
     kernel = TimedKernel(dispatcher.kernel, dispatcher.device)
     dispatcher.kernel = kernel
-    members = Members(dispatcher.groups, token, directory, timeout_s)
+    members = Members(dispatcher.groups, HostMemory(dispatcher.device), token, directory, timeout_s)
     pool = Pool(dispatcher.groups, members, kernel, ranks_serve=ranks_serve)
     dispatcher.remote = pool
     return pool

@@ -1,4 +1,4 @@
-"""How fast trainers and dedicated servers are: measured at joining, corrected by what the steps show."""
+"""How fast ranks and dedicated servers are: measured at joining, corrected by what the steps show."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -133,7 +133,7 @@ class Stopwatch:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step of an attention: what lies between steps is the trainer's other work."""
+        """Around each step of an attention: what lies between steps is the rank's other work."""
         now = time.perf_counter()
         if self.under_way and self._left_step is not None:
             self.observed.between_s += now - self._left_step
@@ -161,17 +161,17 @@ class Speeds:
     """What is known of the speeds; the same on every rank.
 
     Args:
-        own: the trainers' mean speed as `measure_speed` gives it, in pairs per second.
+        own: the ranks' mean speed as `measure_speed` gives it, in pairs per second.
     """
 
     def __init__(self, own: float) -> None:
         self._own = DIRECTIONS * own  # as observed
-        self._base_load = 0.0  # of a trainer, in pairs of its own, for one attention of a nano-batch
-        self._relative: dict[int, float] = {}  # of servers, to the trainers' mean
-        self._ways: dict[int, float] = {}  # to servers and back, in pairs of a trainer, for one attention
+        self._base_load = 0.0  # of a rank, in pairs of its own, for one attention of a nano-batch
+        self._relative: dict[int, float] = {}  # of servers, to the ranks' mean
+        self._ways: dict[int, float] = {}  # to servers and back, in pairs of a rank, for one attention
 
     def joined(self, server: int, measured: float) -> float:
-        """A server takes part; returns its speed relative to a trainer.
+        """A server takes part; returns its speed relative to a rank.
 
         Args:
             server: its id.
@@ -207,11 +207,11 @@ class Speeds:
     def workers(self, ranks: int, servers: Sequence[int], takes_turns: bool) -> Workers:
         """Speeds and base loads of the ranks and of servers behind them.
 
-        With two nano-batches in turns, a trainer does its other work, and rows travel, while a server computes: the
-        work is the trainer's base load. Without turns a server does nothing while rows travel: its own base load.
+        With two nano-batches in turns, a rank does its other work, and rows travel, while a server computes: the
+        work is the rank's base load. Without turns a server does nothing while rows travel: its own base load.
 
         Args:
-            ranks: number of trainers.
+            ranks: number of ranks.
             servers: ids.
             takes_turns: whether two nano-batches take turns.
         """

@@ -1,4 +1,4 @@
-"""Dedicated attention servers: processes without a model that compute core attention for trainers."""
+"""Dedicated attention servers: processes without a model that compute core attention for ranks."""
 
 from .server import AttentionServer
 

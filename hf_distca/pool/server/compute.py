@@ -11,7 +11,7 @@ from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams, Kernel
 from hf_distca.pool.messages.call import Call
 from hf_distca.pool.server.plans import ServedTasks
-from hf_distca.pool.transport.host_memory import to_host
+from hf_distca.pool.transport.contract import Memory
 
 
 def params_of(call: Call) -> AttentionParams:
@@ -21,33 +21,27 @@ def params_of(call: Call) -> AttentionParams:
 
 @torch.no_grad()
 def compute(
-    call: Call, tasks: ServedTasks, received: dict[str, Tensor], kernel: Kernel, device: torch.device
+    call: Call, tasks: ServedTasks, received: dict[str, Tensor], kernel: Kernel, memory: Memory, device: torch.device
 ) -> dict[str, Tensor]:
     """The results of a call.
 
     Args:
         call: what to compute.
         tasks: which tasks.
-        received: the columns of call.request() by name, rows of all trainers, on the host.
+        received: the tensors of call.request() by name, rows of all ranks.
         kernel: what computes.
-        device: where.
+        memory: where results are sent from.
+        device: where to compute.
 
     Returns:
-        The columns of call.reply() by name, contiguous and on the host.
+        The tensors of call.reply() by name, ready to be sent.
     """
     on_device = {name: rows_N.to(device, non_blocking=True) for name, rows_N in received.items()}
     run = _forward if call.direction == "forward" else _backward
     results = run(on_device, tasks, kernel, params_of(call))
-    names = [column.name for column in call.reply()]
-    return dict(zip(names, _on_host(results, device), strict=True))
-
-
-def _on_host(results: tuple[Tensor, ...], device: torch.device) -> list[Tensor]:
-    """The results as contiguous tensors on the host, complete."""
-    hosts = [to_host(rows_N) for rows_N in results]
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return hosts
+    staged, ready = memory.stage(results)
+    ready()
+    return dict(zip((spec.name for spec in call.reply()), staged, strict=True))
 
 
 def _forward(

@@ -1,4 +1,4 @@
-"""The plans that a server knows: what each trainer will send in a call, and which tasks to compute on it."""
+"""The plans that a server knows: what each rank will send in a call, and which tasks to compute on it."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from hf_distca.pool.messages.plan import PlanHeader
 from hf_distca.pool.wire import ProtocolError
 
 KEPT = 8
-"""So many of the latest plans are kept: more than trainers have in use at once."""
+"""So many of the latest plans are kept: more than ranks have in use at once."""
 
 
 class ServedTasks:
@@ -26,9 +26,9 @@ class ServedTasks:
     Attributes:
         group: the tasks, as index tensors.
         key_sums: how dK and dV of received rows are added up.
-        rows: for each kind of rows ("queries", "keys") and each trainer, which of the received rows are its own.
-        totals: for each kind, how many rows come from all trainers.
-        trainers: those that have rows here.
+        rows: for each kind of rows ("queries", "keys") and each rank, which of the received rows are its own.
+        totals: for each kind, how many rows come from all ranks.
+        ranks: those that have rows here.
         pairs: query-key pairs of all tasks.
     """
 
@@ -43,7 +43,7 @@ class ServedTasks:
             self.rows[kind] = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
             self.totals[kind] = int(counts.sum())
         self.key_sums = RowSum([routes.visiting.k_rows], self.totals["keys"], buffer)
-        self.trainers = frozenset(
+        self.ranks = frozenset(
             rank
             for rank, parts in enumerate(zip(self.rows["queries"], self.rows["keys"], strict=True))
             if any(part.stop > part.start for part in parts)
@@ -57,7 +57,7 @@ class ServedPlan:
     """A plan as one server uses it.
 
     Attributes:
-        ranks: number of trainers.
+        ranks: number of ranks.
         tasks: by nano-batch and kind of attention.
     """
 
@@ -65,17 +65,17 @@ class ServedPlan:
         self.ranks = header.ranks
         buffer = IndexBuffer(device)
         self.tasks = {
-            (number, kind): ServedTasks(plan, header.worker, buffer)
-            for number, nano in enumerate(nano_batches)
+            (nano_batch, kind): ServedTasks(plan, header.worker, buffer)
+            for nano_batch, nano in enumerate(nano_batches)
             for kind, plan in nano.plans.items()
         }
         buffer.send()
 
 
 class PlanStore:
-    """The latest plans by number.
+    """The latest plans by id.
 
-    A trainer's call may overtake the plan, which another trainer sends: whoever asks for it waits.
+    A rank's call may overtake the plan, which another rank sends: whoever asks for it waits.
     """
 
     def __init__(self) -> None:
@@ -83,49 +83,44 @@ class PlanStore:
         self._plans: dict[int, ServedPlan] = {}
         self._newest = -1
 
-    def add(self, number: int, plan: ServedPlan) -> None:
+    def add(self, plan_id: int, plan: ServedPlan) -> None:
         """Add a plan and forget the oldest.
 
         Raises:
-            ProtocolError: the number is not larger than those before.
+            ProtocolError: the id is not larger than those before.
         """
         with self._changed:
-            if number <= self._newest:
-                raise ProtocolError(f"plan {number} came after plan {self._newest}; numbers must rise")
-            self._newest = number
-            self._plans[number] = plan
+            if plan_id <= self._newest:
+                raise ProtocolError(f"plan {plan_id} came after plan {self._newest}; ids must rise")
+            self._newest = plan_id
+            self._plans[plan_id] = plan
             while len(self._plans) > KEPT:
                 del self._plans[min(self._plans)]
             self._changed.notify_all()
 
-    def drop(self, number: int) -> None:
-        """Forget a plan and all before it."""
-        with self._changed:
-            self._plans = {kept: plan for kept, plan in self._plans.items() if kept > number}
-
     def clear(self) -> None:
-        """Forget all; the next plan may have any number."""
+        """Forget all; the next plan may have any id."""
         with self._changed:
             self._plans.clear()
             self._newest = -1
 
-    def get(self, number: int, timeout_s: float, give_up: Callable[[], bool]) -> ServedPlan:
-        """The plan of this number, which may still be on its way.
+    def get(self, plan_id: int, timeout_s: float, give_up: Callable[[], bool]) -> ServedPlan:
+        """The plan of this id, which may still be on its way.
 
         Args:
-            number: of the plan.
+            plan_id: of the plan.
             timeout_s: how long to wait for it.
             give_up: asked twice a second.
 
         Raises:
-            ProtocolError: it was dropped, or does not come.
+            ProtocolError: it is not kept any more, or does not come.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while number not in self._plans:
-                if number <= self._newest:
-                    raise ProtocolError(f"plan {number} is not kept any more, the latest is {self._newest}")
+            while plan_id not in self._plans:
+                if plan_id <= self._newest:
+                    raise ProtocolError(f"plan {plan_id} is not kept any more, the latest is {self._newest}")
                 if time.monotonic() > deadline or give_up():
-                    raise ProtocolError(f"plan {number} did not come within {timeout_s:g} s")
+                    raise ProtocolError(f"plan {plan_id} did not come within {timeout_s:g} s")
                 self._changed.wait(0.5)
-            return self._plans[number]
+            return self._plans[plan_id]

@@ -1,25 +1,33 @@
-"""The server's end of the connection to one trainer."""
+"""The server's end of the connection to one rank."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
+from torch import Tensor
+
+from hf_distca.pool.messages.call import Reply
+from hf_distca.pool.messages.hello import RankHello, Refusal
 from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.wire import Channel, Outbox, Peer, ProtocolError
-from hf_distca.pool.wire.channel import Buffer
+from hf_distca.pool.transport.contract import Transport
+from hf_distca.pool.transport.tcp import TcpTransport
+from hf_distca.pool.wire import Channel, Outbox, Peer
 
 _FLUSH_S = 1.0
 
 
 class RankLink:
-    """One trainer that is connected.
+    """One rank that is connected.
 
     Args:
-        peer: the trainer, after its hello {"rank", "ranks"}.
+        peer: the rank, after its hello.
+        rows_s: rows on their way here or back may stand still for so long.
 
     Attributes:
-        rank: which trainer it is.
+        rank: which one it is.
         name: for messages.
         channel: where its messages come from.
+        transport: what carries its rows.
+        rows_s: as above.
         in_flight: calls of it that have begun and whose replies are not sent; guarded by `Calls`.
         gone: nothing that comes from it counts any more.
 
@@ -27,36 +35,33 @@ class RankLink:
         ProtocolError: the hello is not sane.
     """
 
-    def __init__(self, peer: Peer) -> None:
-        rank, ranks = (peer.hello.header.get(name) for name in ("rank", "ranks"))
-        if type(rank) is not int or type(ranks) is not int or not 0 <= rank < ranks <= 2**16:
-            raise ProtocolError(
-                f"a trainer must give its rank and the number of ranks, got {rank!r} and {ranks!r}"[:200]
-            )
-        self.rank = rank
-        self.name = f"trainer {rank} ({peer.name})"
+    def __init__(self, peer: Peer, rows_s: float) -> None:
+        self.rank = RankHello.read(peer.hello.header).rank
+        self.name = f"rank {self.rank} ({peer.name})"
         self.channel: Channel = peer.channel
+        self.transport: Transport = TcpTransport(peer.channel)
+        self.rows_s = rows_s
         self.in_flight = 0
         self.gone = False
         self._outbox = Outbox(peer.channel, f"send {peer.name}")
 
     def welcome(self) -> None:
-        """Tell the trainer that it is connected."""
-        self._outbox.put(Kind.WELCOME, {})
+        """Tell the rank that it is connected."""
+        self._outbox.put(partial(self.channel.send, Kind.WELCOME, {}))
 
-    def reply(
-        self, header: dict[str, Any], buffers: Sequence[Buffer], sequence: int, sent: Callable[[], None]
-    ) -> None:
+    def reply(self, reply: Reply, rows: Sequence[Tensor], sequence: int, sent: Callable[[], None]) -> None:
         """Queue a reply; `sent` is called when it has left, or never will."""
-        self._outbox.put(Kind.REPLY, header, buffers, sequence, sent=sent)
+        send = partial(self.transport.send, Kind.REPLY, reply.header(), rows, sequence, self.rows_s)
+        self._outbox.put(send, sent=sent)
 
     def refuse(self, reason: str) -> None:
-        """Tell the trainer why, then end the connection; its own thread notices."""
+        """Tell the rank why, then end the connection; its own thread notices."""
         self.gone = True
-        self._outbox.put(Kind.REFUSED, {"reason": reason}, sent=self.channel.shut_down)
+        refusal = partial(self.channel.send, Kind.REFUSED, Refusal(reason).header())
+        self._outbox.put(refusal, sent=self.channel.shut_down)
 
     def is_gone(self) -> bool:
-        """Whether the trainer has left or was refused, asked where nothing is received from it."""
+        """Whether the rank has left or was refused, asked where nothing is received from it."""
         return self.gone or self.channel.hung_up()
 
     def finish(self) -> None:

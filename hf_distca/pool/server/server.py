@@ -1,23 +1,25 @@
-"""A dedicated attention server: it joins a training run, serves its trainers, and leaves when training ends."""
+"""A dedicated attention server: it joins a training run, serves its ranks, and leaves when training ends."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from hf_distca.kernels import Kernel, Need
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.pool.directory import Membership, State
-from hf_distca.pool.messages.call import Call
+from hf_distca.pool.messages.call import Call, Reply
+from hf_distca.pool.messages.hello import ServerHello
 from hf_distca.pool.messages.kinds import SERVER_SERVICE, Kind
-from hf_distca.pool.messages.plan import decode_plan, read_plan_header
+from hf_distca.pool.messages.plan import PlanHeader, decode_plan
 from hf_distca.pool.server.calls import Assembly, Calls
 from hf_distca.pool.server.compute import compute, params_of
 from hf_distca.pool.server.plans import PlanStore, ServedPlan
 from hf_distca.pool.server.rank_link import RankLink
-from hf_distca.pool.transport.host_memory import as_bytes
+from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire import Frame, LinkLost, Listener, Peer, PeerLeft, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -28,11 +30,11 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 class AttentionServer:
-    """Computes core attention for the trainers of one run. It keeps plans, and nothing between calls.
+    """Computes core attention for the ranks of one run. It keeps plans, and nothing between calls.
 
-    All trainers connect before the first call that needs their rows. Trainer 0 sends PLAN and DROP messages; every
-    trainer that has rows for this server in a plan's nano-batch and kind of attention sends a CALL message for each
-    direction of each layer. Whatever does not fit the plan ends the connection that it came on, and no other.
+    All ranks connect before the first call that needs their rows. Rank 0 sends PLAN messages; every rank that has rows
+    for this server in a plan's nano-batch and kind of attention sends a CALL message for each direction of each layer.
+    Whatever does not fit the plan ends the connection that it came on, and no other.
 
     Args:
         token: the run's token.
@@ -42,6 +44,7 @@ class AttentionServer:
         host: address of the interface to listen on.
         port: TCP port; 0 for any that is free.
         plan_wait_s: how long a call may wait for its plan.
+        rows_s: rows of a call or a reply may stand still on their way for so long.
 
     Attributes:
         host: where it listens.
@@ -63,6 +66,7 @@ class AttentionServer:
         host: str = "127.0.0.1",
         port: int = 0,
         plan_wait_s: float = 30.0,
+        rows_s: float = 60.0,
     ) -> None:
         self._token = token
         self._device = device
@@ -70,8 +74,10 @@ class AttentionServer:
         self._choose = choose
         self._kernels: dict[Need, Kernel] = {}
         self._plan_wait_s = plan_wait_s
+        self._rows_s = rows_s
         self._plans = PlanStore()
-        self._calls = Calls(device)
+        self._memory = HostMemory(device)
+        self._calls = Calls(self._memory)
         self._stopping = threading.Event()
         self.tasks = 0
         self.busy_s = 0.0
@@ -95,17 +101,12 @@ class AttentionServer:
         """
         speed = measure_speed(self._kernel, self._device)
         report(f"listening on {self.host}:{self.port}; {self._device} computes {speed / 1e6:.1f} M pairs/s")
-        info = {
-            "host": "" if self.host in _WILDCARDS else self.host,
-            "port": self.port,
-            "device": str(self._device),
-            "pairs_per_second": speed,
-        }
+        hello = ServerHello("" if self.host in _WILDCARDS else self.host, self.port, str(self._device), speed)
         where = f"{join_host}:{join_port}"
         while not self._stopping.is_set():
             report(f"joining {where}")
             try:
-                member = Membership.join(join_host, join_port, self._token, info, wait_s, self._stopping.is_set)
+                member = Membership.join(join_host, join_port, self._token, hello, wait_s, self._stopping.is_set)
             except LinkLost:
                 if self._stopping.is_set():
                     break
@@ -130,21 +131,21 @@ class AttentionServer:
     def _stay(self, member: Membership, joined: str, report: Callable[[str], None]) -> State:
         """Be a member until that ends or the server is stopped, and say what has changed."""
         report(joined)
-        before, due = (self._calls.trainers, self.tasks, self.busy_s), time.monotonic() + STATUS_S
+        before, due = (self._calls.ranks, self.tasks, self.busy_s), time.monotonic() + STATUS_S
         while (state := member.poll(_POLL_S)) is State.JOINED and not self._stopping.is_set():
             late = time.monotonic() - due
             if late >= 0:
-                now = (self._calls.trainers, self.tasks, self.busy_s)
+                now = (self._calls.ranks, self.tasks, self.busy_s)
                 if now != before:
                     seconds = STATUS_S + late
                     rate, busy = (now[1] - before[1]) / seconds, (now[2] - before[2]) / seconds
-                    report(f"{joined}; {now[0]} trainers; {rate:.1f} tasks/s; busy {busy:.0%}")
+                    report(f"{joined}; {now[0]} ranks; {rate:.1f} tasks/s; busy {busy:.0%}")
                 before, due = now, time.monotonic() + STATUS_S
         return state
 
     def _serve(self, peer: Peer) -> None:
-        """The thread of one trainer."""
-        link = RankLink(peer)
+        """The thread of one rank."""
+        link = RankLink(peer, self._rows_s)
         self._calls.join(link)
         if link.rank == 0:
             self._plans.clear()  # it may begin anew
@@ -172,32 +173,28 @@ class AttentionServer:
                 self._take_call(link, frame)
             elif frame.kind is Kind.PLAN and link.rank == 0:
                 self._take_plan(link, frame)
-            elif frame.kind is Kind.DROP and link.rank == 0 and type(frame.header.get("plan")) is int:
-                if frame.payload:
-                    raise ProtocolError("a DROP message has no payload")
-                self._plans.drop(frame.header["plan"])
             else:
                 raise ProtocolError(f"{link.name} must not send this {frame.kind.name} message")
         except ValueError as error:
             raise ProtocolError(str(error)) from error
 
     def _take_plan(self, link: RankLink, frame: Frame) -> None:
-        header = read_plan_header(frame.header)
+        header = PlanHeader.read(frame.header)
         if frame.payload != header.payload:
-            raise ProtocolError(f"plan {header.plan} has {frame.payload} bytes of tables, it says {header.payload}")
+            raise ProtocolError(f"plan {header.plan_id} has {frame.payload} bytes of tables, it says {header.payload}")
         tables = bytearray(frame.payload)
         link.channel.receive_into([tables])
-        self._plans.add(header.plan, ServedPlan(header, decode_plan(header, tables), self._device))
+        self._plans.add(header.plan_id, ServedPlan(header, decode_plan(header, tables), self._device))
 
     def _take_call(self, link: RankLink, frame: Frame) -> None:
         call = Call.read(frame.header)
-        plan = self._plans.get(call.plan, self._plan_wait_s, link.is_gone)
-        tasks = plan.tasks.get((call.nano, call.kind))
+        plan = self._plans.get(call.plan_id, self._plan_wait_s, link.is_gone)
+        tasks = plan.tasks.get((call.nano_batch, call.kind))
         if tasks is None or link.rank >= plan.ranks:
-            raise ProtocolError(f"plan {call.plan} has no tasks of nano-batch {call.nano}, {call.kind}")
+            raise ProtocolError(f"plan {call.plan_id} has no tasks of nano-batch {call.nano_batch}, {call.kind}")
         self._kernel_of(call)
-        assembly = self._calls.begin(link, call, tasks, frame.sequence, frame.payload)
-        link.channel.receive_into(assembly.parts(link.rank))
+        assembly = self._calls.begin(link, call, tasks, frame.sequence, link.transport.size(frame))
+        link.transport.receive(frame, assembly.rows_of(link.rank), link.rows_s)
         self._calls.arrived(link, assembly)
 
     def _kernel_of(self, call: Call) -> Kernel:
@@ -223,23 +220,19 @@ class AttentionServer:
             try:
                 self._compute_call(assembly)
             except Exception as error:  # of the kernel, for instance out of memory: the server goes on
-                logger.exception("call %d failed", assembly.call.number)
+                logger.exception("call %d failed", assembly.call.call_id)
                 for link, _ in assembly.links.values():
-                    link.refuse(f"call {assembly.call.number} failed: {error}"[:1000])
+                    link.refuse(f"call {assembly.call.call_id} failed: {error}")
             del assembly  # nothing is kept while there is nothing to do
 
     def _compute_call(self, assembly: Assembly) -> None:
         call, tasks = assembly.call, assembly.tasks
         begin = time.perf_counter()
-        results = compute(call, tasks, assembly.columns, self._kernel_of(call), self._device)
+        results = compute(call, tasks, assembly.received, self._kernel_of(call), self._memory, self._device)
         seconds = time.perf_counter() - begin
         self.busy_s += seconds
         self.tasks += len(tasks.group.shapes.q_lens)
-        header = {"number": call.number, "seconds": seconds, "pairs": tasks.pairs}
+        reply = Reply(call.call_id, seconds, tasks.pairs)
         for rank, (link, sequence) in assembly.links.items():
-            own = [results[column.name][tasks.rows[column.rows][rank]] for column in call.reply()]
-            sent = self._reply_sent(link)
-            link.reply(header, [as_bytes(part).data for part in own], sequence, sent)
-
-    def _reply_sent(self, link: RankLink) -> Callable[[], None]:
-        return lambda: self._calls.replied(link)
+            own = [results[spec.name][tasks.rows[spec.rows][rank]] for spec in call.reply()]
+            link.reply(reply, own, sequence, partial(self._calls.replied, link))

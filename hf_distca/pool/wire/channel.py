@@ -61,6 +61,7 @@ class Channel:
     def __init__(self, sock: socket.socket, kinds: type[IntEnum]) -> None:
         self._sock = sock
         self._kinds = kinds
+        self._allowed: dict[int, float | None] = {socket.SO_SNDTIMEO: None, socket.SO_RCVTIMEO: None}
         # Buffer sizes are left alone: the system makes them larger as needed, and no longer does so once set.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -90,7 +91,15 @@ class Channel:
         """How long a single send or receive may stand still; None for ever. For both directions."""
         self._sock.settimeout(seconds)
 
-    def send(self, kind: int, header: dict[str, Any], buffers: Sequence[Buffer] = (), sequence: int = 0) -> None:
+    def send(
+        self,
+        kind: int,
+        header: dict[str, Any],
+        buffers: Sequence[Buffer] = (),
+        sequence: int = 0,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
         """Send a message; returns when the system has taken all of it. Buffers are not copied before.
 
         Args:
@@ -98,6 +107,7 @@ class Channel:
             header: its JSON object.
             buffers: the parts of its payload.
             sequence: number that a reply repeats.
+            timeout_s: it may stand still for so long; None: for ever, or as `set_timeout` says.
 
         Raises:
             LinkLost: the connection broke or stood still.
@@ -110,12 +120,15 @@ class Channel:
         head = _HEAD.pack(MAGIC, kind, len(text), sequence, sum(len(part) for part in parts))
         parts.insert(0, memoryview(head + text))
         try:
+            self._allow(socket.SO_SNDTIMEO, timeout_s)
             while parts:
                 sent = self._sock.sendmsg(parts)
                 while parts and sent >= len(parts[0]):
                     sent -= len(parts.pop(0))
                 if sent:
                     parts[0] = parts[0][sent:]
+        except BlockingIOError as error:
+            raise LinkLost(f"nothing could be sent for {timeout_s:g} s") from error
         except OSError as error:
             raise LinkLost(f"sending failed: {error}") from error
 
@@ -128,6 +141,7 @@ class Channel:
             LinkLost: the connection broke, was closed or stood still.
         """
         head = bytearray(_HEAD.size)
+        self._allow(socket.SO_RCVTIMEO, None)
         if not self._receive_some(memoryview(head)[:1]):
             raise PeerLeft("the peer closed the connection")
         self.receive_into([memoryview(head)[1:]])
@@ -152,12 +166,17 @@ class Channel:
             raise ProtocolError("a message's header is not a JSON object")
         return Frame(known, sequence, header, payload)
 
-    def receive_into(self, buffers: Sequence[Buffer]) -> None:
+    def receive_into(self, buffers: Sequence[Buffer], *, timeout_s: float | None = None) -> None:
         """Receive the next bytes into writable buffers, one after another.
+
+        Args:
+            buffers: they are filled.
+            timeout_s: it may stand still for so long; None: for ever, or as `set_timeout` says.
 
         Raises:
             LinkLost: the connection broke, was closed or stood still before they were full.
         """
+        self._allow(socket.SO_RCVTIMEO, timeout_s)
         for view in byte_views(buffers):
             while view:
                 count = self._receive_some(view)
@@ -169,8 +188,21 @@ class Channel:
         """As many bytes as come, mostly all; 0 at the end of the connection."""
         try:
             return self._sock.recv_into(view, 0, socket.MSG_WAITALL)  # fewer, larger reads than without the flag
+        except BlockingIOError as error:
+            raise LinkLost("nothing came for as long as it may take") from error
         except OSError as error:
             raise LinkLost(f"receiving failed: {error}") from error
+
+    def _allow(self, direction: int, timeout_s: float | None) -> None:
+        """Set how long the system lets one direction stand still, where that changes."""
+        if self._allowed[direction] != timeout_s:
+            seconds = 0.0 if timeout_s is None else max(timeout_s, 1e-6)  # to the system 0 is for ever
+            whole = int(seconds)
+            with contextlib.suppress(OSError):  # it is down already: the next call says so
+                self._sock.setsockopt(
+                    socket.SOL_SOCKET, direction, struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+                )
+            self._allowed[direction] = timeout_s
 
     def shut_down(self) -> None:
         """End the connection: whoever sends or receives on it comes back with LinkLost."""

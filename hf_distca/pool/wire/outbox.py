@@ -2,13 +2,17 @@
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
-from hf_distca.pool.wire.channel import Buffer, Channel
+from hf_distca.pool.wire.channel import Channel
 from hf_distca.pool.wire.errors import LinkLost
 
-_Message = tuple[int, dict[str, Any], Sequence[Buffer], int, Callable[[], None] | None, Callable[[], None] | None]
+
+class _Message(NamedTuple):
+    send: Callable[[], None]
+    ready: Callable[[], None] | None
+    sent: Callable[[], None] | None
 
 
 class Outbox:
@@ -29,25 +33,19 @@ class Outbox:
 
     def put(
         self,
-        kind: int,
-        header: dict[str, Any],
-        buffers: Sequence[Buffer] = (),
-        sequence: int = 0,
+        send: Callable[[], None],
         *,
         ready: Callable[[], None] | None = None,
         sent: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a message. Its buffers must not change before it is sent, once they are ready.
+        """Queue a message. What it holds must not change before it is sent, once it is ready.
 
         Args:
-            kind: as in `Channel.send`.
-            header: as in `Channel.send`.
-            buffers: as in `Channel.send`.
-            sequence: as in `Channel.send`.
-            ready: called by the thread before, returns when the buffers hold what is to be sent.
+            send: sends it on the channel.
+            ready: called by the thread before, returns when the message's payload is what is to be sent.
             sent: called by the thread afterwards, also if sending failed.
         """
-        self._messages.put((kind, header, buffers, sequence, ready, sent))
+        self._messages.put(_Message(send, ready, sent))
 
     def finish(self, timeout_s: float) -> None:
         """Send what is queued, for so long at most; then end the connection and the thread."""
@@ -59,14 +57,13 @@ class Outbox:
     def _run(self) -> None:
         lost = False
         while (message := self._messages.get()) is not None:
-            kind, header, buffers, sequence, ready, sent = message
             try:
-                if ready is not None:
-                    ready()
+                if message.ready is not None:
+                    message.ready()
                 if not lost:
-                    self._channel.send(kind, header, buffers, sequence)
+                    message.send()
             except LinkLost:
                 lost = True
-            if sent is not None:
-                sent()
-            del message, buffers, ready, sent  # nothing is kept while the queue is empty
+            if message.sent is not None:
+                message.sent()
+            del message  # nothing is kept while the queue is empty

@@ -1,4 +1,4 @@
-"""The run's token: a secret that trainers and servers of one run share."""
+"""The run's token: a secret that ranks and servers of one run share."""
 
 import os
 import secrets

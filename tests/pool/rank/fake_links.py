@@ -1,6 +1,7 @@
 """Links to servers and a directory that do what a test says."""
 
 from hf_distca.pool.directory import ServerInfo
+from hf_distca.pool.messages.call import Reply
 from hf_distca.pool.wire.errors import LinkLost
 
 
@@ -20,20 +21,20 @@ class FakeReply:
     def wait(self, timeout_s):
         if self._link.lost:
             raise LinkLost(self._link.lost)
-        return {"seconds": 1.75, "pairs": 40}
+        return Reply(call_id=0, seconds=1.75, pairs=40)
 
 
 class FakeLink:
     """A link to a server that computes for 1.75 s; nobody answers at port 1.
 
     Attributes:
-        calls: headers of the calls.
+        calls: so far.
         sent: other messages.
         lost: as of a ServerLink.
         closed: whether it is closed.
     """
 
-    def __init__(self, host, port, token, rank, ranks, timeout_s):
+    def __init__(self, host, port, token, rank, ranks, connect_s, rows_s):
         if port == 1:
             raise LinkLost("nobody answers")
         self.calls, self.sent, self.lost, self.closed = [], [], "", False
@@ -41,8 +42,8 @@ class FakeLink:
     def send(self, kind, header, buffers):
         self.sent.append((kind, header))
 
-    def call(self, header, buffers, reply_buffers, ready):
-        self.calls.append(header)
+    def call(self, call, rows, results, ready):
+        self.calls.append(call)
         return FakeReply(self)
 
     def close(self):

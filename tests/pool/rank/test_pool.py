@@ -12,11 +12,11 @@ from hf_distca.kernels import AttentionParams, get_kernel
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.routes import make_routes
-from hf_distca.pool.messages.call import Call
 from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.rank.members import Members, News
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.rank.speeds import Observed, Served, TimedKernel
+from hf_distca.pool.transport.tcp import HostMemory
 from tests.pool.rank.fake_links import FakeDirectory, FakeLink, server_info
 
 CPU = torch.device("cpu")
@@ -35,7 +35,9 @@ def pool(monkeypatch, directory):
     monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
     monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", lambda kernel, device: 50.0)
     groups = Groups(CPU, 60)
-    pool = Pool(groups, Members(groups, b"", directory, 60.0), TimedKernel(get_kernel("cpu", CPU), CPU))
+    pool = Pool(
+        groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), TimedKernel(get_kernel("cpu", CPU), CPU)
+    )
     directory.infos = (server_info(7, 4000),)
     pool.refresh()
     return pool
@@ -63,7 +65,7 @@ def test_a_plan_is_sent_to_the_servers_that_are_there(pool, directory):
     assert at_servers is not None
     for server, worker in ((7, 1), (9, 2)):
         ((kind, header),) = pool.members.link(server).sent
-        assert (kind, header["plan"], header["worker"]) == (Kind.PLAN, 0, worker)
+        assert (kind, header["plan_id"], header["worker"]) == (Kind.PLAN, 0, worker)
     directory.infos = ()
     pool.refresh()
     plan = plan_micro_batch([64], SETTINGS)
@@ -91,7 +93,7 @@ def test_a_way_is_what_a_call_took_besides_the_kernel_while_no_other_was_under_w
     assert pool.stopwatch.observed == Observed(
         calls=3, servers={7: Served(pairs=120, seconds=5.25, alone=2, way_s=2.5)}
     )
-    assert [Call.read(header).number for header in pool.members.link(7).calls] == [0, 1, 2]
+    assert [call.call_id for call in pool.members.link(7).calls] == [0, 1, 2]
 
 
 def test_a_call_that_is_lost_is_not_under_way_any_more_and_tells_nothing_of_its_server(pool):
@@ -125,7 +127,7 @@ def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monk
     )
     failures = iter([{}, {8: "nobody answers"}])
     groups = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value, next(failures)])
-    members = Members(groups, b"", directory, 60.0)
+    members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
     seven, eight = server_info(7, 4000), server_info(8, 4001)
     assert members.update([News((seven,), ()), News((), ())]) == [seven]
     assert members.update([News((seven, eight), ()), News((), ())]) == []
@@ -143,7 +145,7 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeyp
         all_gather=lambda value: [value, {}],
         any_of=lambda flags: asked.append(flags) or [False, True],
     )
-    members = Members(groups, b"", directory, 60.0)
+    members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
     members.update([News((server_info(7, 4000), server_info(8, 4001)), ()), News((), ())])
     link = members.link(8)
     assert members.without_lost([7, 8]) == {8}
@@ -170,6 +172,6 @@ def test_waiting_for_servers_ends_on_every_rank_when_one_says_so(monkeypatch):
     groups = SimpleNamespace(
         rank=1, all_gather=lambda value: [value], any_of=lambda flags: told.append(flags) or [True]
     )
-    members = Members(groups, b"", None, 60.0)
+    members = Members(groups, HostMemory(CPU), b"", None, 60.0)
     Pool(groups, members, TimedKernel(get_kernel("cpu", CPU), CPU)).wait_for(3, 3600)
     assert told == [[False]]

@@ -6,7 +6,7 @@ import pytest
 from hf_distca.cli.main import main
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.wire import LinkLost, make_token, write_token
-from tests.pool.server.fake_trainers import FULL, Data, FakeTrainer, make_call, make_nano_batch, run_calls
+from tests.pool.server.fake_ranks import FULL, Data, FakeRank, make_call, make_nano_batch, run_calls
 from tests.pool.server.processes import ServerProcess
 from tests.pool.servers import wait_until
 
@@ -40,14 +40,14 @@ def serve(directory, token, tmp_path):
 def test_a_process_serves_two_trainers_and_ends_with_training(serve, directory, token):
     server = serve()
     member = server.joined()
-    trainers = [FakeTrainer(member.port, token, rank, 2, 2) for rank in range(2)]
+    ranks = [FakeRank(member.port, token, rank, 2, 2) for rank in range(2)]
     nano_batches = [make_nano_batch([300, 37, 1, 255], 2, 1, seed) for seed in (1, 2)]
-    trainers[0].send_plan(0, nano_batches)
-    run_calls(trainers, 0, nano_batches)
+    ranks[0].send_plan(0, nano_batches)
+    run_calls(ranks, 0, nano_batches)
     directory.end()
     assert server.process.wait(60) == 0
-    for trainer in trainers:
-        trainer.link.close()
+    for rank in ranks:
+        rank.link.close()
     assert "joined" in server.text()
     assert server.text().endswith("training has ended\n")
 
@@ -55,13 +55,13 @@ def test_a_process_serves_two_trainers_and_ends_with_training(serve, directory, 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_it_cleanly(serve, token, directory, number):
     server = serve()
-    trainer = FakeTrainer(server.joined().port, token, 0, 1, 1)
+    rank = FakeRank(server.joined().port, token, 0, 1, 1)
     nano_batches = [make_nano_batch([64], 1, 1, 0)]
-    trainer.send_plan(0, nano_batches)
-    run_calls([trainer], 0, nano_batches)
+    rank.send_plan(0, nano_batches)
+    run_calls([rank], 0, nano_batches)
     server.process.send_signal(number)
     assert server.process.wait(60) == 0
-    trainer.link.close()
+    rank.link.close()
     assert server.text().endswith("stopped\n")
     assert "Traceback" not in server.text()
 
@@ -70,25 +70,25 @@ def test_a_server_that_hangs_or_dies_is_noticed_and_one_that_wakes_up_joins_agai
     server = serve()
     first = server.joined()
     nano_batches = [make_nano_batch([64], 1, 1, 0)]
-    trainer = FakeTrainer(first.port, token, 0, 1, 1)
-    trainer.send_plan(0, nano_batches)
-    number = run_calls([trainer], 0, nano_batches)
+    rank = FakeRank(first.port, token, 0, 1, 1)
+    rank.send_plan(0, nano_batches)
+    number = run_calls([rank], 0, nano_batches)
     server.process.send_signal(signal.SIGSTOP)
     plan = nano_batches[0].plans[FULL]
     call = make_call(0, number, 0, FULL, "forward")
     with pytest.raises(LinkLost, match="no reply within"):
-        trainer.finish(trainer.start(call, plan, Data(plan, call, 1)), 0, timeout_s=0.5)
+        rank.finish(rank.start(call, plan, Data(plan, call, 1)), 0, timeout_s=0.5)
     directory.drop(first.id)
     server.process.send_signal(signal.SIGCONT)
     second = server.joined()
     assert second.id != first.id
-    trainer = FakeTrainer(second.port, token, 0, 1, 1)
-    trainer.send_plan(0, nano_batches)
-    number = run_calls([trainer], 0, nano_batches, number)
+    rank = FakeRank(second.port, token, 0, 1, 1)
+    rank.send_plan(0, nano_batches)
+    number = run_calls([rank], 0, nano_batches, number)
     server.process.kill()
     # While one starts the call, the other thread of its link may already have noticed.
     with pytest.raises(LinkLost, match=r"closed|reset|Broken pipe"):
-        trainer.finish(trainer.start(call, plan, Data(plan, call, 1)), 0)
+        rank.finish(rank.start(call, plan, Data(plan, call, 1)), 0)
     wait_until(lambda: not directory.members())
 
 

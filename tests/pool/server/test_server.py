@@ -10,14 +10,13 @@ from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.plan import TASK
 from hf_distca.planner.routes import make_routes
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.messages.call import Call
 from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.messages.plan import encode_plan
 from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.server.calls import IN_FLIGHT
 from hf_distca.pool.server.plans import KEPT
 from hf_distca.pool.wire import LinkLost, make_token
-from tests.pool.server.fake_trainers import FULL, SLIM, Data, FakeTrainer, make_call, make_nano_batch, run_calls
+from tests.pool.server.fake_ranks import FULL, SLIM, Data, FakeRank, Said, make_call, make_nano_batch, run_calls
 from tests.pool.servers import wait_until
 
 CPU = torch.device("cpu")
@@ -37,12 +36,12 @@ def server(token):
 
 
 @pytest.fixture
-def trainers(server, token):
-    """Two trainers; the server is worker 2 of 3."""
-    trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
-    yield trainers
-    for trainer in trainers:
-        trainer.link.close()
+def ranks(server, token):
+    """Two ranks; the server is worker 2 of 3."""
+    ranks = [FakeRank(server.port, token, rank, 2, 2) for rank in range(2)]
+    yield ranks
+    for rank in ranks:
+        rank.link.close()
 
 
 @pytest.fixture
@@ -51,20 +50,20 @@ def nano_batches():
 
 
 def both(plan):
-    """Whether both trainers have rows for the server."""
+    """Whether both ranks have rows for the server."""
     routes = make_routes(plan, 2)
     return ((routes.queries.recv_counts + routes.keys.recv_counts)[:2] > 0).all()
 
 
-def test_results_are_those_of_the_reference(trainers, nano_batches):
+def test_results_are_those_of_the_reference(ranks, nano_batches):
     assert all(both(plan) for nano in nano_batches for plan in nano.plans.values())
-    trainers[0].send_plan(5, nano_batches)
-    number = run_calls(trainers, 5, nano_batches)
-    header = trainers[0].replies[-1]
-    assert header["seconds"] > 0
-    assert header["pairs"] > 0
-    trainers[0].send_plan(6, nano_batches[:1])
-    run_calls(trainers, 6, nano_batches[:1], number, softcap=2.0)
+    ranks[0].send_plan(5, nano_batches)
+    number = run_calls(ranks, 5, nano_batches)
+    reply = ranks[0].replies[-1]
+    assert reply.seconds > 0
+    assert reply.pairs > 0
+    ranks[0].send_plan(6, nano_batches[:1])
+    run_calls(ranks, 6, nano_batches[:1], number, softcap=2.0)
 
 
 class WithoutSoftcap(CpuKernel):
@@ -81,14 +80,14 @@ def test_another_kernel_is_chosen_for_what_the_first_cannot_do(token, nano_batch
         return CpuKernel()
 
     server = AttentionServer(token, CPU, WithoutSoftcap(), choose=choose)
-    trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
-    trainers[0].send_plan(0, nano_batches[:1])
-    number = run_calls(trainers, 0, nano_batches[:1])
+    ranks = [FakeRank(server.port, token, rank, 2, 2) for rank in range(2)]
+    ranks[0].send_plan(0, nano_batches[:1])
+    number = run_calls(ranks, 0, nano_batches[:1])
     assert not asked
-    run_calls(trainers, 0, nano_batches[:1], number, softcap=2.0)
+    run_calls(ranks, 0, nano_batches[:1], number, softcap=2.0)
     assert {(need.dtype, need.params.softcap) for need in asked} == {(torch.float32, 2.0)}
-    for trainer in trainers:
-        trainer.link.close()
+    for rank in ranks:
+        rank.link.close()
     server.close()
 
 
@@ -97,27 +96,27 @@ def test_another_kernel_is_chosen_for_what_the_first_cannot_do(token, nano_batch
 )
 def test_every_dtype_travels(token, dtype, tolerance, nano_batches):
     server = AttentionServer(token, CPU, get_kernel("reference", CPU))
-    trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
-    trainers[0].send_plan(0, nano_batches[:1])
-    run_calls(trainers, 0, nano_batches[:1], dtype=dtype, tolerance=tolerance)
-    for trainer in trainers:
-        trainer.link.close()
+    ranks = [FakeRank(server.port, token, rank, 2, 2) for rank in range(2)]
+    ranks[0].send_plan(0, nano_batches[:1])
+    run_calls(ranks, 0, nano_batches[:1], dtype=dtype, tolerance=tolerance)
+    for rank in ranks:
+        rank.link.close()
     server.close()
 
 
-def test_pairs_are_those_of_the_tasks(trainers, nano_batches):
-    trainers[0].send_plan(0, nano_batches[:1])
-    run_calls(trainers, 0, nano_batches[:1])
+def test_pairs_are_those_of_the_tasks(ranks, nano_batches):
+    ranks[0].send_plan(0, nano_batches[:1])
+    run_calls(ranks, 0, nano_batches[:1])
     by_hand = []
     for kind, plan in nano_batches[0].plans.items():
         mine = [task for task in plan.tasks.tolist() if task[3] == 2]
         by_hand.append(
             sum(min(row + 1, kind.window or row + 1) for _, start, stop, _ in mine for row in range(start, stop))
         )
-    assert [reply["pairs"] for reply in trainers[0].replies] == [by_hand[0]] * 2 + [by_hand[1]] * 2
+    assert [reply.pairs for reply in ranks[0].replies] == [by_hand[0]] * 2 + [by_hand[1]] * 2
 
 
-def test_many_random_plans(trainers):
+def test_many_random_plans(ranks):
     number = 0
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -126,25 +125,25 @@ def test_many_random_plans(trainers):
                 rng.integers(1, 90, rng.integers(1, 6)), 2, 2, seed, kinds=(SLIM, replace(SLIM, window=40))
             )
         ]
-        trainers[0].send_plan(seed, nano_batches)
-        number = run_calls(trainers, seed, nano_batches, number)
+        ranks[0].send_plan(seed, nano_batches)
+        number = run_calls(ranks, seed, nano_batches, number)
 
 
-def test_a_call_may_overtake_its_plan(server, trainers, nano_batches, monkeypatch):
+def test_a_call_may_overtake_its_plan(server, ranks, nano_batches, monkeypatch):
     asked, get = threading.Event(), server._plans.get
     monkeypatch.setattr(server._plans, "get", lambda *args: asked.set() or get(*args))
     plan = nano_batches[0].plans[FULL]
     call = make_call(0, 0, 0, FULL, "forward")
     data = Data(plan, call, 2)
-    second = trainers[1].start(call, plan, data)
+    second = ranks[1].start(call, plan, data)
     assert asked.wait(30)
-    trainers[0].send_plan(0, nano_batches)
-    first = trainers[0].start(call, plan, data)
-    trainers[1].finish(second, 2e-4)
-    trainers[0].finish(first, 2e-4)
+    ranks[0].send_plan(0, nano_batches)
+    first = ranks[0].start(call, plan, data)
+    ranks[1].finish(second, 2e-4)
+    ranks[0].finish(first, 2e-4)
 
 
-def test_more_calls_than_are_taken_at_once_in_any_order_of_trainers(server, trainers, nano_batches, monkeypatch):
+def test_more_calls_than_are_taken_at_once_in_any_order_of_ranks(server, ranks, nano_batches, monkeypatch):
     asked, taken, begin = [], [], server._calls.begin
 
     def noted_begin(link, *args):
@@ -155,104 +154,92 @@ def test_more_calls_than_are_taken_at_once_in_any_order_of_trainers(server, trai
 
     monkeypatch.setattr(server._calls, "begin", noted_begin)
     plan = nano_batches[0].plans[FULL]
-    trainers[0].send_plan(0, nano_batches)
+    ranks[0].send_plan(0, nano_batches)
     calls = [make_call(0, number, 0, FULL, "forward") for number in range(3 * IN_FLIGHT)]
     data = Data(plan, calls[0], 2)
-    waiting = [trainers[0].start(call, plan, data) for call in calls]
+    waiting = [ranks[0].start(call, plan, data) for call in calls]
     wait_until(lambda: len(asked) > IN_FLIGHT)  # the other has sent nothing: none of these can be answered
-    started = [trainers[1].start(call, plan, data) for call in calls]
-    for trainer, all_started in zip(trainers, (waiting, started), strict=True):
+    started = [ranks[1].start(call, plan, data) for call in calls]
+    for rank, all_started in zip(ranks, (waiting, started), strict=True):
         for each in all_started:
-            trainer.finish(each, 2e-4)
+            rank.finish(each, 2e-4)
     assert len(taken) == 6 * IN_FLIGHT
     assert max(taken) == IN_FLIGHT
 
 
-@pytest.mark.parametrize("fields", [{"scale": 0.5}, {"softcap": 3.0}, {"plan": 1}, {"nano": 1}])
-def test_another_call_under_the_same_number_is_refused(server, trainers, nano_batches, fields):
+@pytest.mark.parametrize("fields", [{"scale": 0.5}, {"softcap": 3.0}, {"plan_id": 1}, {"nano_batch": 1}])
+def test_another_call_under_the_same_id_is_refused(server, ranks, nano_batches, fields):
     plan = nano_batches[0].plans[FULL]
     for number in range(2):
-        trainers[0].send_plan(number, [nano_batches[0]] * 2)
+        ranks[0].send_plan(number, [nano_batches[0]] * 2)
     call = make_call(0, 3, 0, FULL, "forward")
-    started = trainers[0].start(call, plan, Data(plan, call, 2))
+    started = ranks[0].start(call, plan, Data(plan, call, 2))
     wait_until(lambda: server._calls._open)
-    other = trainers[1].start(replace(call, **fields), plan, Data(plan, call, 2))
+    other = ranks[1].start(replace(call, **fields), plan, Data(plan, call, 2))
     with pytest.raises(LinkLost, match="call 3 is not the one that others made"):
-        trainers[1].finish(other, 0)
-    with pytest.raises(LinkLost, match="trainer 1 left in the middle of call 3"):
-        trainers[0].finish(started, 0)
+        ranks[1].finish(other, 0)
+    with pytest.raises(LinkLost, match="rank 1 left in the middle of call 3"):
+        ranks[0].finish(started, 0)
 
 
-def test_a_call_made_twice_is_refused(trainers, nano_batches):
+def test_a_call_made_twice_is_refused(ranks, nano_batches):
     plan = nano_batches[0].plans[FULL]
-    trainers[0].send_plan(0, nano_batches)
+    ranks[0].send_plan(0, nano_batches)
     call = make_call(0, 3, 0, FULL, "forward")
-    started = [trainers[0].start(call, plan, Data(plan, call, 2)) for _ in range(2)]
+    started = [ranks[0].start(call, plan, Data(plan, call, 2)) for _ in range(2)]
     for each in started:
         with pytest.raises(LinkLost, match="call 3 is not the one that others made, or was made twice"):
-            trainers[0].finish(each, 0)
+            ranks[0].finish(each, 0)
 
 
-def test_old_plans_are_forgotten(trainers, nano_batches):
+def test_old_plans_are_forgotten(ranks, nano_batches):
     for number in range(KEPT + 1):
-        trainers[0].send_plan(number, nano_batches)
-    run_calls(trainers, KEPT, nano_batches)
-    run_calls(trainers, 1, nano_batches, 100)
+        ranks[0].send_plan(number, nano_batches)
+    run_calls(ranks, KEPT, nano_batches)
+    run_calls(ranks, 1, nano_batches, 100)
     with pytest.raises(LinkLost, match=f"plan 0 is not kept any more, the latest is {KEPT}"):
-        run_calls(trainers[1:], 0, nano_batches, 200)
-
-
-def test_a_plan_is_dropped_with_those_before_it(trainers, nano_batches):
-    for number in range(4):
-        trainers[0].send_plan(number, nano_batches)
-    trainers[0].link.send(Kind.DROP, {"plan": 2})
-    run_calls(trainers, 3, nano_batches)
-    for trainer, dropped in zip(trainers, (2, 1), strict=True):
-        with pytest.raises(LinkLost, match=f"plan {dropped} is not kept any more, the latest is 3"):
-            run_calls([trainer], dropped, nano_batches, 100)
+        run_calls(ranks[1:], 0, nano_batches, 200)
 
 
 def test_a_plan_that_never_comes_is_said(token, nano_batches):
     server = AttentionServer(token, CPU, get_kernel("cpu", CPU), plan_wait_s=0.5)
-    trainer = FakeTrainer(server.port, token, 1, 2, 2)
+    rank = FakeRank(server.port, token, 1, 2, 2)
     with pytest.raises(LinkLost, match=r"plan 7 did not come within 0\.5 s"):
-        run_calls([trainer], 7, nano_batches)
-    trainer.link.close()
+        run_calls([rank], 7, nano_batches)
+    rank.link.close()
     server.close()
 
 
-def test_a_call_without_all_its_trainers_is_refused(server, trainers, nano_batches):
-    trainers[0].send_plan(0, nano_batches)
-    trainers[1].link.close()
-    wait_until(lambda: server._calls.trainers == 1)
-    with pytest.raises(LinkLost, match="trainer 1, which is not connected"):
-        run_calls(trainers[:1], 0, nano_batches)
+def test_a_call_without_all_its_ranks_is_refused(server, ranks, nano_batches):
+    ranks[0].send_plan(0, nano_batches)
+    ranks[1].link.close()
+    wait_until(lambda: server._calls.ranks == 1)
+    with pytest.raises(LinkLost, match="rank 1, which is not connected"):
+        run_calls(ranks[:1], 0, nano_batches)
 
 
-def test_a_trainer_that_leaves_in_a_call_is_told_to_the_others_who_may_connect_again(
-    server, token, trainers, nano_batches
-):
+def test_a_rank_that_leaves_in_a_call_is_told_to_the_others_who_may_connect_again(server, token, ranks, nano_batches):
     plan = nano_batches[0].plans[FULL]
     call = make_call(0, 0, 0, FULL, "forward")
-    trainers[0].send_plan(0, nano_batches)
-    started = trainers[0].start(call, plan, Data(plan, call, 2))
+    ranks[0].send_plan(0, nano_batches)
+    started = ranks[0].start(call, plan, Data(plan, call, 2))
     wait_until(lambda: server._calls._open)
-    trainers[1].link.close()
-    with pytest.raises(LinkLost, match="trainer 1 left in the middle of call 0"):
-        trainers[0].finish(started, 0)
-    again = [FakeTrainer(server.port, token, rank, 2, 2) for rank in (1, 0)][::-1]
+    ranks[1].link.close()
+    with pytest.raises(LinkLost, match="rank 1 left in the middle of call 0"):
+        ranks[0].finish(started, 0)
+    again = [FakeRank(server.port, token, rank, 2, 2) for rank in (1, 0)][::-1]
     again[0].send_plan(0, nano_batches)
     run_calls(again, 0, nano_batches, 1)
-    for trainer in again:
-        trainer.link.close()
+    for rank in again:
+        rank.link.close()
 
 
-def test_a_trainer_that_connects_again_replaces_its_older_connection(server, token, trainers, nano_batches):
-    again = FakeTrainer(server.port, token, 1, 2, 2)
-    trainers[0].send_plan(0, nano_batches)
-    run_calls([trainers[0], again], 0, nano_batches)
+def test_a_rank_that_connects_again_replaces_its_older_connection(server, token, ranks, nano_batches):
+    again = FakeRank(server.port, token, 1, 2, 2)
+    ranks[0].send_plan(0, nano_batches)
+    run_calls([ranks[0], again], 0, nano_batches)
     with pytest.raises(LinkLost, match="connected again"):
-        run_calls(trainers[1:], 0, nano_batches, 50)
+        run_calls(ranks[1:], 0, nano_batches, 50)
     again.link.close()
 
 
@@ -263,9 +250,9 @@ def changed(call, **fields):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"plan": "0"}, "plan of a call"),
-        ({"number": -1}, "number of a call"),
-        ({"nano": 2}, "no tasks of nano-batch 2"),
+        ({"plan_id": "0"}, "plan_id of a call"),
+        ({"call_id": -1}, "call_id of a call"),
+        ({"nano_batch": 2}, "no tasks of nano-batch 2"),
         ({"window": 41}, "no tasks of nano-batch 0, a window of 41"),
         ({"window": 0}, "window of a call"),
         ({"direction": "sideways"}, "direction of a call"),
@@ -286,20 +273,20 @@ def changed(call, **fields):
     ],
 )
 def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token, fields, said):
-    # Everything is on one trainer, so that the other may leave.
+    # Everything is on one rank, so that the other may leave.
     nano_batches = [make_nano_batch([64], 1, 1, 0)]
-    good = FakeTrainer(server.port, token, 0, 1, 1)
+    good = FakeRank(server.port, token, 0, 1, 1)
     good.send_plan(0, nano_batches)
     run_calls([good], 0, nano_batches)
     plan = nano_batches[0].plans[FULL]
     call = make_call(0, 10, 0, FULL, "forward")
-    bad = FakeTrainer(server.port, token, 1, 2, 1)
+    bad = FakeRank(server.port, token, 1, 2, 1)
     started = good.start(call, plan, Data(plan, call, 1))
     with pytest.raises(LinkLost, match=f"{said}|has no tasks of"):
-        bad.link.call(changed(call, **fields), [bytes(10)], []).wait(30)
+        bad.link.call(Said(**changed(call, **fields)), [torch.zeros(10)], []).wait(30)
     good.finish(started, 2e-4)
     with pytest.raises(LinkLost, match=said):
-        good.link.call(changed(call, number=11) | fields, [bytes(100)], []).wait(30)
+        good.link.call(Said(**changed(call, call_id=11) | fields), [torch.zeros(100)], []).wait(30)
     bad.link.close()
     good.link.close()
 
@@ -307,19 +294,22 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda header, tables: header.update(plan=-1), "plan of a plan"),
+        (lambda header, tables: header.update(plan_id=-1), "plan_id of a plan"),
         (lambda header, tables: header.update(workers=2), "workers of a plan"),
         (lambda header, tables: header.update(worker=1), "worker of a plan"),
-        (lambda header, tables: header.update(kinds=[]), "kinds of attention"),
-        (lambda header, tables: header.update(kinds=[[None, 4, 2, 16, 24]] * 2), "kinds of attention"),
-        (lambda header, tables: header.update(kinds=[None, 40]), "kinds of attention"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16]), "kinds of attention"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [0, 4, 2, 16, 24]), "kinds of attention"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16, 1025]), "kinds of attention"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16.0, 24]), "kinds of attention"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 3, 16, 24]), "kv_heads must divide q_heads"),
-        (lambda header, tables: header.update(tables=[[1, 2]]), "sizes of its tables"),
-        (lambda header, tables: header.update(tables=[[2**40] * 4]), "sizes of its tables"),
+        (lambda header, tables: header.update(kinds=[]), "kinds of a plan must be"),
+        (lambda header, tables: header.update(kinds=[[None, 4, 2, 16, 24]] * 2), "kinds of a plan must be"),
+        (lambda header, tables: header.update(kinds=[None, 40]), "kinds of a plan must be"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16]), "kinds of a plan must be"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [0, 4, 2, 16, 24]), "kinds of a plan must be"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16, 1025]), "kinds of a plan must be"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16.0, 24]), "kinds of a plan must be"),
+        (
+            lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 3, 16, 24]),
+            "key-value heads that divide them",
+        ),
+        (lambda header, tables: header.update(tables=[[1, 2]]), "tables of a plan must be"),
+        (lambda header, tables: header.update(tables=[[2**40] * 4]), "tables of a plan must be"),
         (lambda header, tables: header["tables"][0].__setitem__(0, 3), "bytes of tables"),
         (lambda header, tables: tables[0].view(np.int64).__setitem__(0, 2**62), "1 token or more"),
         (lambda header, tables: tables[0].view(np.int64).__setitem__(0, 0), "1 token or more"),
@@ -333,66 +323,53 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token
         (lambda header, tables: tables[3].view(np.int64).__setitem__(0, -1), "a document is not among"),
     ],
 )
-def test_a_plan_that_is_none_is_refused(trainers, nano_batches, change, said):
+def test_a_plan_that_is_none_is_refused(ranks, nano_batches, change, said):
     header, tables = encode_plan(0, 2, nano_batches)
     tables = [table.copy() for table in tables]
     change(header, tables)
-    trainers[0].link.send(Kind.PLAN, header, tables)
+    ranks[0].link.send(Kind.PLAN, header, tables)
     with pytest.raises(LinkLost, match=said):
-        trainers[0].link.call({}, [], []).wait(30)
+        ranks[0].link.call(Said(), [], []).wait(30)
 
 
-def test_tasks_that_read_far_too_many_keys_are_refused(trainers):
+def test_tasks_that_read_far_too_many_keys_are_refused(ranks):
     # 4096 rows of the longest document, each a task of the same server: more rows of keys than it can hold.
     nano = make_nano_batch([2**23], 1, 1, 0, kinds=(FULL,))
     tasks = [(0, 0, 2**23 - 4096, 0)] + [(0, 2**23 - n, 2**23 - n + 1, 1) for n in range(4096, 0, -1)]
     plan = nano.plans[FULL]
     nano.plans[FULL] = type(plan)(plan.layout, np.array(tasks, TASK), 2, None)
-    trainers[0].link.send(Kind.PLAN, *encode_plan(0, 1, [nano]))
+    ranks[0].link.send(Kind.PLAN, *encode_plan(0, 1, [nano]))
     with pytest.raises(LinkLost, match="read more than"):
-        trainers[0].link.call({}, [], []).wait(30)
+        ranks[0].link.call(Said(), [], []).wait(30)
 
 
-def test_only_trainer_0_sends_plans_and_numbers_rise(trainers, nano_batches):
-    trainers[1].link.send(Kind.PLAN, *encode_plan(0, 2, nano_batches))
+def test_only_rank_0_sends_plans_and_ids_rise(ranks, nano_batches):
+    ranks[1].link.send(Kind.PLAN, *encode_plan(0, 2, nano_batches))
     with pytest.raises(LinkLost, match="must not send this PLAN"):
-        trainers[1].link.call({}, [], []).wait(30)
-    trainers[0].send_plan(3, nano_batches)
-    trainers[0].send_plan(3, nano_batches)
-    with pytest.raises(LinkLost, match="numbers must rise"):
-        trainers[0].link.call({}, [], []).wait(30)
+        ranks[1].link.call(Said(), [], []).wait(30)
+    ranks[0].send_plan(3, nano_batches)
+    ranks[0].send_plan(3, nano_batches)
+    with pytest.raises(LinkLost, match="ids must rise"):
+        ranks[0].link.call(Said(), [], []).wait(30)
 
 
-def test_only_trainer_0_drops_plans_by_a_number_alone(server, token, trainers):
-    trainers[1].link.send(Kind.DROP, {"plan": 2})
-    with pytest.raises(LinkLost, match="must not send this DROP"):
-        trainers[1].link.call({}, [], []).wait(30)
-    for header, payload, said in [({"plan": "2"}, [], "must not send this DROP"), ({"plan": 2}, [b"x"], "no payload")]:
-        trainer = FakeTrainer(server.port, token, 0, 2, 2)
-        trainer.link.send(Kind.DROP, header, payload)
-        with pytest.raises(LinkLost, match=said):
-            trainer.link.call({}, [], []).wait(30)
-        trainer.link.close()
-
-
-def test_a_trainer_without_rows_for_the_server_makes_no_call(server, token):
+def test_a_rank_without_rows_for_the_server_makes_no_call(server, token):
     nano_batches = [make_nano_batch([33, 33], 2, 1, 3)]
     plan = nano_batches[0].plans[FULL]
-    plan.tasks["worker"] = np.where(plan.tasks["document"] == 0, 2, 1)  # the second trainer keeps its document
+    plan.tasks["worker"] = np.where(plan.tasks["document"] == 0, 2, 1)  # the second rank keeps its document
     assert set(plan.layout.of_rank(1)["document"].tolist()) == {1}
-    trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
-    trainers[0].send_plan(0, nano_batches)
+    ranks = [FakeRank(server.port, token, rank, 2, 2) for rank in range(2)]
+    ranks[0].send_plan(0, nano_batches)
     with pytest.raises(LinkLost, match="call 0 has 0 bytes, by plan 0 it has 0"):
-        trainers[1].link.call(make_call(0, 0, 0, FULL, "forward").header(), [], []).wait(30)
-    for trainer in trainers:
-        trainer.link.close()
+        ranks[1].link.call(make_call(0, 0, 0, FULL, "forward"), [], []).wait(30)
+    for rank in ranks:
+        rank.link.close()
 
 
 @pytest.mark.parametrize("hello", [(2, 2), (-1, 2), (0, 2**20), ("0", 2), (None, None)])
-def test_a_trainer_must_say_which_one_it_is(server, token, hello):
-    said = f"a trainer must give its rank and the number of ranks, got {hello[0]!r} and {hello[1]!r}"
-    with pytest.raises(LinkLost, match=said):
-        FakeTrainer(server.port, token, *hello, 2)
+def test_a_rank_must_say_which_one_it_is(server, token, hello):
+    with pytest.raises(LinkLost, match="of a rank's hello must be a whole number from"):
+        FakeRank(server.port, token, *hello, 2)
 
 
 def test_a_kernel_that_fails_is_told_and_the_server_goes_on(token, nano_batches):
@@ -412,20 +389,20 @@ def test_a_kernel_that_fails_is_told_and_the_server_goes_on(token, nano_batches)
     kernel = Failing()
     server = AttentionServer(token, CPU, kernel)
     for again in range(2):
-        trainers = [FakeTrainer(server.port, token, rank, 2, 2) for rank in range(2)]
-        trainers[0].send_plan(0, nano_batches)
+        ranks = [FakeRank(server.port, token, rank, 2, 2) for rank in range(2)]
+        ranks[0].send_plan(0, nano_batches)
         if not again:
             with pytest.raises(LinkLost, match="call 0 failed: out of memory"):
-                run_calls(trainers, 0, nano_batches)
+                run_calls(ranks, 0, nano_batches)
             kernel.fails = False
         else:
-            run_calls(trainers, 0, nano_batches, 1)
-        for trainer in trainers:
-            trainer.link.close()
+            run_calls(ranks, 0, nano_batches, 1)
+        for rank in ranks:
+            rank.link.close()
     server.close()
 
 
-def test_the_server_says_what_it_is_doing_and_ends_with_training(server, token, trainers, nano_batches, monkeypatch):
+def test_the_server_says_what_it_is_doing_and_ends_with_training(server, token, ranks, nano_batches, monkeypatch):
     monkeypatch.setattr("hf_distca.pool.server.server.STATUS_S", 0.5)
     directory = Directory("127.0.0.1", 0, token)
     lines = []
@@ -435,9 +412,9 @@ def test_the_server_says_what_it_is_doing_and_ends_with_training(server, token, 
     (member,) = directory.members()
     assert (member.host, member.port, member.device) == ("127.0.0.1", server.port, "cpu")
     assert member.pairs_per_second > 1e5
-    trainers[0].send_plan(0, nano_batches)
-    run_calls(trainers, 0, nano_batches)
-    wait_until(lambda: any("2 trainers" in line and "tasks/s; busy" in line for line in lines))
+    ranks[0].send_plan(0, nano_batches)
+    run_calls(ranks, 0, nano_batches)
+    wait_until(lambda: any("2 ranks" in line and "tasks/s; busy" in line for line in lines))
     directory.drop(member.id)  # it comes back under another number
     wait_until(directory.members)
     assert directory.members()[0].id != member.id
@@ -446,10 +423,3 @@ def test_the_server_says_what_it_is_doing_and_ends_with_training(server, token, 
     assert not running.is_alive()
     assert lines[-1] == "training has ended"
     directory.close()
-
-
-def test_call_headers_survive_the_wire():
-    call = make_call(1, 2, 0, replace(FULL, window=64), "backward", dtype="bfloat16", softcap=30.0)
-    assert Call.read(call.header()) == call
-    assert [column.name for column in call.request()] == ["q", "do", "o", "lse", "k", "v"]
-    assert [column.row_bytes for column in call.reply()] == [4 * 16 * 2, 2 * 16 * 2, 2 * 24 * 2]

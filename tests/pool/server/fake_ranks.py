@@ -1,6 +1,6 @@
-"""Trainers without a model: they send rows by their routes, and know what must come back.
+"""Ranks without a model: they send rows by their routes, and know what must come back.
 
-Shape suffixes: T rows of one trainer, L rows of a document, H query heads, G key/value heads, D head dim.
+Shape suffixes: T rows of one rank, L rows of a document, H query heads, G key/value heads, D head dim.
 """
 
 import itertools
@@ -20,7 +20,6 @@ from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.messages.plan import encode_plan
 from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.server.compute import params_of
-from hf_distca.pool.transport.host_memory import as_bytes
 
 FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
 KINDS = (FULL, replace(FULL, window=40))
@@ -44,16 +43,16 @@ def make_nano_batch(lengths, ranks, servers, seed, kinds=KINDS):
     return NanoBatch(np.arange(len(lengths)), layout, plans)
 
 
-def make_call(plan, number, nano, kind, direction, *, dtype="float32", softcap=None):
+def make_call(plan_id, call_id, nano_batch, kind, direction, *, dtype="float32", softcap=None):
     heads, dims = (kind.q_heads, kind.kv_heads), (kind.dim_qk, kind.dim_v)
-    return Call(plan, number, nano, kind.window, direction, 0.3, softcap, *heads, *dims, dtype)
+    return Call(plan_id, call_id, nano_batch, kind.window, direction, 0.3, softcap, *heads, *dims, dtype)
 
 
 class Data:
-    """Random rows of all trainers for one call, and the results of the tasks of one worker.
+    """Random rows of all ranks for one call, and the results of the tasks of one worker.
 
     Attributes:
-        local: for each trainer its rows of every column by name, [T, …].
+        local: for each rank its rows of every column by name, [T, …].
     """
 
     def __init__(self, plan, call, worker, seed=0):
@@ -105,25 +104,39 @@ class Data:
             )
 
 
-class FakeTrainer:
-    """One trainer and its link to a server.
+class Said:
+    """A call that says anything.
+
+    Args:
+        fields: of its header.
+    """
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def header(self):
+        return self.fields
+
+
+class FakeRank:
+    """One rank and its link to a server.
 
     Attributes:
         link: to the server.
-        replies: headers of the replies so far.
+        replies: what the server said beside the rows so far.
     """
 
     def __init__(self, port, token, rank, ranks, worker):
         self.rank = rank
         self.worker = worker
-        self.link = ServerLink("127.0.0.1", port, token, rank, ranks, 10)
+        self.link = ServerLink("127.0.0.1", port, token, rank, ranks, 10, 60)
         self.replies = []
 
-    def send_plan(self, number, nano_batches):
-        self.link.send(Kind.PLAN, *encode_plan(number, self.worker, nano_batches))
+    def send_plan(self, plan_id, nano_batches):
+        self.link.send(Kind.PLAN, *encode_plan(plan_id, self.worker, nano_batches))
 
     def start(self, call, plan, data):
-        """Send the rows that the server needs of this trainer; None if there are none."""
+        """Send the rows that the server needs of this rank; None if there are none."""
         routes = make_routes(plan, self.rank)
         rows = {}
         for kind, messages in (("queries", routes.queries), ("keys", routes.keys)):
@@ -132,36 +145,36 @@ class FakeTrainer:
         if not len(rows["queries"]) and not len(rows["keys"]):
             return None
         columns = data.local[self.rank]
-        sent = [columns[column.name][rows[column.rows]].to(getattr(torch, column.dtype)) for column in call.request()]
+        sent = [columns[spec.name][rows[spec.rows]].to(getattr(torch, spec.dtype)) for spec in call.request()]
         came = [
-            torch.full((len(rows[column.rows]), *column.shape), float("nan"), dtype=getattr(torch, column.dtype))
-            for column in call.reply()
+            torch.full((len(rows[spec.rows]), *spec.shape), float("nan"), dtype=getattr(torch, spec.dtype))
+            for spec in call.reply()
         ]
-        pending = self.link.call(call.header(), [as_bytes(x).data for x in sent], [as_bytes(x).data for x in came])
-        expected = [columns[column.name][rows[column.rows]] for column in call.reply()]
+        pending = self.link.call(call, sent, came)
+        expected = [columns[spec.name][rows[spec.rows]] for spec in call.reply()]
         return pending, came, expected
 
     def finish(self, started, tolerance, timeout_s=30):
         """Wait for the reply and compare it."""
         pending, came, expected = started
-        header = pending.wait(timeout_s)
-        self.replies.append(header)
+        reply = pending.wait(timeout_s)
+        self.replies.append(reply)
         for got, wanted in zip(came, expected, strict=True):
             torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
-        return header
+        return reply
 
 
-def run_calls(trainers, plan_number, nano_batches, first_call=0, tolerance=2e-4, **options):
-    """Every nano-batch and kind of attention, both directions, on all trainers; the number after the last call."""
-    number = first_call
-    for nano, nano_batch in enumerate(nano_batches):
+def run_calls(ranks, plan_id, nano_batches, first_call=0, tolerance=2e-4, **options):
+    """Every nano-batch and kind of attention, both directions, on all ranks; the id after the last call."""
+    call_id = first_call
+    for index, nano_batch in enumerate(nano_batches):
         for kind, plan in nano_batch.plans.items():
             for direction in ("forward", "backward"):
-                call = make_call(plan_number, number, nano, kind, direction, **options)
-                data = Data(plan, call, trainers[0].worker, seed=number)
-                started = [trainer.start(call, plan, data) for trainer in trainers]
-                for trainer, each in zip(trainers, started, strict=True):
+                call = make_call(plan_id, call_id, index, kind, direction, **options)
+                data = Data(plan, call, ranks[0].worker, seed=call_id)
+                started = [rank.start(call, plan, data) for rank in ranks]
+                for rank, each in zip(ranks, started, strict=True):
                     if each is not None:
-                        assert trainer.finish(each, tolerance)["number"] == number
-                number += 1
-    return number
+                        assert rank.finish(each, tolerance).call_id == call_id
+                call_id += 1
+    return call_id

@@ -1,0 +1,157 @@
+"""What every transport must do, see `hf_distca.pool.transport.contract`."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hf_distca.pool.messages.kinds import Kind
+from hf_distca.pool.messages.tensor_spec import TensorSpec
+from hf_distca.pool.wire.errors import LinkLost, ProtocolError
+from tests.pool.transport.ends import MAKERS
+
+Q = TensorSpec("q", "queries", (4, 16), "bfloat16")
+LSE = TensorSpec("lse", "queries", (4,), "float32")
+HUGE = TensorSpec("k", "keys", (1024, 1024), "float32")
+
+
+@pytest.fixture(params=MAKERS)
+def ends(request):
+    with MAKERS[request.param]() as both:
+        yield both
+
+
+def random_rows(end, spec, rows, seed=0):
+    """Random rows where the end can send them from."""
+    generator = torch.Generator().manual_seed(seed)
+    (staged,), ready = end.memory.stage([torch.randn((rows, *spec.shape), generator=generator).to(dtype_of(spec))])
+    ready()
+    return staged
+
+
+def dtype_of(spec):
+    return getattr(torch, spec.dtype)
+
+
+def send_apart(end, header, rows, sequence=0, timeout_s=60):
+    """Send on a thread, as a sender does."""
+    thread = threading.Thread(target=end.transport.send, args=(Kind.CALL, header, rows, sequence, timeout_s))
+    thread.start()
+    return thread
+
+
+def test_memory_is_contiguous_and_of_the_shape_that_was_asked_for(ends):
+    for spec in (Q, LSE):
+        rows = ends[0].memory.empty(spec, 7)
+        assert (rows.shape, rows.dtype) == ((7, *spec.shape), dtype_of(spec))
+        assert rows.is_contiguous()
+        assert rows[2:5].is_contiguous()
+
+
+def test_what_is_staged_is_what_was_given(ends):
+    given = torch.arange(24.0).view(2, 3, 4).transpose(0, 1)
+    (staged,), ready = ends[0].memory.stage([given])
+    ready()
+    assert staged.is_contiguous()
+    assert torch.equal(staged.cpu(), given)
+
+
+def test_rows_arrive_with_their_message(ends):
+    left, right = ends
+    sent = [random_rows(left, Q, 5), random_rows(left, LSE, 3)]
+    thread = send_apart(left, {"n": 1}, sent, sequence=9)
+    message = right.channel.receive()
+    assert (message.kind, message.header["n"], message.sequence) == (Kind.CALL, 1, 9)
+    assert right.transport.size(message) == 5 * 4 * 16 * 2 + 3 * 4 * 4
+    came = [right.memory.empty(Q, 5), right.memory.empty(LSE, 3)]
+    right.transport.receive(message, came, 60)
+    thread.join()
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(sent, came, strict=True))
+
+
+def test_rows_may_come_into_slices_and_be_sent_from_them(ends):
+    left, right = ends
+    sent, came = random_rows(left, Q, 10), right.memory.empty(Q, 10)
+    came.zero_()
+    thread = send_apart(left, {}, [sent[2:5], sent[7:9]])
+    right.transport.receive(right.channel.receive(), [came[0:3], came[8:10]], 60)
+    thread.join()
+    assert torch.equal(torch.cat([came[0:3], came[8:10]]).cpu(), torch.cat([sent[2:5], sent[7:9]]).cpu())
+    assert not came[3:8].any()
+
+
+def test_no_rows_are_nothing_to_send(ends):
+    left, right = ends
+    left.transport.send(Kind.REPLY, {}, [random_rows(left, Q, 0)], 0, 60)
+    message = right.channel.receive()
+    assert right.transport.size(message) == 0
+    right.transport.receive(message, [right.memory.empty(Q, 0)], 60)
+
+
+def test_messages_and_words_keep_their_order_and_both_ways_go_at_once(ends):
+    left, right = ends
+    sent = {end: [random_rows(ends[end], Q, 3000, seed=n) for n in range(4)] for end in (0, 1)}
+
+    def send(end):
+        for n, rows in enumerate(sent[end]):
+            ends[end].transport.send(Kind.CALL, {"n": n}, [rows], n, 60)
+            ends[end].channel.send(Kind.ALIVE, {})
+
+    threads = [threading.Thread(target=send, args=(end,)) for end in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for n in range(4):
+        for end, other in ((left, 1), (right, 0)):
+            message = end.channel.receive()
+            came = end.memory.empty(Q, 3000)
+            end.transport.receive(message, [came], 60)
+            assert (message.header["n"], torch.equal(came.cpu(), sent[other][n].cpu())) == (n, True)
+            assert end.channel.receive().kind is Kind.ALIVE
+    for thread in threads:
+        thread.join()
+
+
+def test_another_number_of_bytes_is_refused_and_nothing_is_written(ends):
+    left, right = ends
+    left.transport.send(Kind.CALL, {}, [random_rows(left, Q, 2)], 0, 60)
+    came = right.memory.empty(Q, 3)
+    came.fill_(7.0)
+    with pytest.raises(ProtocolError, match="256 bytes, expected 384"):
+        right.transport.receive(right.channel.receive(), [came], 60)
+    assert (came == 7.0).all()
+
+
+def send_in_vain(end, rows, timeout_s):
+    """Send rows that nobody takes, on a thread that ends when that has failed."""
+
+    def send():
+        with pytest.raises(LinkLost):
+            end.transport.send(Kind.CALL, {}, [rows], 0, timeout_s)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_neither_end_waits_for_ever(ends):
+    left, right = ends
+    thread = send_in_vain(left, random_rows(left, HUGE, 20), 1.0)
+    begin = time.monotonic()
+    message = right.channel.receive()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert time.monotonic() - begin > 0.5
+    with pytest.raises(LinkLost):  # what was sent before is there, the rest never comes
+        right.transport.receive(message, [right.memory.empty(HUGE, 20)], 0.3)
+
+
+def test_the_other_ends_death_is_noticed(ends):
+    left, right = ends
+    thread = send_in_vain(left, random_rows(left, HUGE, 20), 60)
+    message = right.channel.receive()
+    left.channel.shut_down()
+    with pytest.raises(LinkLost):
+        right.transport.receive(message, [right.memory.empty(HUGE, 20)], 60)
+    thread.join(60)
+    assert not thread.is_alive()

@@ -115,12 +115,12 @@ def work_packed(rows: Sequence[Sequence[int]]) -> list[Work]:
 
 def work_whole(rows: Sequence[Sequence[int]]) -> list[Work]:
     """Whole documents, longest first, each to the rank with the fewest pairs so far, then with the fewest tokens."""
-    ranks = [(0, 0, number) for number in range(len(rows))]
+    ranks = [(0, 0, rank) for rank in range(len(rows))]
     placed: list[list[int]] = [[] for _ in rows]
     for length in sorted((length for row in rows for length in row), reverse=True):
-        load, tokens, number = heapq.heappop(ranks)
-        placed[number].append(length)
-        heapq.heappush(ranks, (load + pairs(0, length), tokens + length, number))
+        load, tokens, rank = heapq.heappop(ranks)
+        placed[rank].append(length)
+        heapq.heappush(ranks, (load + pairs(0, length), tokens + length, rank))
     return work_packed(placed)
 
 

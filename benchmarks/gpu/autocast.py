@@ -1,4 +1,4 @@
-"""Autocast in both halves: what is open across a pause must be found again by each half, and by what comes after."""
+"""Autocast in two nano-batches: what is open across a pause each must find again, and what comes after them too."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.models import documents_of, planned_loss, small_model
+from benchmarks.gpu.models import planned_loss, small_model
 from benchmarks.gpu.planned_steps import Way, dispatcher_of
 from benchmarks.gpu.setting import Setting
+from benchmarks.harness.models import documents_of
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -42,16 +43,16 @@ def check_autocast(setting: Setting) -> Findings:
     model = small_model(setting, "distca").train()
     dispatcher = dispatcher_of(model, setting, Way())
     plan = plan_micro_batch(setting.lengths, dispatcher.settings)
-    halves = [int(nano.layout.tokens[0]) for nano in plan.nano_batches]
-    if len(set(halves)) != 2:
-        raise ValueError(f"the halves must differ in rows to be told apart, got {halves}")
+    rows = [int(nano.layout.tokens[0]) for nano in plan.nano_batches]
+    if len(set(rows)) != 2:
+        raise ValueError(f"nano-batches must differ in rows to be told apart, got {rows}")
     device_type = setting.device.type
     with findings.trying("the step"):
         with torch.autocast(device_type, torch.bfloat16), Products() as products:
             loss = planned_loss(model, plan, dispatcher, documents_of(setting.lengths))
             after = (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
         findings.check(after == (True, torch.bfloat16), f"autocast is (on, dtype) = {after} after the model")
-        _check_products(findings, products, halves, LINEAR_LAYERS * model.config.num_hidden_layers)
+        _check_products(findings, products, rows, LINEAR_LAYERS * model.config.num_hidden_layers)
         loss.backward()
         findings.check(
             all(p.grad is not None and p.grad.isfinite().all().item() for p in model.parameters()),
@@ -60,9 +61,9 @@ def check_autocast(setting: Setting) -> Findings:
     return findings
 
 
-def _check_products(findings: Findings, products: Products, halves: list[int], expected: int) -> None:
-    """Every linear layer's product is in bfloat16, on the rows of each half."""
-    for number, rows in enumerate(halves):
+def _check_products(findings: Findings, products: Products, rows_of: list[int], expected: int) -> None:
+    """Every linear layer's product is in bfloat16, on the rows of each nano-batch."""
+    for index, rows in enumerate(rows_of):
         counts = {dtype: count for (of, dtype), count in products.count.items() if of == rows}
-        findings.check(counts == {torch.bfloat16: expected}, f"half {number}: products by dtype are {counts}")
-        findings.figures[f"products_of_half_{number}"] = {str(dtype): count for dtype, count in counts.items()}
+        findings.check(counts == {torch.bfloat16: expected}, f"nano-batch {index}: products by dtype are {counts}")
+        findings.figures[f"products_of_nano_batch_{index}"] = {str(dtype): count for dtype, count in counts.items()}

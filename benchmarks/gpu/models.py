@@ -1,4 +1,4 @@
-"""Small models, their documents, and steps of them: planned, and document by document with stock attention."""
+"""Small models, and steps of them: planned, and document by document with stock attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.setting import Setting
+from benchmarks.harness.models import VOCABULARY, rows_of_rank
 from hf_distca import Dispatcher, DistCAConfig, PlanSettings, plan_settings
 from hf_distca.plan import MicroBatchPlan
 
-VOCABULARY = 512
 HEADS = (8, 2)
 """Query and key-value heads of a small model, unless said otherwise."""
 SMALL = {
@@ -69,12 +69,6 @@ def new_model(
     return model.to(setting.device)
 
 
-def documents_of(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[Tensor]:
-    """Token ids [length] of each document on the CPU, the same every time."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
-
-
 def targets_of(documents: Sequence[Tensor]) -> int:
     """How many tokens are predicted."""
     return sum(max(len(document) - 1, 0) for document in documents)
@@ -91,21 +85,6 @@ def stock_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> float:
             loss.backward()
             total += loss.item()
     return total
-
-
-def rows_of_rank(
-    plan: MicroBatchPlan, rank: int, documents: Sequence[Tensor], device: torch.device
-) -> dict[str, Tensor]:
-    """What a rank of a plan runs the model on."""
-    rows, positions, targets = [], [], []
-    for nano in plan.nano_batches:
-        for number, start, stop, _, _ in nano.layout.of_rank(rank).tolist():
-            document = documents[nano.documents[number]]
-            rows.append(document[start:stop])
-            positions.append(torch.arange(start, stop))
-            targets.append(torch.cat([document[1:], torch.tensor([-100])])[start:stop])
-    columns = {"input_ids": rows, "position_ids": positions, "labels": targets, "shift_labels": targets}
-    return {name: torch.cat(parts)[None].to(device) for name, parts in columns.items()}
 
 
 def planned_loss(

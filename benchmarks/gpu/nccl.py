@@ -59,10 +59,10 @@ def _exchange(setting: Setting) -> Findings:
     findings.figures["seconds_to_connect"] = time.perf_counter() - begin
     with findings.trying("the exchange makes the host wait for the device"), never_waiting(device):
         there_and_back()
-    for number, (sent, received) in enumerate(
+    for index, (sent, received) in enumerate(
         zip(columns, exchange.start(columns, traffic, "queries", last_first).wait(), strict=True)
     ):
-        findings.check(torch.equal(received, sent.flip(0)), f"column {number} came otherwise than it was sent")
+        findings.check(torch.equal(received, sent.flip(0)), f"column {index} came otherwise than it was sent")
 
     size = 4096 if device.type == "cuda" else 128
     factor = torch.randn(size, size, device=device).to(setting.dtype)

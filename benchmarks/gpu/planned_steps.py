@@ -11,7 +11,6 @@ from benchmarks.gpu.compared import compare
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.models import (
     StepResult,
-    documents_of,
     gradients,
     planned_loss,
     settings_of,
@@ -19,6 +18,7 @@ from benchmarks.gpu.models import (
     stock_step,
 )
 from benchmarks.gpu.setting import Setting
+from benchmarks.harness.models import documents_of
 from hf_distca import Dispatcher, plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 
@@ -149,8 +149,8 @@ def _many_steps(setting: Setting, findings: Findings) -> None:
     stock, planned = _losses(setting, "sdpa"), _losses(setting, "distca")
     farthest = max(abs(a - b) for a, b in zip(stock, exact, strict=True))
     bound = max(TIMES_STOCK * farthest, 1e-6 * exact[0])
-    for number, (mine, theirs) in enumerate(zip(planned, exact, strict=True)):
-        findings.at_most(abs(mine - theirs), bound, f"deviation of the loss of step {number}")
+    for step, (mine, theirs) in enumerate(zip(planned, exact, strict=True)):
+        findings.at_most(abs(mine - theirs), bound, f"deviation of the loss of step {step}")
     findings.check(exact[-1] < exact[0], f"the model does not learn: {exact}")
     findings.figures["losses"] = {"planned": planned, "stock": stock, "exact": exact}
 

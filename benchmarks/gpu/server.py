@@ -12,10 +12,11 @@ import torch
 from transformers import TrainerCallback
 
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.models import documents_of, small_model
+from benchmarks.gpu.models import small_model
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.training import arguments
 from benchmarks.harness import free_port
+from benchmarks.harness.models import documents_of
 from hf_distca import DistCATrainer, DistCATrainingArguments
 
 STEPS = 6

@@ -103,7 +103,7 @@ def shards_of(setting: Setting, rows: int) -> list[tuple[int, int]]:
     most = setting.context // rows
     count = max(1, min(most, setting.keys_at_once // (setting.context // 2 + rows)))
     last = np.unique(np.linspace(1, most, count).round().astype(int)).tolist()
-    return [((number - 1) * rows, number * rows) for number in last]
+    return [((index - 1) * rows, index * rows) for index in last]
 
 
 def documents_in(setting: Setting, rows: int) -> list[tuple[int, int]]:

@@ -14,9 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import hf_distca
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.models import rows_of_rank, settings_of
+from benchmarks.gpu.models import settings_of
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.training import make_model, micro_batches, tokens_of
+from benchmarks.harness.models import rows_of_rank
 from hf_distca import Dispatcher, plan_layers
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.plan import MicroBatchPlan

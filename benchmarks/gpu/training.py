@@ -227,8 +227,8 @@ def _check_logged(findings: Findings, what: str, ours: Watch, stock: Watch) -> N
     """The same micro-batches have the same losses and gradients as large, step by step."""
     for name, bound in BOUNDS.items():
         findings.check(bool(stock.logged[name]), f"{what}: no {name} was logged")
-        for number, (mine, theirs) in enumerate(zip(ours.logged[name], stock.logged[name], strict=False)):
-            findings.at_most(abs(mine - theirs) / theirs, bound, f"{what}: difference of the {name} of step {number}")
+        for step, (mine, theirs) in enumerate(zip(ours.logged[name], stock.logged[name], strict=False)):
+            findings.at_most(abs(mine - theirs) / theirs, bound, f"{what}: difference of the {name} of step {step}")
 
 
 def _speed(setting: Setting, watch: Watch, lengths: list[list[int]]) -> dict[str, float]:

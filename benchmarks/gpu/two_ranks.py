@@ -15,7 +15,6 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.models import (
     HEADS,
     StepResult,
-    documents_of,
     gradients,
     planned_loss,
     settings_of,
@@ -24,6 +23,7 @@ from benchmarks.gpu.models import (
 from benchmarks.gpu.planned_steps import stock_result
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import run_ranks
+from benchmarks.harness.models import documents_of
 from hf_distca import Dispatcher, plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 

@@ -96,7 +96,7 @@ def test_products_in_another_dtype_are_found():
     findings, products = Findings(), Products()
     products.count = {(5, torch.bfloat16): 14, (7, torch.bfloat16): 13, (7, torch.float32): 1, (9, torch.float32): 2}
     _check_products(findings, products, [5, 7], 14)
-    assert [sentence.split(":")[0] for sentence in findings.wrong] == ["half 1"]
+    assert [sentence.split(":")[0] for sentence in findings.wrong] == ["nano-batch 1"]
 
 
 def test_memory_that_grows_is_found():

@@ -1,7 +1,8 @@
 """All settings of hf_distca in one dataclass."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from math import inf
+from typing import Any, Literal, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
 
@@ -126,8 +127,8 @@ class DistCAConfig:
         for name in ("tokens_per_rank", "balance_block_size", "exchange_timeout", "attention_server_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.balance_tolerance < 0:
-            raise ValueError(f"balance_tolerance must be 0 or more, got {self.balance_tolerance}")
+        if not 0 <= self.balance_tolerance < inf:
+            raise ValueError(f"balance_tolerance must be 0 or more (0.05 is 5 %), got {self.balance_tolerance}")
         choices = {
             "long_documents": get_args(LongDocuments),
             "document_layout": DOCUMENT_LAYOUTS,
@@ -136,3 +137,19 @@ class DistCAConfig:
         for name, valid in choices.items():
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name} must be one of {list(valid)}, got {getattr(self, name)!r}")
+
+    def planning(self, ranks: int) -> dict[str, Any]:
+        """What plans depend on of these settings, by the names that PlanSettings has for it.
+
+        Args:
+            ranks: that train together; one rank alone has nobody to exchange with while the other nano-batch runs,
+                unless there are dedicated servers.
+        """
+        return {
+            "ranks": ranks,
+            "tokens_per_rank": self.tokens_per_rank,
+            "document_layout": self.document_layout,
+            "balance_tolerance": self.balance_tolerance,
+            "balance_block_size": self.balance_block_size,
+            "ping_pong": self.ping_pong and (ranks > 1 or self.attention_servers != "0"),
+        }

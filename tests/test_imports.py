@@ -21,7 +21,7 @@ ALLOWED = {
     "collator": PURE,
     "pool": PURE | {"kernels", "dispatch"},
     "trainer": PURE | {"config", "kernels", "dispatch", "patches", "collator", "pool"},
-    "cli": PURE | {"kernels", "pool"},
+    "cli": PURE | {"config", "kernels", "pool"},
 }
 
 

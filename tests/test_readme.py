@@ -53,7 +53,7 @@ def test_options_of_the_plan_exist(capsys):
         main(["plan", "--help"])
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     shown = set(re.findall(r"--[a-z-]+", section("Planning without training")))
-    assert {"--lengths", "--layout", "--dump"} <= shown <= known
+    assert {"--lengths", "--document-layout", "--dump"} <= shown <= known
 
 
 def test_options_of_serve_exist(capsys):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from hf_distca.cli.lengths_file import InputError, read_lengths
+from hf_distca.cli.settings import add_setting, config_of
 from hf_distca.kernels import KERNELS
 from hf_distca.plan import AttentionKind, MicroBatchPlan
-from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
+from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import bytes_between, loads_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
@@ -29,9 +30,10 @@ that DistCATrainer makes of these documents with the same settings. Figures are 
 FILE is JSON: a list of document lengths in tokens, or a list of such lists, one row per rank (rows may be
 empty).
 
---layout joint  places the documents itself, tokens and attention together; rows are only a list of documents.
---layout fixed  keeps every row on its rank and moves attention only. A plain list is packed in order, with equal
-                tokens on every rank, documents cut where a rank's share ends.
+--document-layout joint  places the documents itself, tokens and attention together; rows are only a list of
+                         documents.
+--document-layout fixed  keeps every row on its rank and moves attention only. A plain list is packed in order, with
+                         equal tokens on every rank, documents cut where a rank's share ends.
 """
 
 
@@ -52,16 +54,6 @@ def _ranks(text: str) -> int:
     return number
 
 
-def _tolerance(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number from 0 on (0.05 is 5 %), got {text!r}")
-    return number
-
-
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand and its options."""
     parser = commands.add_parser(
@@ -73,26 +65,16 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add = parser.add_argument
     add("--lengths", required=True, metavar="FILE", help="JSON file with document lengths, see above")
     add("--ranks", required=True, type=_ranks, metavar="N", help=f"number of ranks, at most {MOST_RANKS}")
-    add("--tokens-per-rank", required=True, type=_positive, metavar="T", help="most tokens a rank holds")
-    add("--layout", choices=("joint", "fixed"), default="joint", help="who places tokens (default: joint)")
-    add(
-        "--balance-tolerance",
-        type=_tolerance,
-        default=BALANCE_TOLERANCE,
-        help="fraction a rank's attention may be above the mean; 0 is as fine as whole rows allow (default: 0.01)",
+    add_setting(parser, "tokens_per_rank", required=True, metavar="T")
+    for name in ("document_layout", "balance_tolerance", "balance_block_size", "ping_pong"):
+        add_setting(parser, name)
+    add_setting(
+        parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="whose costs are taken"
     )
     add("--q-heads", type=_positive, default=32, help="query heads (default: 32)")
     add("--kv-heads", type=_positive, default=8, help="key-value heads (default: 8)")
     add("--head-dim", type=_positive, default=128, help="size of a head (default: 128)")
     add("--dtype", choices=tuple(BYTES), default="bfloat16", help="of activations (default: bfloat16)")
-    add("--balance-block-size", type=_positive, default=128, help="rows that cuts fall on multiples of (default: 128)")
-    add(
-        "--kernel",
-        choices=tuple(KERNELS),
-        default="torch_varlen",
-        help="what computes attention (default: torch_varlen)",
-    )
-    add("--no-ping-pong", dest="ping_pong", action="store_false", help="make one nano-batch of all documents")
     add("--window", type=_positive, metavar="W", help="sliding window in tokens (default: full attention)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--dump", metavar="FILE", help="write documents, segments and tasks of the plan as JSON")
@@ -123,19 +105,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace) -> PlanSettings:
-    kernel = KERNELS[options.kernel]
+    config = config_of(options)
+    kernel = KERNELS[config.attention_kernel]
     return PlanSettings(
-        ranks=options.ranks,
-        tokens_per_rank=options.tokens_per_rank,
+        **config.planning(options.ranks),
         kinds=(AttentionKind(options.window, options.q_heads, options.kv_heads, options.head_dim, options.head_dim),),
         bytes_per_value=BYTES[options.dtype],
-        document_layout=options.layout,
-        balance_tolerance=options.balance_tolerance,
-        balance_block_size=options.balance_block_size,
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
-        ping_pong=options.ping_pong and options.ranks > 1,
-        kernel=options.kernel,
+        kernel=config.attention_kernel,
     )
 
 
@@ -203,7 +181,7 @@ def _table(plan: MicroBatchPlan, figures: dict[str, float], plan_ms: float, opti
     halves = "2 nano-batches" if len(plan.nano_batches) == 2 else "1 nano-batch"
     lines = [
         ("documents", f"{documents}, {int(plan.tokens.sum())} tokens, {cuts} cuts, {halves}"),
-        ("layout", f"{options.layout}, {options.ranks} ranks of at most {options.tokens_per_rank} tokens"),
+        ("layout", f"{options.document_layout}, {options.ranks} ranks of at most {options.tokens_per_rank} tokens"),
         ("attention, max / mean", f"{figures['max_over_mean']:.4f}"),
         ("tokens, max / mean", f"{figures['tokens_max_over_mean']:.4f}"),
         ("bytes per layer, all ranks", f"{figures['bytes_total'] / 1e6:.2f} MB"),

@@ -51,16 +51,11 @@ def plan_settings(
     needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
     kernel = _kernel(config.attention_kernel, device, needs)
     return PlanSettings(
-        ranks=ranks,
-        tokens_per_rank=config.tokens_per_rank,
+        **config.planning(ranks),
         kinds=kinds,
         bytes_per_value=dtype.itemsize,
-        document_layout=config.document_layout,
-        balance_tolerance=config.balance_tolerance,
-        balance_block_size=config.balance_block_size,
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
-        ping_pong=config.ping_pong and (ranks > 1 or config.attention_servers != "0"),
         kernel=kernel.name,
     )
 

@@ -39,7 +39,7 @@ def plan(tmp_path):
 
 
 def test_json_is_one_object_with_the_figures(plan, capsys):
-    assert plan([[4, 4], [2, 6]], 2, 8, "--layout", "fixed", "--balance-tolerance", "100", "--json") == 0
+    assert plan([[4, 4], [2, 6]], 2, 8, "--document-layout", "fixed", "--balance-tolerance", "100", "--json") == 0
     figures = json.loads(capsys.readouterr().out)
     assert list(figures) == KEYS
     assert figures["max_over_mean"] == pytest.approx(24 / 22)
@@ -57,7 +57,9 @@ def test_table_is_for_people(plan, capsys):
 
 def test_dump_holds_documents_segments_and_tasks(plan, tmp_path):
     file = tmp_path / "dump.json"
-    assert plan([[4, 4], [8]], 2, 8, "--layout", "fixed", "--balance-tolerance", "100", "--dump", str(file)) == 0
+    assert (
+        plan([[4, 4], [8]], 2, 8, "--document-layout", "fixed", "--balance-tolerance", "100", "--dump", str(file)) == 0
+    )
     assert json.loads(file.read_text()) == {
         "nano_batches": [
             {
@@ -72,7 +74,10 @@ def test_dump_holds_documents_segments_and_tasks(plan, tmp_path):
 
 def test_dump_holds_both_nano_batches(plan, tmp_path):
     file = tmp_path / "dump.json"
-    assert plan([[4, 3], [2, 6]], 2, 8, "--layout", "fixed", "--balance-tolerance", "100", "--dump", str(file)) == 0
+    assert (
+        plan([[4, 3], [2, 6]], 2, 8, "--document-layout", "fixed", "--balance-tolerance", "100", "--dump", str(file))
+        == 0
+    )
     first, second = json.loads(file.read_text())["nano_batches"]
     assert (first["documents"], first["segments"]) == ([0, 2], [[0, 0, 4, 0, 0], [1, 0, 2, 1, 0]])
     assert (second["documents"], second["segments"]) == ([1, 3], [[0, 0, 3, 0, 0], [1, 0, 6, 1, 0]])
@@ -80,7 +85,7 @@ def test_dump_holds_both_nano_batches(plan, tmp_path):
 
 def test_fixed_cuts_a_list_into_equal_shares(plan, tmp_path):
     file = tmp_path / "dump.json"
-    assert plan([3, 7, 2], 4, 4, "--layout", "fixed", "--no-ping-pong", "--dump", str(file)) == 0
+    assert plan([3, 7, 2], 4, 4, "--document-layout", "fixed", "--no-ping-pong", "--dump", str(file)) == 0
     (nano_batch,) = json.loads(file.read_text())["nano_batches"]
     segments = [[0, 0, 3, 0, 0], [1, 0, 3, 1, 0], [1, 3, 6, 2, 0], [1, 6, 7, 3, 0], [2, 0, 2, 3, 1]]
     assert nano_batch["segments"] == segments
@@ -95,13 +100,13 @@ def test_shapes_scale_the_bytes(plan, capsys):
     lengths = [[8192], [128] * 64]
     totals = []
     for options in ((), ("--dtype", "float32"), ("--q-heads", "8", "--kv-heads", "2")):
-        assert plan(lengths, 2, 8192, "--layout", "fixed", "--json", *options) == 0
+        assert plan(lengths, 2, 8192, "--document-layout", "fixed", "--json", *options) == 0
         totals.append(json.loads(capsys.readouterr().out)["bytes_total"])
     assert totals[1:] == [2 * totals[0], totals[0] // 4]
 
 
 def test_a_window_evens_out_long_documents(plan, capsys):
-    assert plan([[8192], [128] * 64], 2, 8192, "--layout", "fixed", "--json", "--window", "1") == 0
+    assert plan([[8192], [128] * 64], 2, 8192, "--document-layout", "fixed", "--json", "--window", "1") == 0
     assert json.loads(capsys.readouterr().out)["bytes_total"] == 0
 
 
@@ -123,15 +128,19 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1, 0], (), "item 1 is 0; a document has at least 1 token"),
         ([[1], [-4]], (), "row 1, item 0 is -4"),
         ([17], (), "1 documents hold 17 tokens, but 2 ranks of 8 take 16"),
-        ([[9], [1]], ("--layout", "fixed"), "row 0 holds 9 tokens"),
+        ([[9], [1]], ("--document-layout", "fixed"), "row 0 holds 9 tokens"),
         ([[1], [1], [1]], (), "holds 3 rows, but --ranks is 2"),
         ([10**30], (), "must be 64-bit integers"),
         ([2**40], (), "hold more than"),
         ([1], ("--kv-heads", "5"), "kv_heads must divide q_heads"),
         ([1], ("--window", "0"), "--window: must be a positive whole number, got '0'"),
         ([1], ("--head-dim", "x"), "--head-dim: must be a positive whole number, got 'x'"),
-        ([1], ("--balance-tolerance", "-1"), "--balance-tolerance: must be a number from 0 on"),
-        ([1], ("--balance-tolerance", "nan"), "--balance-tolerance: must be a number from 0 on"),
+        ([1], ("--balance-tolerance", "-1"), "balance_tolerance must be 0 or more (0.05 is 5 %), got -1.0"),
+        ([1], ("--balance-tolerance", "nan"), "balance_tolerance must be 0 or more (0.05 is 5 %), got nan"),
+        ([1], ("--balance-tolerance", "x"), "--balance-tolerance: invalid float value: 'x'"),
+        ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
+        ([1], ("--document-layout", "best"), "--document-layout: invalid choice: 'best'"),
+        ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
         ([1], ("--dtype", "int3"), "--dtype: invalid choice"),
         ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x"),
     ],
@@ -145,14 +154,20 @@ def test_bad_input_is_one_line_and_status_2(plan, capsys, lengths, options, mess
     assert "expected" in captured.err or len(captured.err) < 300
 
 
-@pytest.mark.parametrize("option", ["--ranks", "--tokens-per-rank"])
-def test_sizes_must_be_positive(plan, capsys, option):
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--ranks", "--ranks: must be a positive whole number"),
+        ("--tokens-per-rank", "tokens_per_rank must be positive, got 0"),
+    ],
+)
+def test_sizes_must_be_positive(plan, capsys, option, message):
     assert plan([1], 2, 8, option, "0") == 2
-    assert f"{option}: must be a positive whole number" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_rows_that_do_not_divide_the_ranks(plan, capsys):
-    assert plan([[1], [1]], 3, 8, "--layout", "fixed") == 2
+    assert plan([[1], [1]], 3, 8, "--document-layout", "fixed") == 2
     assert "got 2 rows of documents for 3 ranks" in capsys.readouterr().err
 
 
@@ -181,8 +196,8 @@ def test_the_plan_is_the_trainers(plan, tmp_path, layout):
     assert own[1] == trainer.dispatcher.settings
 
     file = tmp_path / "dump.json"
-    sizes = "--q-heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --kernel cpu"
-    assert plan(CORPUS, 4, 8192, "--layout", layout, "--dump", str(file), *sizes.split()) == 0
+    sizes = "--q-heads 4 --kv-heads 2 --head-dim 8 --dtype float32 --attention-kernel cpu"
+    assert plan(CORPUS, 4, 8192, "--document-layout", layout, "--dump", str(file), *sizes.split()) == 0
     shown = json.loads(file.read_text())["nano_batches"]
     planned = plan_micro_batch(CORPUS, own[4]).nano_batches
     assert len(shown) == len(planned) == 2

@@ -136,7 +136,7 @@ def unneeded_short(plan: Plan, tolerance: float) -> int:
     """Short tasks that can go one by one while every worker stays within the tolerance."""
     loads = loads_of(plan)
     room = loads.mean() * (1 + tolerance) - loads
-    fewer = without_short(plan.tasks, plan.layout, room.tolist(), plan.window, BLOCK)
+    fewer = without_short(plan.tasks, plan.layout.segments, plan.layout.lengths, room.tolist(), plan.window, BLOCK)
     without = Plan(plan.layout, fewer, plan.workers, plan.window)
     return measure(plan).tasks_cut_below_block - measure(without).tasks_cut_below_block
 

@@ -17,24 +17,30 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import TASK, Layout
+from hf_distca.plan import TASK
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.intervals import Span, common, joined
 
 
 def without_short(
-    tasks: NDArray[np.void], layout: Layout, room: Sequence[float], window: int | None, block: int
+    tasks: NDArray[np.void],
+    segments: NDArray[np.void],
+    stops: NDArray[np.int64],
+    room: Sequence[float],
+    window: int | None,
+    block: int,
 ) -> NDArray[np.void]:
     """The tasks, in no order, with every change made that removes a short one and keeps within `room`.
 
     Args:
         tasks: [tasks] of dtype TASK; none that touch on one worker.
-        layout: where the rows are.
+        segments: [segments] of dtype SEGMENT: where the rows are.
+        stops: [documents] one past each document's last row.
         room: [workers] pairs that each worker may take on.
         window: width of the sliding window; None for full causal attention.
         block: rows of a kernel block.
     """
-    short = (tasks["stop"] - tasks["start"] < block) & (tasks["stop"] != layout.lengths[tasks["document"]])
+    short = (tasks["stop"] - tasks["start"] < block) & (tasks["stop"] != stops[tasks["document"]])
     concerned = np.isin(tasks["document"], tasks["document"][short])
     if not concerned.any():
         return tasks
@@ -42,9 +48,9 @@ def without_short(
     documents: dict[int, _Document] = {}
     by_document = np.sort(tasks[concerned], order=["document", "start"]).tolist()
     for doc, group in itertools.groupby(by_document, key=lambda task: int(task[0])):
-        of_doc = layout.segments[layout.segments["document"] == doc]
-        segments = [(start, stop, rank) for _, start, stop, rank, _ in of_doc.tolist()]
-        documents[doc] = _Document([task[1:] for task in group], segments, int(layout.lengths[doc]), window, block)
+        of_doc = segments[segments["document"] == doc]
+        held = [(start, stop, rank) for _, start, stop, rank, _ in of_doc.tolist()]
+        documents[doc] = _Document([task[1:] for task in group], held, int(stops[doc]), window, block)
     # A change frees room on one worker, so that another may become possible in any document.
     while any(document.remove_one(left) for document in documents.values()):
         pass
@@ -58,10 +64,11 @@ class _Document:
     Attributes:
         spans: its tasks by start; they touch, and neighbours have different workers.
         segments: (start, stop, rank) of its rows.
+        stop: one past its last row.
     """
 
-    def __init__(self, spans: list[Span], segments: list[Span], length: int, window: int | None, block: int) -> None:
-        self.spans, self.segments, self.length = spans, segments, length
+    def __init__(self, spans: list[Span], segments: list[Span], stop: int, window: int | None, block: int) -> None:
+        self.spans, self.segments, self.stop = spans, segments, stop
         self.window, self.block = window, block
 
     def remove_one(self, room: list[float]) -> bool:
@@ -102,7 +109,7 @@ class _Document:
                     yield [*before, (start, cut, worker), (cut, last, other)]
 
     def _is_short(self, span: Span) -> bool:
-        return span[1] - span[0] < self.block and span[1] != self.length and span not in self.segments
+        return span[1] - span[0] < self.block and span[1] != self.stop and span not in self.segments
 
     def _count_short(self, spans: list[Span]) -> int:
         return sum(self._is_short(span) for span in spans)

@@ -8,14 +8,14 @@ concerned then has fewer bytes than the busiest of all had. Few are tried, those
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import TASK, Layout
+from hf_distca.plan import TASK
 from hf_distca.planner.cost import RowBytes, pairs, row_reaching
 from hf_distca.planner.intervals import Span, grain, joined
+from hf_distca.planner.shifted import ShiftedRows
 
 Spot = tuple[int, Span]
 """A task and the document that it is of."""
@@ -39,47 +39,31 @@ TOTAL = 0.3
 """What a byte of all workers counts beside one of the busiest."""
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What swaps are counted by.
-
-    Attributes:
-        row_bytes: bytes of the rows.
-        window: width of the sliding window by which K/V rows are needed; None for full causal attention.
-        pair_window: the window by which a row counts pairs.
-        origin: the first row that there is.
-        block: rows of a kernel block.
-    """
-
-    row_bytes: RowBytes
-    window: int | None
-    pair_window: int | None
-    origin: int
-    block: int
-
-
-def swapped(tasks: NDArray[np.void], layout: Layout, room: Sequence[float], rules: Rules) -> NDArray[np.void]:
+def swapped(
+    tasks: NDArray[np.void], rows: ShiftedRows, room: Sequence[float], row_bytes: RowBytes, block: int
+) -> NDArray[np.void]:
     """The tasks, in no order, after the swaps that help.
 
     Args:
         tasks: [tasks] of dtype TASK; none that touch on one worker.
-        layout: where the rows are, counted from rules.origin on.
+        rows: where the rows are, in the view that the tasks are counted in.
         room: [workers] pairs that each worker may take on.
-        rules: what swaps are counted by.
+        row_bytes: bytes of the rows.
+        block: rows of a kernel block.
     """
     tries = min(TRIES, MOST // len(room))
-    home = np.zeros(len(layout.lengths), np.int64)
-    home[layout.segments["document"]] = layout.segments["rank"]
-    ranks = np.bincount(layout.segments["document"], minlength=len(home))
+    home = np.zeros(len(rows.stops), np.int64)
+    home[rows.segments["document"]] = rows.segments["rank"]
+    ranks = np.bincount(rows.segments["document"], minlength=len(home))
     away = ranks > 1
     away[tasks["document"][tasks["worker"] != home[tasks["document"]]]] = True
     concerned = away[tasks["document"]]
     if tries < LEAST or not concerned.any():
         return tasks
-    search = _Search(tasks[concerned], layout, room, rules)
+    search = _Search(tasks[concerned], rows, room, row_bytes, block)
     search.run(tries)
-    rows = [(doc, *span) for doc, spans in search.spans.items() for span in spans]
-    return np.concatenate([tasks[~concerned], np.array(rows, TASK)])
+    found = [(doc, *span) for doc, spans in search.spans.items() for span in spans]
+    return np.concatenate([tasks[~concerned], np.array(found, TASK)])
 
 
 class _Search:
@@ -93,13 +77,15 @@ class _Search:
         room: [workers] pairs that each worker may still take on.
     """
 
-    def __init__(self, tasks: NDArray[np.void], layout: Layout, room: Sequence[float], rules: Rules) -> None:
-        self.rules, self.room = rules, list(room)
+    def __init__(
+        self, tasks: NDArray[np.void], rows: ShiftedRows, room: Sequence[float], row_bytes: RowBytes, block: int
+    ) -> None:
+        self.rows, self.row_bytes, self.block, self.room = rows, row_bytes, block, list(room)
         self.spans: dict[int, list[Span]] = {}
         for doc, *span in np.sort(tasks, order=["document", "start"]).tolist():
             self.spans.setdefault(doc, []).append((span[0], span[1], span[2]))
         self.segments: dict[int, list[Span]] = {doc: [] for doc in self.spans}
-        segments = layout.segments[np.isin(layout.segments["document"], list(self.spans))]
+        segments = rows.segments[np.isin(rows.segments["document"], list(self.spans))]
         for doc, start, stop, rank, _ in np.sort(segments, order=["document", "start"]).tolist():
             self.segments[doc].append((start, stop, rank))
         self.traffic = {doc: self._traffic(doc, spans) for doc, spans in self.spans.items()}
@@ -164,7 +150,7 @@ class _Search:
             one, other: tasks of two workers.
             at_end: where the part of the larger one lies: at its end, or at its start.
         """
-        window = self.rules.pair_window
+        window = self.rows.pair_window
         size = {spot: pairs(spot[1][0], spot[1][1], window) for spot in (one, other)}
         small, large = sorted((one, other), key=lambda spot: size[spot])
         excess = size[large] - size[small]
@@ -173,7 +159,7 @@ class _Search:
         if excess > self.room[taker]:
             cut = self._cut(large[1], size[small], at_end, min(self.room[owner], self.room[taker]))
             begin, end = (cut, end) if at_end else (begin, cut)
-            if cut - large[1][0] < self.rules.block or large[1][1] - cut < self.rules.block:
+            if cut - large[1][0] < self.block or large[1][1] - cut < self.block:
                 return {}, {}
             excess = pairs(begin, end, window) - size[small]
         if excess > self.room[taker] or -excess > self.room[owner]:
@@ -189,13 +175,11 @@ class _Search:
 
     def _cut(self, span: Span, amount: int, at_end: bool, room: float) -> int:
         """The row that cuts `amount` pairs off a task: a block's boundary if the rounding fits into the room."""
-        window = self.rules.pair_window
+        window = self.rows.pair_window
         start, stop, _ = span
         before = pairs(0, stop, window) - amount if at_end else pairs(0, start, window) + amount
         row = row_reaching(float(before), window)
-        multiple = grain(
-            self.rules.block, lambda size: abs(pairs(0, round(row / size) * size, window) - before) > room
-        )
+        multiple = grain(self.block, lambda size: abs(pairs(0, round(row / size) * size, window) - before) > room)
         return min(max(round(row / multiple) * multiple, start), stop)
 
     def _change(self, new: dict[int, list[Span]]) -> Traffic:
@@ -216,11 +200,11 @@ class _Search:
 
     def _traffic(self, doc: int, spans: list[Span]) -> Traffic:
         """Bytes that a document causes if these are its tasks; what metrics.bytes_between counts for it."""
-        size, window = self.rules.row_bytes, self.rules.window
+        size, window = self.row_bytes, self.rows.window
         traffic: Traffic = {}
         there: dict[int, int] = {}  # worker -> end of the K/V rows that its tasks so far need
         for start, stop, worker in spans:
-            first = there.get(worker, self.rules.origin)
+            first = there.get(worker, self.rows.origin)
             if window is not None:
                 first = max(first, start - window + 1)
             there[worker] = stop

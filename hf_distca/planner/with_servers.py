@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, Plan
-from hf_distca.planner.balance import merged
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.metrics import bytes_between, loads_of, query_rows_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_tasks
+from hf_distca.planner.shifted import merged
 
 IDLE = 1e-9
 """Speed of a rank that is to compute no core attention."""

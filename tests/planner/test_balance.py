@@ -4,10 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK
-from hf_distca.planner.balance import balance, merged
+from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import loads_of, measure, query_rows_of
+from hf_distca.planner.shifted import merged
 from tests.planner.plan_checks import check_plan, loads_by_row
 
 

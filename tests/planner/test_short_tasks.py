@@ -4,10 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, Plan
-from hf_distca.planner.balance import balance, merged
+from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import BALANCE_TOLERANCE
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import loads_of
+from hf_distca.planner.shifted import merged
 from hf_distca.planner.short_tasks import without_short
 from tests.planner.plan_checks import check_plan
 
@@ -15,7 +16,8 @@ ROOMY = [10**9] * 3
 
 
 def short_free(rows, tasks, room, ranks=None):
-    found = without_short(np.array(tasks, TASK), fixed_layout(rows, ranks), room, None, 16)
+    layout = fixed_layout(rows, ranks)
+    found = without_short(np.array(tasks, TASK), layout.segments, layout.lengths, room, None, 16)
     return sorted(found.tolist())
 
 

@@ -4,22 +4,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, Plan
-from hf_distca.planner.balance import balance, merged
+from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import loads_of, measure
-from hf_distca.planner.swaps import Rules, _Search, swapped
+from hf_distca.planner.shifted import ShiftedRows, merged
+from hf_distca.planner.swaps import _Search, swapped
 from tests.planner.plan_checks import check_plan
 
 ROW_BYTES = RowBytes()
 
 
-def rules(window=None, block=16):
-    return Rules(ROW_BYTES, window, window, 0, block)
+def rows_of(layout, window=None):
+    return ShiftedRows.of(layout, window, 0, 16)
 
 
 def after(plan, room, block=16):
-    tasks = merged(swapped(plan.tasks, plan.layout, [room] * plan.workers, rules(plan.window, block)))
+    tasks = merged(swapped(plan.tasks, rows_of(plan.layout, plan.window), [room] * plan.workers, ROW_BYTES, block))
     return Plan(plan.layout, tasks, plan.workers, plan.window)
 
 
@@ -41,12 +42,12 @@ def test_a_part_of_the_larger_task_is_swapped():
 
 def test_nothing_to_do_where_every_document_stays():
     plan = balance(fixed_layout([[512], [512]]))
-    assert swapped(plan.tasks, plan.layout, [0.0, 0.0], rules()) is plan.tasks
+    assert swapped(plan.tasks, rows_of(plan.layout), [0.0, 0.0], ROW_BYTES, 16) is plan.tasks
 
 
 def test_many_workers_are_left_as_they_are():
     plan = balance(fixed_layout([[4096], [512] * 8]))
-    assert swapped(plan.tasks, plan.layout, [0.0] * 1000, rules()) is plan.tasks
+    assert swapped(plan.tasks, rows_of(plan.layout), [0.0] * 1000, ROW_BYTES, 16) is plan.tasks
 
 
 @pytest.mark.parametrize("window", [None, 70])
@@ -55,7 +56,7 @@ def test_many_workers_are_left_as_they_are():
 def test_fewer_bytes_within_the_room(window, rows, ranks_per_row):
     layout = fixed_layout(rows, len(rows) * ranks_per_row)
     before = balance(layout, window=window, balance_block_size=16)
-    search = _Search(before.tasks, layout, [0.0] * before.workers, rules(window))
+    search = _Search(before.tasks, rows_of(layout, window), [0.0] * before.workers, ROW_BYTES, 16)
     assert max(search.total.values(), default=0) == measure(before).bytes_bottleneck
     plan = after(before, 100)
     check_plan(plan)

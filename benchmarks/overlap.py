@@ -74,7 +74,7 @@ class WaitingExchange(Exchange):
     def start(self, *args: Any, **kwargs: Any) -> PendingRows:
         """Start an exchange and wait for it."""
         pending = super().start(*args, **kwargs)
-        pending.complete()
+        pending.wait()
         return pending
 
 

@@ -4,6 +4,7 @@ Pure data, the same on every rank: a deterministic function of document lengths 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ TASK = np.dtype(
     ]
 )
 """Core attention of query rows [start, stop) of a document, computed by one worker."""
+
+Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)

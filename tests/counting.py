@@ -45,6 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.torch_varlen import TorchVarlenKernel
 from hf_distca.patches.kinds import attention_kinds
@@ -401,7 +402,9 @@ def bound_plan(
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
     exchange = Exchange(SimpleNamespace(exchange=group))
-    return BoundPlan(plan, rank, device, exchange, MetaKernel(), **{"keep_received": False, **options})
+    return BoundPlan(
+        plan, rank, device, exchange, MetaKernel(), Recorder(device), **{"keep_received": False, **options}
+    )
 
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:

@@ -1,8 +1,8 @@
 """Core attention of one layer, disaggregated, as autograd nodes.
 
 Three nodes make one attention, so that two nano-batches can take turns between them: Send, Compute and Receive run
-the forward's steps start, compute and finish (see `hf_distca.dispatch.steps`), and in reverse order the backward's:
-Receive starts, Compute computes, Send finishes.
+the forward's phases up to the first pause, up to the second and to the end (see `hf_distca.dispatch.schedule`), and in
+reverse order the backward's: Receive those up to the first pause, Compute up to the second, Send to the end.
 
 The engine runs backward nodes in the reverse order of their creation, so the backward's exchanges follow
 from the forward's order on every rank alike. Between the nodes only an empty token travels: forward and
@@ -12,25 +12,20 @@ Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of qu
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_distca.dispatch.bound import LayerPlan
+from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
-from hf_distca.dispatch.steps import (
-    AttentionCall,
-    compute_backward,
-    compute_forward,
-    finish_backward,
-    finish_forward,
-    start_backward,
-    start_forward,
-)
+from hf_distca.dispatch.executor import Backward, CoreAttention, Forward
+from hf_distca.dispatch.schedule import Kept
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
+
+_Pass = TypeVar("_Pass", Forward, Backward)
 
 
 def disaggregated_attention(
@@ -38,7 +33,7 @@ def disaggregated_attention(
     k_TGD: Tensor,
     v_TGE: Tensor,
     sinks_H: Tensor | None,
-    plan: LayerPlan,
+    plan: BoundPlan,
     params: AttentionParams,
     module: nn.Module | None = None,
 ) -> Tensor:
@@ -64,7 +59,7 @@ def disaggregated_attention(
             f"the plan gives this rank {plan.rows} rows, the model runs on {q_THD.shape[0]}; a plan belongs "
             "to the batch it came with"
         )
-    plan.bound.kernel.check(
+    plan.kernel.check(
         device=q_THD.device,
         dtype=q_THD.dtype,
         head_dim_qk=q_THD.shape[2],
@@ -73,8 +68,8 @@ def disaggregated_attention(
     )
     kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2])
     recomputes = is_recomputation()
-    keeps = plan.bound.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
-    halves = []
+    keeps = plan.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
+    parts = []
     for nano, *qkv in zip(
         plan.nano_batches, *(_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE)), strict=True
     ):
@@ -83,40 +78,38 @@ def disaggregated_attention(
                 f"a layer has {kind}; the plan was made for {'; '.join(map(str, nano.routes))}: "
                 "give all of them in PlanSettings.kinds"
             )
-        kept = plan.bound.kept_results.take((module, nano.number)) if recomputes else None
-        call = AttentionCall(
-            plan.bound,
-            nano,
-            kind,
-            params,
-            # Where results are kept through a checkpoint, what was received is gone with the first forward.
-            keep_received=plan.bound.keep_received and not keeps and kept is None,
-            results_change=sinks_H is not None,
-        )
-        halves.append((call, kept, qkv))
+        results = plan.kept_results.take((module, nano.index)) if recomputes else None
+        # Where results are kept through a checkpoint, what was received is gone with the first forward.
+        receives_again = keeps or results is not None or not plan.keep_received
+        # With sinks, O and LSE are not final when the worker has computed them.
+        kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
+        layer = getattr(module, "layer_idx", None)
+        parts.append((CoreAttention(plan, nano, kind, params, layer=layer, kept=kept), results, qkv))
 
-    # In the same order whether both nano-batches are here or each in a half of the layer: ranks stay in step even if
-    # only some of them run halves. A recomputation keeps to it too: checkpointing finds saved tensors by their order.
-    tokens = [_Send.apply(call, kept, *qkv) for call, kept, qkv in halves]
+    # In the same order whether both nano-batches are here or take turns in the layer: ranks stay in step even if these
+    # take turns on some ranks only. A recomputation keeps to it too: checkpointing finds saved tensors by their order.
+    tokens = [_Send.apply(attention, results, *qkv) for attention, results, qkv in parts]
     plan.pause()
-    tokens = [_Compute.apply(call, kept, token) for (call, kept, _), token in zip(halves, tokens, strict=True)]
+    tokens = [
+        _Compute.apply(attention, results, token) for (attention, results, _), token in zip(parts, tokens, strict=True)
+    ]
     plan.pause()
     outputs = []
-    for (call, kept, qkv), token in zip(halves, tokens, strict=True):
-        o_THE, lse_TH = _Receive.apply(call, kept, token, *qkv, sinks_H)
+    for (attention, results, qkv), token in zip(parts, tokens, strict=True):
+        o_THE, lse_TH = _Receive.apply(attention, results, token, *qkv, sinks_H)
         if keeps:
-            plan.bound.kept_results.keep((module, call.nano.number), (o_THE.detach(), lse_TH))
+            plan.kept_results.keep((module, attention.nano.index), (o_THE.detach(), lse_TH))
         outputs.append(o_THE)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _by_nano_batch(x_T: Tensor, plan: LayerPlan) -> Sequence[Tensor]:
+def _by_nano_batch(x_T: Tensor, plan: BoundPlan) -> Sequence[Tensor]:
     """The rows of each nano-batch. Split and not sliced: the backward of slices copies each into zeros of all rows."""
     rows = [nano.rows for nano in plan.nano_batches]
     return (x_T,) if len(rows) == 1 else torch.split(x_T, rows)
 
 
-Kept = tuple[Tensor, ...] | None
+Known = tuple[Tensor, ...] | None
 """O and LSE of the first forward where this is its recomputation: then nothing is exchanged or computed, and the nodes
 are there for the backward only."""
 
@@ -124,7 +117,8 @@ are there for the backward only."""
 class _Context(Protocol):
     """What autograd keeps of a node from its forward to its backward. Sinks that a layer does not have are None."""
 
-    call: AttentionCall
+    attention: CoreAttention
+    kept_columns: tuple[str, ...]
     saved_tensors: tuple[Any, ...]
     needs_input_grad: tuple[bool, ...]
 
@@ -137,34 +131,43 @@ class _Context(Protocol):
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, call: AttentionCall, kept: Kept, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
-        ctx.call = call
-        if kept is None:
-            with call.step():
-                start_forward(call, q_THD, k_TGD, v_TGE)
+    def forward(
+        ctx: _Context, attention: CoreAttention, known: Known, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor
+    ) -> Tensor:
+        ctx.attention = attention
+        if known is None:
+            attention.forward = Forward(attention, q_THD, k_TGD, v_TGE)
+            attention.forward.go_on()
         return q_THD.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, _token: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.call.step():
-            return None, None, *finish_backward(ctx.call)
+        backward = _under_way(ctx.attention.backward)
+        backward.go_on()
+        ctx.attention.backward = None
+        return None, None, *backward.gradients()
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, call: AttentionCall, kept: Kept, token: Tensor) -> Tensor:
-        ctx.call = call
-        if kept is None:
-            with call.step():
-                ctx.save_for_backward(*compute_forward(call))
+    def forward(ctx: _Context, attention: CoreAttention, known: Known, token: Tensor) -> Tensor:
+        ctx.attention = attention
+        ctx.kept_columns = ()
+        if known is None:
+            forward = _under_way(attention.forward)
+            forward.go_on()
+            kept = forward.kept()
+            ctx.kept_columns = tuple(kept)
+            ctx.save_for_backward(*kept.values())
         return token.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _Context, token: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.call.step():
-            compute_backward(ctx.call, ctx.saved_tensors)
+        backward = _under_way(ctx.attention.backward)
+        backward.take_kept(dict(zip(ctx.kept_columns, ctx.saved_tensors, strict=True)))
+        backward.go_on()
         return None, None, token.new_empty(0)
 
 
@@ -172,19 +175,21 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _Context,
-        call: AttentionCall,
-        kept: Kept,
+        attention: CoreAttention,
+        known: Known,
         token: Tensor,
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGE: Tensor,
         sinks_H: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.call = call
-        if kept is None:
-            with call.step():
-                kept = _with_sinks(*finish_forward(call), sinks_H)
-        o_THE, lse_TH = kept
+        ctx.attention = attention
+        if known is None:
+            forward = _under_way(attention.forward)
+            forward.go_on()
+            attention.forward = None
+            known = _with_sinks(*forward.results(), sinks_H)
+        o_THE, lse_TH = known
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
         ctx.mark_non_differentiable(lse_TH)
         ctx.set_materialize_grads(False)  # that of the log-sum-exp would be zeros that nobody reads
@@ -194,13 +199,19 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H = ctx.saved_tensors
-        with ctx.call.step():
-            start_backward(ctx.call, do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
+        ctx.attention.backward = Backward(ctx.attention, do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
+        ctx.attention.backward.go_on()
         d_sinks_H = None
         if sinks_H is not None and ctx.needs_input_grad[6]:
             share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # of the softmax that lies on the sink
             d_sinks_H = -(share_TH * (do_THE.float() * o_THE.float()).sum(-1)).sum(0).to(sinks_H.dtype)
         return None, None, do_THE.new_empty(0), None, None, None, d_sinks_H
+
+
+def _under_way(direction: _Pass | None) -> _Pass:
+    """The pass that an earlier node began."""
+    assert direction is not None
+    return direction
 
 
 def _with_sinks(o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
-"""A plan bound to one rank: its routes as index tensors on the device, ready for every layer."""
+"""A plan bound to one rank: its routes as index tensors on the device and its schedules, ready for every layer."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
@@ -9,12 +11,13 @@ import torch
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Traffic
 from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
 from hf_distca.dispatch.rows import row_index
+from hf_distca.dispatch.schedule import Kept, Schedule, Tasks, Turn, make_schedule
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
-from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.routes import Messages, TaskGroup, make_routes, tasks_at_home
 
 
@@ -25,14 +28,14 @@ class BoundGroup:
         shapes: lengths of the tasks.
         q_rows: where the query rows are taken from (local or received query rows).
         k_rows: where the K/V rows are taken from (local or received key rows).
-        empty: no task at all.
+        pairs: query-key pairs of the tasks.
     """
 
     def __init__(self, group: TaskGroup, buffer: IndexBuffer) -> None:
         self.shapes = TaskShapes.placed(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
         self.q_rows = row_index(group.q_rows, buffer)
         self.k_rows = row_index(group.k_rows, buffer)
-        self.empty = len(group.q_lens) == 0
+        self.pairs = group.pairs
 
 
 class BoundMessages:
@@ -57,65 +60,70 @@ class BoundRoutes:
     Args:
         plan: of the kind.
         rank: this one.
-        alone: no other nano-batch takes turns with this one.
+        turn: of the nano-batch.
         buffer: takes the index tensors to the rank's device; to be sent before they are used.
 
     Attributes:
-        pairs: query-key pairs of this rank's tasks.
+        groups: the tasks of each kernel call, where there are any.
+        messages: by kind of rows ("queries", "keys"), what this rank exchanges with other ranks.
         servers: the dedicated servers that have tasks of the plan; the same on every rank.
-        own_in_backward: own tasks as the backward computes them: in one call, or in two, each with about half of the
-            pairs, where own tasks alone have to hide the exchanges before and after.
+        own_in_backward: own tasks as the backward computes them.
         query_sums: how dQ of local rows is added up: of own_in_backward, prefix, rows that come back, and servers.
         key_sums: how dK and dV of local rows are: of own_in_backward, rows that come back, and servers.
         received_sums: how dK and dV of received rows are: of visiting and prefix.
+        forward: the phases of the forward.
+        backward: those of the backward, by what the forward leaves to it.
     """
 
-    def __init__(self, plan: Plan, rank: int, alone: bool, buffer: IndexBuffer) -> None:
-        routes, ranks, window = make_routes(plan, rank), plan.layout.ranks, plan.window
-        self.window = window
-        self.queries = BoundMessages(routes.queries, ranks, buffer)
-        self.keys = BoundMessages(routes.keys, ranks, buffer)
-        self.pairs = int(loads_of(plan)[rank])
+    def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
+        routes, ranks = make_routes(plan, rank), plan.layout.ranks
+        self.messages = {
+            "queries": BoundMessages(routes.queries, ranks, buffer),
+            "keys": BoundMessages(routes.keys, ranks, buffer),
+        }
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
-        self.own = BoundGroup(routes.own, buffer)
-        self.prefix = BoundGroup(routes.prefix, buffer)
-        self.visiting = BoundGroup(routes.visiting, buffer)
-        # With full attention a local query's keys are split in its own segment and the rows before it.
-        self.prefix_is_causal = window is not None
-        own = [routes.own]
-        self.own_in_backward: tuple[BoundGroup, ...] = (self.own,)
-        if alone and not (self.visiting.empty and self.prefix.empty):
-            own = list(routes.own.split(routes.own.half()))
-            self.own_in_backward = tuple(BoundGroup(half, buffer) for half in own)
+        groups: dict[Tasks, TaskGroup] = {"own": routes.own, "prefix": routes.prefix, "visiting": routes.visiting}
+        self.own_in_backward: tuple[Tasks, ...] = ("own",)
+        if turn == "alone" and len(routes.visiting.q_lens) + len(routes.prefix.q_lens):
+            self.own_in_backward = ("own 1/2", "own 2/2")
+            halves = routes.own.split(routes.own.half())
+            groups.update(zip(self.own_in_backward, halves, strict=True))
+        self.groups = {tasks: BoundGroup(group, buffer) for tasks, group in groups.items() if len(group.q_lens)}
         # What goes to ranks comes back first, in the same order, then what goes to servers.
         query_rows, key_rows = (
             np.split(messages.send_rows, [messages.send_counts[:ranks].sum()])
             for messages in (routes.queries, routes.keys)
         )
+        own = [groups[tasks] for tasks in self.own_in_backward]
         self.query_sums = RowSum(
             [*(group.q_rows for group in own), routes.prefix.q_rows, *query_rows], routes.local_rows, buffer
         )
         self.key_sums = RowSum([*(group.k_rows for group in own), *key_rows], routes.local_rows, buffer)
-        self.received_sums = RowSum(
-            [routes.visiting.k_rows, routes.prefix.k_rows], sum(self.keys.traffic.received), buffer, in_place=False
-        )
+        received = sum(self.messages["keys"].traffic.received)
+        self.received_sums = RowSum([routes.visiting.k_rows, routes.prefix.k_rows], received, buffer, in_place=False)
+        tasks, windowed, servers = frozenset(self.groups), plan.window is not None, bool(self.servers)
+        self.forward = make_schedule("forward", turn, tasks=tasks, windowed=windowed, servers=servers)
+        self.backward: dict[Kept, Schedule] = {
+            kept: make_schedule("backward", turn, tasks=tasks, windowed=windowed, servers=servers, kept=kept)
+            for kept in get_args(Kept)
+        }
 
 
 class BoundNanoBatch:
     """One nano-batch's routes, one set for every kind of attention of the model.
 
     Attributes:
-        number: 0 or 1.
+        index: 0 or 1.
         rows: rows of it that this rank holds.
         routes: by kind of attention.
     """
 
-    def __init__(self, number: int, nano_batch: NanoBatch, rank: int, alone: bool, buffer: IndexBuffer) -> None:
-        self.number = number
+    def __init__(self, index: int, nano_batch: NanoBatch, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
+        self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
-        self.routes = {kind: BoundRoutes(plan, rank, alone, buffer) for kind, plan in nano_batch.plans.items()}
-        self._plans, self._rank, self._alone, self._device = nano_batch.plans, rank, alone, buffer.device
+        self.routes = {kind: BoundRoutes(plan, rank, turn, buffer) for kind, plan in nano_batch.plans.items()}
+        self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
 
     def repair(self, kind: AttentionKind, lost: frozenset[int]) -> BoundRoutes:
@@ -129,7 +137,7 @@ class BoundNanoBatch:
             plan = self._plans[kind]
             rest = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
             buffer = IndexBuffer(self._device)
-            self._repairs[kind, lost] = BoundRoutes(rest, self._rank, self._alone, buffer)
+            self._repairs[kind, lost] = BoundRoutes(rest, self._rank, "alone", buffer)
             buffer.send()
         return self._repairs[kind, lost]
 
@@ -149,17 +157,23 @@ class Ran:
     layers_in_turns: int = 0
 
 
+def _no_pause() -> None:
+    """What a layer does at a pause where no other nano-batch is to run."""
+
+
 class BoundPlan:
-    """What a planned micro-batch hands to every layer, as the keyword `distca_plan`.
+    """What a planned micro-batch hands to every layer, as the keyword PLAN_KEY.
 
     A plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among the arguments of a
     module, and accelerate moves whatever has a `to`.
 
     Attributes:
         plan: the plan, the same on every rank.
-        nano_batches: its nano-batches, bound to this rank.
+        nano_batches: bound to this rank: those whose rows the layer is called with.
+        pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
         exchange: what carries rows between ranks.
         kernel: what computes tasks.
+        recorder: what measures the time that this takes.
         device: this rank's.
         remote: the plan at its dedicated servers; None without servers.
         keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
@@ -175,20 +189,25 @@ class BoundPlan:
         device: torch.device,
         exchange: Exchange,
         kernel: Kernel,
+        recorder: Recorder,
+        *,
         keep_received: bool,
         keep_core_attention: bool = True,
         remote: RemotePlan | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
-        alone = len(plan.nano_batches) == 1
+        turns: tuple[Turn, ...] = ("alone",) if len(plan.nano_batches) == 1 else ("first", "second")
         buffer = IndexBuffer(device)
         self.nano_batches = tuple(
-            BoundNanoBatch(number, nano, rank, alone, buffer) for number, nano in enumerate(plan.nano_batches)
+            BoundNanoBatch(index, nano, rank, turn, buffer)
+            for index, (nano, turn) in enumerate(zip(plan.nano_batches, turns, strict=True))
         )
         buffer.send()
+        self.pause: Callable[[], None] = _no_pause
         self.exchange = exchange
         self.kernel = kernel
+        self.recorder = recorder
         self.remote = remote
         self.keep_received = keep_received
         self.keep_core_attention = keep_core_attention
@@ -197,35 +216,21 @@ class BoundPlan:
 
     @property
     def rows(self) -> int:
-        """Rows that this rank holds."""
+        """Rows that a layer is called with on this rank."""
         return sum(nano.rows for nano in self.nano_batches)
-
-    def for_layer(self) -> "LayerPlan":
-        """The plan as a layer uses it that runs on all rows at once."""
-        return LayerPlan(self, self.nano_batches)
-
-
-def _go_on() -> None:
-    """What a layer does between start and wait where no other half is to run."""
-
-
-@dataclass(eq=False)
-class LayerPlan:
-    """A bound plan as one layer's attention is to use it.
-
-    Not a thing that FSDP2 meets: it is made inside a layer and handed to that layer's own attention.
-
-    Attributes:
-        bound: the plan.
-        nano_batches: those whose rows the attention is called with.
-        pause: called between the start of an exchange and the wait for it; lets the other half run.
-    """
-
-    bound: BoundPlan
-    nano_batches: tuple[BoundNanoBatch, ...]
-    pause: Callable[[], None] = _go_on
 
     @property
-    def rows(self) -> int:
-        """Rows that the attention is called with."""
-        return sum(nano.rows for nano in self.nano_batches)
+    def is_part(self) -> bool:
+        """Whether the plan is that of one nano-batch of two."""
+        return len(self.nano_batches) < len(self.plan.nano_batches)
+
+    def of_nano_batch(self, index: int, pause: Callable[[], None]) -> "BoundPlan":
+        """The same plan as a layer uses it that runs on the rows of one nano-batch.
+
+        Args:
+            index: of the nano-batch.
+            pause: lets the other one run.
+        """
+        part = copy(self)
+        part.nano_batches, part.pause = (self.nano_batches[index],), pause
+        return part

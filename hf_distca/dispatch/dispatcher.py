@@ -10,6 +10,7 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups, RankMesh
 from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
+from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import Kernel, get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
@@ -36,6 +37,7 @@ class Dispatcher:
         exchange_timeout: seconds after which an exchange with a silent rank fails.
 
     Attributes:
+        recorder: measures what time goes to.
         remote: dedicated attention servers that take part in what is bound from now on; None, or set it.
 
     Raises:
@@ -57,6 +59,7 @@ class Dispatcher:
         self.device = torch.device(device)
         self.groups = Groups(self.device, exchange_timeout, mesh)
         self.exchange = Exchange(self.groups)
+        self.recorder = Recorder(self.device)
         self.kernel = self._kernel()
         self.keep_received = keep_received
         self.keep_core_attention = keep_core_attention
@@ -91,6 +94,7 @@ class Dispatcher:
 
         Where dedicated servers take part, its tasks are planned again for the workers that are there now.
         """
+        self.recorder.drain()
         remote = None
         if self.remote is not None:
             plan, remote = self.remote.bind(plan, self.settings)
@@ -100,6 +104,7 @@ class Dispatcher:
             self.device,
             self.exchange,
             self.kernel,
+            self.recorder,
             keep_received=self.keep_received,
             keep_core_attention=self.keep_core_attention,
             remote=remote,

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_distca.dispatch.arena import Arena
-from hf_distca.dispatch.clock import Clock
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
 from hf_distca.kernels.alignment import aligned
@@ -97,27 +96,25 @@ class PendingRows:
     Args:
         received: where the rows will be, by column.
         work: the transfer; None where nothing crosses a link.
-        clock: counts the time of the wait.
     """
 
-    def __init__(self, received: list[Tensor], work: dist.Work | None, clock: Clock) -> None:
+    def __init__(self, received: list[Tensor], work: dist.Work | None) -> None:
         self._received = received
         self._work = work
-        self._clock = clock
 
-    def complete(self) -> None:
-        """Wait until the rows are here."""
-        if self._work is not None:
-            with self._clock.running(self._received[0].device):
-                self._work.wait()
-            self._work = None
+    @property
+    def under_way(self) -> bool:
+        """Whether there may be something to wait for."""
+        return self._work is not None
 
     def wait(self) -> list[Tensor]:
         """The received tensors, one a column, each [R, *row shape].
 
         They lie in a buffer of the exchange and are gone when an exchange of the same role is started.
         """
-        self.complete()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         return self._received
 
 
@@ -129,9 +126,9 @@ class Message:
             a row.
     """
 
-    def __init__(self, buffers: _Buffers, group: dist.ProcessGroup | None, clock: Clock) -> None:
+    def __init__(self, buffers: _Buffers, group: dist.ProcessGroup | None) -> None:
         self.columns = buffers.sent
-        self._buffers, self._group, self._clock = buffers, group, clock
+        self._buffers, self._group = buffers, group
 
     def send(self) -> PendingRows:
         """Start the exchange."""
@@ -145,21 +142,20 @@ class Message:
                 group=self._group,
                 async_op=True,
             )
-        return PendingRows(buffers.received, work, self._clock)
+        return PendingRows(buffers.received, work)
 
 
 class Exchange:
     """Sends rows to the ranks that need them, all ranks in the same order.
 
-    Attributes:
-        clock: how long this rank waited.
+    Args:
+        groups: the ranks.
     """
 
     def __init__(self, groups: Groups) -> None:
         self._group = groups.exchange
         self._arena = Arena()
         self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one a size
-        self.clock = Clock()
 
     def start(
         self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex = ALL_ROWS
@@ -191,7 +187,7 @@ class Exchange:
             role: what the rows are; two exchanges that are on their way or in use at once have different ones.
             device: where the rows are.
         """
-        return Message(self._laid_out(role, columns, traffic, device), self._group, self.clock)
+        return Message(self._laid_out(role, columns, traffic, device), self._group)
 
     def _laid_out(self, role: Hashable, columns: list[Column], traffic: Traffic, device: torch.device) -> _Buffers:
         """The buffers of a role for exchanges of this size."""

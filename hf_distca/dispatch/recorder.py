@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hf_distca.dispatch.schedule import Direction
+from hf_distca.plan import Direction
 
 Kind = Literal["phase", "kernel", "wait", "server"]
 """A phase of a schedule; a kernel call or a wait for an exchange, which lie within phases; a server's kernel call."""

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.rows import row_index
-from hf_distca.dispatch.schedule import Direction
 from hf_distca.kernels import AttentionParams
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import Direction, MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.planner.routes import Messages, Routes
 

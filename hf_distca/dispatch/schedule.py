@@ -14,12 +14,12 @@ A core attention is cut in three by two pauses, at which the other nano-batch of
 Own tasks need nothing from others. They are computed where they hide an exchange, see `OWN_TASKS`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
-Direction = Literal["forward", "backward"]
+from hf_distca.plan import Direction
 
 Turn = Literal["alone", "first", "second"]
 """Of a nano-batch in a layer: there is no other, or it is the one that begins the forward, or the other one."""
@@ -128,11 +128,12 @@ class Phase:
 Schedule = tuple[Phase, ...]
 
 
+@cache
 def make_schedule(
     direction: Direction,
     turn: Turn,
     *,
-    tasks: Collection[Tasks],
+    tasks: frozenset[Tasks],
     windowed: bool,
     servers: bool = False,
     kept: Kept = "nothing",
@@ -193,11 +194,11 @@ def _backward_there(kept: Kept) -> tuple[Transfer, ...]:
     return Transfer("queries", ("do", "o", "lse", "q")), Transfer("keys", ("k", "v"))
 
 
-def _call(tasks: Collection[Tasks], call: KernelCall) -> tuple[KernelCall, ...]:
+def _call(tasks: frozenset[Tasks], call: KernelCall) -> tuple[KernelCall, ...]:
     return (call,) if call.tasks in tasks else ()
 
 
-def _own_calls(direction: Direction, turn: Turn, tasks: Collection[Tasks]) -> dict[str, tuple[KernelCall, ...]]:
+def _own_calls(direction: Direction, turn: Turn, tasks: frozenset[Tasks]) -> dict[str, tuple[KernelCall, ...]]:
     """The kernel calls of own tasks, by the place in the schedule."""
     places = OWN_TASKS[direction, turn]
     halves: tuple[Tasks, ...] = ("own 1/2", "own 2/2")

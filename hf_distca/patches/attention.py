@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from hf_distca.dispatch.attention import disaggregated_attention
-from hf_distca.dispatch.bound import BoundPlan, LayerPlan
+from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.kernels import AttentionParams
 from hf_distca.patches.masks import DeferredMask
 from hf_distca.patches.uncompiled import uncompiled
@@ -28,7 +28,7 @@ def distca_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    distca_plan: BoundPlan | LayerPlan | None = None,
+    distca_plan: BoundPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Core attention of one layer: as planned where the batch carries a plan, else what "sdpa" gives.
@@ -44,8 +44,7 @@ def distca_attention(
         sliding_window: the layer's window; None for full attention.
         softcap: soft cap of the scores (Gemma2).
         s_aux: [H] learned attention sinks (gpt-oss).
-        distca_plan: the micro-batch's plan, as it is or as the layer around handed it on; None outside a
-            planned step.
+        distca_plan: the micro-batch's plan, under PLAN_KEY; None outside a planned step.
         kwargs: handed on to "sdpa".
 
     Returns:
@@ -86,17 +85,16 @@ def _planned_attention(
     sliding_window: int | None,
     softcap: float | None,
     s_aux: Tensor | None,
-    distca_plan: BoundPlan | LayerPlan,
+    plan: BoundPlan,
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Core attention of one layer as planned: [B, T, H, E].
 
-    Args: see `distca_attention`; states are query, key and value.
+    Args: see `distca_attention`; states are query, key and value, plan is distca_plan.
     """
     query, _, value = states
     _check_planned(module, query, attention_mask, dropout, sliding_window, kwargs)
-    plan = distca_plan.for_layer() if isinstance(distca_plan, BoundPlan) else distca_plan
-    plan.bound.ran.attentions += 1
+    plan.ran.attentions += 1
     dtype = _compute_dtype(query, value)
     # Not x[0], whose backward copies the gradient into zeros.
     q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in states)

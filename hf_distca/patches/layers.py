@@ -1,12 +1,12 @@
-"""Decoder layers in a planned step: two halves that take turns.
+"""Decoder layers in a planned step: two nano-batches that take turns.
 
 `plan_layers` gives each decoder layer a subclass of its own class. The subclass's forward runs the original
 forward on each nano-batch's rows inside a greenlet; the attention function pauses between the start of an
-exchange and the wait for it, and the other half runs. Everything outside the layer (checkpointing, FSDP2,
+exchange and the wait for it, and the other nano-batch runs. Everything outside the layer (checkpointing, FSDP2,
 ZeRO-3, hooks) sees one call of one layer.
 
 Greenlets and not threads: one thread keeps saved-tensor hooks and the autograd sequence numbers, which make the
-backward take turns the same way, common to both halves.
+backward take turns the same way, common to both.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 from transformers.utils.output_capturing import _active_collector
 
-from hf_distca.dispatch.bound import BoundPlan, LayerPlan
-from hf_distca.patches.halves import join_halves, join_states, split_argument
+from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.patches.kinds import is_attention
+from hf_distca.patches.split import join_results, join_states, split_argument
 from hf_distca.patches.thread_state import ThreadState
 from hf_distca.patches.uncompiled import uncompiled
 from hf_distca.plan import PLAN_KEY
@@ -33,7 +33,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
-    """Let a model's decoder layers run planned micro-batches half by half. Do it before `prepare`.
+    """Let a model's decoder layers run planned micro-batches nano-batch by nano-batch. Do it before `prepare`.
 
     Outside a planned step the layers behave as before.
 
@@ -74,31 +74,31 @@ class _PlannedLayer(nn.Module):
     _inner_hooks: "list[tuple[str, dict[int, Callable[..., Any]]]] | None" = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        bound = kwargs.get(PLAN_KEY)
-        if not isinstance(bound, BoundPlan):
+        plan = kwargs.get(PLAN_KEY)
+        if not isinstance(plan, BoundPlan) or plan.is_part:
             return super().forward(*args, **kwargs)
-        return self._planned_forward(super().forward, bound, args, kwargs)
+        return self._planned_forward(super().forward, plan, args, kwargs)
 
     @uncompiled("two nano-batches take turns in a decoder layer; compile the modules inside it")
     def _planned_forward(
-        self, run: Callable[..., Any], bound: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        bound.ran.layers += 1
-        if len(bound.nano_batches) == 1 or self._is_watched():
+        plan.ran.layers += 1
+        if len(plan.nano_batches) == 1 or self._is_watched():
             return run(*args, **kwargs)
-        bound.ran.layers_in_turns += 1
+        plan.ran.layers_in_turns += 1
         del kwargs[PLAN_KEY]
-        first, second = (nano.rows for nano in bound.nano_batches)
+        first, second = (nano.rows for nano in plan.nano_batches)
         sizes = (first, second)
-        outside = ThreadState.now(bound.device.type)
+        outside = ThreadState.now(plan.device.type)
         split_args = [split_argument(f"argument {i}", value, sizes) for i, value in enumerate(args)]
         split_kwargs = {name: split_argument(name, value, sizes) for name, value in kwargs.items()}
-        halves = []
-        for half, nano in enumerate(bound.nano_batches):
-            plan = LayerPlan(bound, (nano,), pause=_pause(getcurrent(), outside))
-            half_kwargs = {name: pair[half] for name, pair in split_kwargs.items()}
-            halves.append(([pair[half] for pair in split_args], {**half_kwargs, PLAN_KEY: plan}))
-        result = _take_turns(run, halves, sizes, outside)
+        arguments = []
+        for index in range(2):
+            part = plan.of_nano_batch(index, pause=_pause(getcurrent(), outside))
+            part_kwargs = {name: pair[index] for name, pair in split_kwargs.items()}
+            arguments.append(([pair[index] for pair in split_args], {**part_kwargs, PLAN_KEY: part}))
+        result = _take_turns(run, arguments, sizes, outside)
         for value, pair in zip((*args, *kwargs.values()), (*split_args, *split_kwargs.values()), strict=True):
             join_states(value, pair)
         return result
@@ -126,10 +126,10 @@ class _PlannedLayer(nn.Module):
 
 
 def _pause(layer: greenlet, outside: ThreadState) -> Callable[[], None]:
-    """What a half calls to let the other one run.
+    """What a nano-batch calls to let the other one run.
 
     Args:
-        layer: what runs the halves.
+        layer: what runs the two.
         outside: the thread's state around the layer.
     """
 
@@ -143,28 +143,28 @@ def _pause(layer: greenlet, outside: ThreadState) -> Callable[[], None]:
 
 def _take_turns(
     run: Callable[..., Any],
-    halves: Sequence[tuple[list[Any], dict[str, Any]]],
+    arguments: Sequence[tuple[list[Any], dict[str, Any]]],
     sizes: tuple[int, int],
     outside: ThreadState,
 ) -> Any:
-    """Run both halves, one until it pauses, then the other, in the same order on every rank."""
+    """Run both nano-batches, one until it pauses, then the other, in the same order on every rank."""
     outer = _active_collector.get()
     results: list[Any] = [None, None]
     collected: list[dict[str, list[Any]]] = [{}, {}]
 
-    def half(number: int) -> None:
-        args, kwargs = halves[number]
-        if outer is not None:  # what transformers records of modules inside the layer, half by half
-            collected[number] = {key: [] for key in outer if not key.startswith("_")}
-            _active_collector.set(collected[number])
-        results[number] = run(*args, **kwargs)
+    def run_one(index: int) -> None:
+        args, kwargs = arguments[index]
+        if outer is not None:  # what transformers records of modules inside the layer, nano-batch by nano-batch
+            collected[index] = {key: [] for key in outer if not key.startswith("_")}
+            _active_collector.set(collected[index])
+        results[index] = run(*args, **kwargs)
 
-    runners = [greenlet(half), greenlet(half)]
+    runners = [greenlet(run_one), greenlet(run_one)]
     for runner in runners:
         runner.gr_context = copy_context()
     try:
-        for number, runner in enumerate(runners):
-            runner.switch(number)
+        for index, runner in enumerate(runners):
+            runner.switch(index)
             outside.restore()
         while not all(runner.dead for runner in runners):
             for runner in runners:
@@ -172,10 +172,10 @@ def _take_turns(
                     runner.switch()
                     outside.restore()
     finally:
-        for runner in runners:  # where one half fails, the other leaves its contexts now and not some time later
+        for runner in runners:  # where one fails, the other leaves its contexts now and not some time later
             runner.throw()
         outside.restore()
     for key in collected[0]:
         for values in zip(collected[0][key], collected[1][key], strict=True):
-            outer[key].append(join_halves(key, values, sizes))
-    return join_halves("output", tuple(results), sizes)
+            outer[key].append(join_results(key, values, sizes))
+    return join_results("output", tuple(results), sizes)

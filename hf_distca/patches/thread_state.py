@@ -1,4 +1,4 @@
-"""The state of the thread that the halves of a layer share: each half is to find its own when it goes on."""
+"""The state of the thread that two nano-batches of a layer share: each is to find its own when it goes on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,11 +39,11 @@ class ThreadState:
         )
 
     def inside(self) -> "ThreadState":
-        """The state of a half that is about to pause, where this is the state around its layer.
+        """The state of a nano-batch that is about to pause, where this is the state around its layer.
 
         Raises:
             ValueError: a checkpoint or an offloading context inside the layer is open across the attention: what the
-                other half saves would be taken for this half's.
+                other nano-batch saves would be taken for those of this one.
         """
         inside = ThreadState.now(self.device_type)
         if inside.saved_tensors != self.saved_tensors:

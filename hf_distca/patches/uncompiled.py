@@ -2,8 +2,8 @@
 
 Core attention of a planned step changes with every plan: traced, it would be compiled anew for each micro-batch, in
 dozens of pieces. So each call of it is one break between compiled graphs: projections and position embedding before
-it, output projection, norms and MLP after it. A layer whose halves take turns is not traced as a whole, but the
-modules inside it may be compiled, its attention module too: halves pause inside core attention only, where nothing is
+it, output projection, norms and MLP after it. A layer whose nano-batches take turns is not traced as a whole, but the
+modules inside it may be compiled, its attention module too: these pause inside core attention only, where nothing is
 traced, so that what the compiler keeps per thread is the same in both.
 """
 

@@ -45,8 +45,7 @@ class StepMeter(TrainerCallback):
 
     def _waited(self) -> float:
         """Seconds of waits so far."""
-        at_servers = self._pool.wait_clock.seconds() if self._pool is not None else 0.0
-        return self._dispatcher.exchange.clock.seconds() + at_servers
+        return self._dispatcher.recorder.seconds("wait")
 
     def count(self, bound: BoundPlan) -> None:
         """Take note of a micro-batch that is about to run."""

@@ -73,7 +73,7 @@ def run_case(
     model = small_model(model_type, **config)
     loss = planned_step(model, plan, dispatcher, random_documents(flat))
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss, grads, dispatcher.exchange.clock.seconds()
+    return loss, grads, dispatcher.recorder.seconds("wait")
 
 
 def assert_equal_to_single_process(

@@ -118,7 +118,7 @@ def _attend_without_rows() -> list[list[int]]:
     torch.manual_seed(0)
     inputs = [torch.randn(40, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
     mine = [x if dist.get_rank() == 0 else x[:0].detach().requires_grad_() for x in inputs]
-    output = disaggregated_attention(*mine, None, dispatcher.bind(plan).for_layer(), AttentionParams(scale=0.3))
+    output = disaggregated_attention(*mine, None, dispatcher.bind(plan), AttentionParams(scale=0.3))
     output.square().sum().backward()
     q, k, v = (x.detach().transpose(0, 1).requires_grad_() for x in inputs)
     expected = torch.nn.functional.scaled_dot_product_attention(

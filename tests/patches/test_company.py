@@ -87,14 +87,14 @@ CONTEXTS = {
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_both_halves_and_what_follows_see_the_thread_as_without_ping_pong(rank_pools, context):
-    (plain, _), (halves, _) = (rank_pools[2].run(_seen_by_linear_layers, ping_pong, context) for ping_pong in (0, 1))
-    assert halves.pop("after the model") == plain.pop("after the model")
+def test_both_nano_batches_and_what_follows_see_the_thread_as_without_ping_pong(rank_pools, context):
+    (plain, _), (in_turns, _) = (rank_pools[2].run(_seen_by_linear_layers, ping_pong, context) for ping_pong in (0, 1))
+    assert in_turns.pop("after the model") == plain.pop("after the model")
     assert len(plain) == 15
     assert all(len(calls) == 1 for calls in plain.values())
-    head = halves.pop("lm_head")
+    head = in_turns.pop("lm_head")
     assert head == plain.pop("lm_head")
-    for name, calls in halves.items():
+    for name, calls in in_turns.items():
         assert calls == plain[name] * 2, name
 
 
@@ -216,7 +216,7 @@ def test_kept_results_are_offloaded_where_the_checkpoint_is(rank_pools):
     for ping_pong in (False, True):
         kept, recomputed = (rank_pools[2].run(_checkpointed, "fsdp offloaded", ping_pong, keep)[0] for keep in (1, 0))
         results = [shape for shape in kept["off"] if shape not in recomputed["off"]]
-        # O [rows, 4 heads, 8] and log-sum-exp [rows, 4] of 2 layers, of all rows or of those of either half.
+        # O [rows, 4 heads, 8] and log-sum-exp [rows, 4] of 2 layers, of all rows or of those of either nano-batch.
         assert len(results) == 2 * 2 * (1 + ping_pong)
         assert {shape[1:] for shape in results} == {(4, 8), (4,)}
         rows = sum(shape[0] for shape in results if len(shape) == 3)

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from transformers import DynamicCache
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.halves import join_halves, join_states, split_argument
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.split import join_results, join_states, split_argument
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 from tests.dispatch.test_equality import cut_rows, planned_step
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
@@ -103,8 +103,8 @@ def test_three_ranks(rank_pools):
         assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
 
 
-def _events(checkpointing: bool, keep: bool) -> list[str]:
-    """Starts and ends of the exchanges of one step of one layer whose K/V rows move only."""
+def _events(checkpointing: bool, keep: bool) -> tuple[list[str], list[str]]:
+    """What happened in one step of one layer whose K/V rows move only, and what its schedules say."""
     dispatcher = _dispatcher(keep_core_attention=keep)
     model = small_model(num_hidden_layers=1).train()
     plan_layers(model)
@@ -113,7 +113,6 @@ def _events(checkpointing: bool, keep: bool) -> list[str]:
     # One document over both ranks in each nano-batch: rank 1 needs the K/V rows of rank 0.
     plan = plan_micro_batch([128, 128], dispatcher.settings)
     events: list[str] = []
-    started: list[object] = []  # kept, so that none takes the place of another
     exchange, kernel = dispatcher.exchange, dispatcher.kernel
     open_message, forward, backward = exchange.open, kernel.forward, kernel.backward
 
@@ -121,14 +120,14 @@ def _events(checkpointing: bool, keep: bool) -> list[str]:
         message = open_message(columns, traffic, role, device)
         if not traffic.crossing:
             return message
-        send = message.send
+        send, (rows, back, _, nano_batch, _) = message.send, role
+        name = f"{rows}{' back' if back else ''} of {nano_batch}"
 
         def recorded_send():
-            number, pending = len(started), send()
-            started.append(pending)
-            events.append(f"start {number}")
+            pending = send()
+            events.append(f"send {name}")
             wait = pending.wait
-            pending.wait = lambda: events.append(f"wait {number}") or wait()
+            pending.wait = lambda: events.append(f"wait {name}") or wait()
             return pending
 
         message.send = recorded_send
@@ -139,47 +138,112 @@ def _events(checkpointing: bool, keep: bool) -> list[str]:
     kernel.backward = lambda *args: events.append("compute") or backward(*args)
     documents = random_documents([128, 128])
     batch = cut_rows(plan, dist.get_rank(), documents)
-    loss = model(**batch, labels=batch["shift_labels"], distca_plan=dispatcher.bind(plan)).loss
+    bound = dispatcher.bind(plan)
+    loss = model(**batch, labels=batch["shift_labels"], distca_plan=bound).loss
     events.append("backward")
     loss.backward()
+    (first,), (second,) = (nano.routes.values() for nano in bound.nano_batches)
+    planned = _in_turns([(0, first, first.forward), (1, second, second.forward)])
+    planned += ["backward"]
+    planned += _in_turns([(1, second, second.backward["nothing"]), (0, first, first.backward["nothing"])])
+    return events, planned
+
+
+def _in_turns(schedules) -> list[str]:
+    """What schedules say when one runs up to its pause, then the other."""
+    events: list[str] = []
+    left = [(index, routes, list(schedule)) for index, routes, schedule in schedules]
+    while any(phases for _, _, phases in left):
+        for index, routes, phases in left:
+            while phases:
+                phase = phases.pop(0)
+                for verb, transfers in (("wait", phase.wait), ("send", phase.send)):
+                    if verb == "send":
+                        events += ["compute"] * len(phase.run)
+                    for transfer in transfers:
+                        if routes.messages[transfer.rows].traffic.crossing:
+                            events.append(f"{verb} {transfer.rows}{' back' if transfer.back else ''} of {index}")
+                if phase.pause:
+                    break
     return events
 
 
-FORWARD = ["start 0", "start 1", "wait 0", "wait 1"]
+def test_order_of_exchanges(rank_pools):
+    for events, planned in rank_pools[2].run(_events, False, True):
+        assert events == planned
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_order_of_exchanges(rank_pools, checkpointing):
+def test_order_of_exchanges_written_out(rank_pools, checkpointing):
     results = rank_pools[2].run(_events, checkpointing, True)
-    exchanges = [[event for event in events if event != "compute"] for events in results]
+    exchanges = [[event for event in events if event != "compute"] for events, _ in results]
     assert (
         exchanges[0]
         == exchanges[1]
         == [
-            *FORWARD,
+            *["send keys of 0", "send keys of 1", "wait keys of 0", "wait keys of 1"],
             "backward",
-            # The gradient of half 1 comes first: K and V go out again, and dK and dV come back.
-            *["start 2", "start 3", "wait 2", "start 4", "wait 3", "start 5", "wait 4", "wait 5"],
+            # The gradient of nano-batch 1 comes first: K and V go out again, and dK and dV come back.
+            *["send keys of 1", "send keys of 0", "wait keys of 1", "send keys back of 1"],
+            *["wait keys of 0", "send keys back of 0", "wait keys back of 1", "wait keys back of 0"],
         ]
     )
 
 
 def test_own_tasks_are_computed_while_rows_are_on_the_way(rank_pools):
-    _, events = rank_pools[2].run(_events, False, True)
+    _, (events, _) = rank_pools[2].run(_events, False, True)
     forward = events[: events.index("backward")]
-    # Own tasks of both halves come when both exchanges have started.
-    assert forward == ["start 0", "start 1", "compute", "compute", "wait 0", "compute", "wait 1", "compute"]
+    # Own tasks of both nano-batches come when both exchanges have started.
+    sent, waited = (["send keys of 0", "send keys of 1"], ["wait keys of 0", "compute", "wait keys of 1", "compute"])
+    assert forward == [*sent, "compute", "compute", *waited]
+
+
+def _recorded() -> tuple[dict, dict]:
+    """The phases that were recorded of one step of two layers, and those of the schedules, by core attention."""
+    dispatcher = _dispatcher()
+    model = small_model().train()
+    plan_layers(model)
+    documents = random_documents(LENGTHS)
+    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+    batch = cut_rows(plan, dist.get_rank(), documents)
+    bound = dispatcher.bind(plan)
+    recording = dispatcher.recorder.listen()
+    model(**batch, labels=batch["shift_labels"], distca_plan=bound).loss.backward()
+    recorded: dict = {}
+    spans = recording.take()
+    for span in spans:
+        if span.kind == "phase":
+            recorded.setdefault(tuple(span.work), []).append(span.part)
+        else:  # kernel calls and waits lie within a phase of their core attention
+            assert any(
+                phase.kind == "phase"
+                and phase.work == span.work
+                and phase.begin <= span.begin <= span.end <= phase.end
+                for phase in spans
+            )
+    planned = {}
+    for nano in bound.nano_batches:
+        ((_, routes),) = nano.routes.items()
+        for layer in range(model.config.num_hidden_layers):
+            planned[layer, nano.index, "forward"] = [phase.name for phase in routes.forward]
+            planned[layer, nano.index, "backward"] = [phase.name for phase in routes.backward["nothing"]]
+    return recorded, planned
+
+
+def test_every_phase_of_every_layer_is_recorded(rank_pools):
+    for recorded, planned in rank_pools[2].run(_recorded):
+        assert recorded == planned
 
 
 def test_recomputing_costs_exchanges_that_keeping_saves(rank_pools):
-    kept, _ = rank_pools[2].run(_events, True, True)
-    recomputed, _ = rank_pools[2].run(_events, True, False)
+    (kept, _), _ = rank_pools[2].run(_events, True, True)
+    (recomputed, _), _ = rank_pools[2].run(_events, True, False)
     forward = kept[: kept.index("backward")]
 
     def more(name: str) -> int:
         return sum(event.startswith(name) for event in recomputed) - sum(event.startswith(name) for event in kept)
 
-    assert (more("start"), more("compute")) == (2, forward.count("compute"))
+    assert (more("send"), more("compute")) == (2, forward.count("compute"))
 
 
 def _seen_from_outside(ping_pong: bool) -> dict:
@@ -203,13 +267,13 @@ def _seen_from_outside(ping_pong: bool) -> dict:
 
 
 def test_routers_hidden_states_and_hooks_see_what_they_see_without(rank_pools):
-    plain, halves = (rank_pools[2].run(_seen_from_outside, ping_pong)[0] for ping_pong in (False, True))
-    assert halves["calls"] == plain["calls"]
-    assert halves["aux_loss"] == pytest.approx(plain["aux_loss"], rel=1e-6)
-    torch.testing.assert_close(halves["gate"], plain["gate"], rtol=1e-4, atol=1e-6)
+    plain, in_turns = (rank_pools[2].run(_seen_from_outside, ping_pong)[0] for ping_pong in (False, True))
+    assert in_turns["calls"] == plain["calls"]
+    assert in_turns["aux_loss"] == pytest.approx(plain["aux_loss"], rel=1e-6)
+    torch.testing.assert_close(in_turns["gate"], plain["gate"], rtol=1e-4, atol=1e-6)
     for key in ("router_logits", "hidden_states"):
-        assert len(halves[key]) == len(plain[key])
-        for got, expected in zip(halves[key], plain[key], strict=True):
+        assert len(in_turns[key]) == len(plain[key])
+        for got, expected in zip(in_turns[key], plain[key], strict=True):
             torch.testing.assert_close(got, expected)
 
 
@@ -256,7 +320,7 @@ def test_arguments_are_split_by_shape():
     assert split_argument("num_items_in_batch", torch.tensor(5), sizes) == (5, 5)
 
 
-def test_gradients_of_halves_are_joined_in_one_copy():
+def test_gradients_of_nano_batches_are_joined_in_one_copy():
     hidden = torch.zeros(1, 6, 2, requires_grad=True)
     first, second = split_argument("hidden_states", hidden, (2, 4))
     assert type(first.grad_fn).__name__ == type(second.grad_fn).__name__ == "SplitWithSizesBackward0"
@@ -278,10 +342,10 @@ def test_argument_that_cannot_be_split(value, described):
 
 def test_stacked_hidden_states():
     whole = torch.arange(4 * 6 * 3).view(4, 1, 6, 3)
-    halves = split_argument("x", whole, (2, 4))
-    assert [list(half.shape) for half in halves] == [[4, 1, 2, 3], [4, 1, 4, 3]]
-    assert torch.equal(halves[1], whole[:, :, 2:])
-    assert torch.equal(join_halves("x", halves, (2, 4)), whole)
+    parts = split_argument("x", whole, (2, 4))
+    assert [list(part.shape) for part in parts] == [[4, 1, 2, 3], [4, 1, 4, 3]]
+    assert torch.equal(parts[1], whole[:, :, 2:])
+    assert torch.equal(join_results("x", parts, (2, 4)), whole)
 
 
 def test_states_that_layers_leave_to_later_ones():
@@ -302,4 +366,4 @@ def test_cache():
 
 def test_output_that_cannot_be_joined():
     with pytest.raises(ValueError, match=r"cannot join the decoder layer's output.*float and float"):
-        join_halves("output", (1.0, 2.0), (2, 4))
+        join_results("output", (1.0, 2.0), (2, 4))

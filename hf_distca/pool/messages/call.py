@@ -8,8 +8,7 @@ keys' kind in that of `Routes.keys`; results are in the order of the rows that t
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
-from hf_distca.dispatch.schedule import Direction
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, Direction
 from hf_distca.pool.messages.fields import Fields
 from hf_distca.pool.messages.tensor_spec import ITEM_BYTES, TensorSpec
 

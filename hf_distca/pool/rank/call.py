@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_distca.dispatch.clock import Clock
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.dispatch.rows import RowIndex, take
-from hf_distca.dispatch.schedule import Direction
 from hf_distca.kernels import AttentionParams
+from hf_distca.plan import Direction
 from hf_distca.pool.messages.call import Call
 from hf_distca.pool.messages.tensor_spec import TensorSpec
 from hf_distca.pool.rank.link import PendingReply

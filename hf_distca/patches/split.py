@@ -10,11 +10,11 @@ from transformers import Cache
 from hf_distca.patches.masks import DeferredMask
 
 PLAIN = (bool, int, float, str, type(None), DeferredMask)
-"""Types of arguments that say the same to both halves."""
+"""Types of arguments that say the same to both nano-batches."""
 
 
 def split_argument(name: str, value: Any, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """Both halves' shares of an argument of a decoder layer.
+    """Both nano-batches' shares of an argument of a decoder layer.
 
     A tensor is taken to have a row per token where its shape says so beyond doubt: [1, T, ...], [N, 1, T, ...] as
     Gemma 3n stacks hidden states, or [T] as positions in a row have it. Tuples, lists and dicts are taken apart.
@@ -22,7 +22,7 @@ def split_argument(name: str, value: Any, sizes: tuple[int, int]) -> tuple[Any, 
     Args:
         name: of the argument, for errors.
         value: the argument.
-        sizes: rows of either half, T together.
+        sizes: rows of each nano-batch, T together.
 
     Raises:
         ValueError: nothing says how the argument is to be divided.
@@ -42,7 +42,7 @@ def split_argument(name: str, value: Any, sizes: tuple[int, int]) -> tuple[Any, 
         both = [split_argument(f"{name}[{i}]", item, sizes) for i, item in enumerate(value)]
         return type(value)(pair[0] for pair in both), type(value)(pair[1] for pair in both)
     elif isinstance(value, UserDict):
-        return HalfStates(value, slice(0, sizes[0])), HalfStates(value, slice(sizes[0], rows))
+        return PartStates(value, slice(0, sizes[0])), PartStates(value, slice(sizes[0], rows))
     elif isinstance(value, PLAIN):
         return value, value
     elif isinstance(value, Cache):
@@ -63,28 +63,28 @@ def _row_dim(value: Tensor, rows: int) -> int | None:
     return 0 if value.dim() == 1 and value.shape[0] == rows else None
 
 
-def join_halves(name: str, halves: tuple[Any, ...], sizes: tuple[int, int]) -> Any:
-    """What a layer returns, or a module inside it, for the rows of both halves.
+def join_results(name: str, results: tuple[Any, ...], sizes: tuple[int, int]) -> Any:
+    """What a layer returns, or a module inside it, for the rows of both nano-batches.
 
     Args:
         name: of the value, for errors.
-        halves: what either half returned.
-        sizes: rows of either half.
+        results: what it returned for each.
+        sizes: rows of each.
 
     Raises:
         ValueError: nothing says how the two belong together.
     """
-    first, second = halves
+    first, second = results
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         if _is_stacked(first) and (first.shape[2], second.shape[2]) == sizes:
-            return torch.cat(halves, 2)
+            return torch.cat(results, 2)
         for dim in (1, 0):  # [1, T, ...], or [T, ...] as MoE routers have it
             leading_one = dim == 0 or first.shape[0] == 1
             if first.dim() > dim and leading_one and (first.shape[dim], second.shape[dim]) == sizes:
-                return torch.cat(halves, dim)
+                return torch.cat(results, dim)
     elif type(first) in (tuple, list) and len(first) == len(second):
         return type(first)(
-            join_halves(f"{name}[{i}]", pair, sizes) for i, pair in enumerate(zip(first, second, strict=True))
+            join_results(f"{name}[{i}]", pair, sizes) for i, pair in enumerate(zip(first, second, strict=True))
         )
     elif first is None and second is None:
         return None
@@ -99,12 +99,12 @@ def _is_stacked(value: Tensor) -> bool:
     return value.dim() == 4 and value.shape[0] > 1 and value.shape[1] == 1
 
 
-class HalfStates(UserDict[str, tuple[Tensor, ...]]):
-    """What one half of a layer sees of the keys and values that layers leave to later ones, and what it leaves itself.
+class PartStates(UserDict[str, tuple[Tensor, ...]]):
+    """What a layer sees for one nano-batch of the keys and values that layers leave to later ones, and what it leaves.
 
     Args:
         whole: of all rows, each tensor [1, heads, T, head dim] (transformers' KVSharingDict).
-        part: rows of the half.
+        part: rows of the nano-batch.
     """
 
     def __init__(self, whole: UserDict[str, tuple[Tensor, ...]], part: slice) -> None:
@@ -115,15 +115,15 @@ class HalfStates(UserDict[str, tuple[Tensor, ...]]):
         return tuple(state[:, :, self._part] for state in self._whole[key])
 
 
-def join_states(value: Any, halves: tuple[Any, ...]) -> None:
-    """Leave to later layers what both halves of a layer left, where the argument is for that.
+def join_states(value: Any, parts: tuple[Any, ...]) -> None:
+    """Leave to later layers what a layer left of both nano-batches, where the argument is for that.
 
     Args:
         value: an argument of the layer.
-        halves: what `split_argument` made of it for either half.
+        parts: what `split_argument` made of it for each.
     """
     if isinstance(value, UserDict):
-        first, second = halves
+        first, second = parts
         for key, states in first.data.items():
             value[key] = tuple(torch.cat(pair, 2) for pair in zip(states, second.data[key], strict=True))
 

@@ -1,0 +1,188 @@
+"""The executor does what a schedule says and nothing else, and its sums are right in any order of own tasks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.executor import Backward, CoreAttention, Forward
+from hf_distca.dispatch.recorder import Recorder
+from hf_distca.dispatch.schedule import KernelCall, Phase, Transfer
+from hf_distca.kernels import AttentionParams, TaskShapes
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.micro_batch import PlanSettings, plan_placed
+from tests.models import relative_error
+
+CPU = torch.device("cpu")
+KIND = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
+PARAMS = AttentionParams(scale=0.5)
+OWN = KernelCall("own", "local", "local")
+VISITING = KernelCall("visiting", "received", "received")
+PREFIX = KernelCall("prefix", "local", "received", causal=False, first=False)
+Q, KV = Transfer("queries", ("q",)), Transfer("keys", ("k", "v"))
+RESULTS = Transfer("queries", ("o", "lse"), back=True)
+AGAIN, DQ = Transfer("queries", ("do", "o", "lse", "q")), Transfer("queries", ("dq",), back=True)
+DKV = Transfer("keys", ("dk", "dv"), back=True)
+
+
+class Recorded:
+    """An exchange of a rank with itself and a kernel of sums, which write down what they are asked for."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start(self, columns, traffic, role, rows=slice(None)) -> SimpleNamespace:
+        rows_kind, back, stage, nano_batch, repairs = role
+        name = f"{rows_kind}{' back' if back else ''} {stage}"
+        self.events.append(f"send {name} ({len(columns)})")
+        assert (nano_batch, repairs) == (1, False)
+        sent = [column[rows].clone() for column in columns]
+        return SimpleNamespace(under_way=True, wait=lambda: self.events.append(f"wait {name}") or sent)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams):
+        self.events.append(f"run {shapes.q_lens[0]} {'causal' if params.causal else 'full'}")
+        return q + k.sum(), q.sum(-1)
+
+
+def attention_of(recorded: Recorded, schedule: tuple[Phase, ...], groups: dict) -> CoreAttention:
+    traffic = SimpleNamespace(rows=slice(0, 2), traffic="there", way_back="back")
+    routes = SimpleNamespace(
+        forward=schedule, groups=groups, messages={"queries": traffic, "keys": traffic}, servers=()
+    )
+    nano = SimpleNamespace(index=1, routes={KIND: routes})
+    bound = SimpleNamespace(exchange=recorded, kernel=recorded, recorder=Recorder(CPU), device=CPU, remote=None)
+    return CoreAttention(bound, nano, KIND, PARAMS, layer=5)
+
+
+def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
+    recorded = Recorded()
+    late_keys = Transfer("keys", ("k", "v"), stage=1)
+    schedule = (
+        Phase(send=(KV, Q)),
+        Phase(run=(OWN,), send=(late_keys,), pause=True),
+        Phase(wait=(Q, KV), run=(VISITING, PREFIX), send=(RESULTS,)),
+        Phase(wait=(late_keys,), pause=True),
+        Phase(wait=(RESULTS,)),
+    )
+
+    def group(rows: int) -> SimpleNamespace:
+        shapes = TaskShapes.build([rows], [rows], CPU)
+        return SimpleNamespace(shapes=shapes, q_rows=slice(0, rows), k_rows=slice(0, rows), pairs=10 * rows)
+
+    attention = attention_of(recorded, schedule, {"own": group(3), "visiting": group(2), "prefix": group(1)})
+    spans = attention.bound.recorder.listen("phase", "kernel", "wait")
+    passed = Forward(attention, torch.ones(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
+    ends = []
+    for _ in range(3):
+        passed.go_on()
+        ends.append(len(recorded.events))
+    assert recorded.events == [
+        *["send keys 0 (2)", "send queries 0 (1)", "run 3 causal", "send keys 1 (2)"],
+        *["wait queries 0", "wait keys 0", "run 2 causal", "run 1 full", "send queries back 0 (2)", "wait keys 1"],
+        "wait queries back 0",
+    ]
+    assert ends == [4, 10, 11]
+    found = [(span.kind, span.part, span.pairs) for span in spans.take() if span.work == (5, 1, "forward")]
+    assert [part for kind, part, _ in found if kind == "phase"] == [
+        "send k v, q",
+        "run own; send k v",
+        "wait q, k v; run visiting, prefix; send o lse",
+        "wait k v",
+        "wait o lse",
+    ]
+    assert [(part, pairs) for kind, part, pairs in found if kind == "kernel"] == [
+        ("own", 30),
+        ("visiting", 20),
+        ("prefix", 10),
+    ]
+    assert [part for kind, part, _ in found if kind == "wait"] == ["q", "k v", "k v", "o lse"]
+
+
+FORWARDS = {
+    "as made": None,
+    "own last before prefix": (
+        Phase(send=(Q, KV), pause=True),
+        Phase(wait=(Q, KV), run=(VISITING,), send=(RESULTS,)),
+        Phase(run=(OWN, PREFIX), pause=True),
+        Phase(wait=(RESULTS,)),
+    ),
+    "keys before queries": (
+        Phase(send=(KV, Q), run=(), pause=True),
+        Phase(wait=(KV, Q), run=(OWN, VISITING, PREFIX), send=(RESULTS,)),
+        Phase(pause=True),
+        Phase(wait=(RESULTS,)),
+    ),
+}
+BACKWARDS = {
+    "as made": None,
+    "own first": (
+        Phase(run=(OWN,), send=(AGAIN, KV), pause=True),
+        Phase(wait=(AGAIN, KV), run=(PREFIX, VISITING), send=(DKV, DQ), pause=True),
+        Phase(wait=(DKV, DQ)),
+    ),
+    "own last": (
+        Phase(send=(AGAIN, KV), pause=True),
+        Phase(wait=(AGAIN, KV), run=(VISITING, PREFIX), send=(DQ, DKV)),
+        Phase(run=(OWN,), pause=True),
+        Phase(wait=(DQ, DKV)),
+    ),
+}
+
+
+def _by_schedule(forward: str, backward: str) -> list[Tensor]:
+    """O, dQ, dK and dV of this rank's rows; documents on one rank each, so that tasks move, and two nano-batches."""
+    settings = PlanSettings(
+        ranks=2, tokens_per_rank=200, kinds=(KIND,), balance_block_size=8, document_layout="fixed", ping_pong=True
+    )
+    dispatcher = Dispatcher(settings, CPU)
+    bound = dispatcher.bind(plan_placed([[90, 90], [31] * 4], settings))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = []
+    for nano in bound.nano_batches:
+        routes = nano.routes[KIND]
+        # Every rank has the phases of groups that it has.
+        here = {name: _of_groups(schedule, routes.groups) for name, schedule in {**FORWARDS, **BACKWARDS}.items()}
+        if FORWARDS[forward] is not None:
+            routes.forward = here[forward]
+        if BACKWARDS[backward] is not None:
+            routes.backward["nothing"] = here[backward]
+            routes.own_in_backward = ("own",)
+        q, k, v, do = (
+            torch.randn(nano.rows, heads, 8, generator=generator, dtype=torch.float64) for heads in (2, 1, 1, 2)
+        )
+        attention = CoreAttention(bound, nano, KIND, PARAMS)
+        passed = Forward(attention, q, k, v)
+        passed.run_through()
+        o, lse = passed.results()
+        back = Backward(attention, do, q, k, v, o, lse)
+        back.run_through()
+        found += [o, *back.gradients()]
+    return found
+
+
+def _of_groups(schedule, groups):
+    if schedule is None:
+        return None
+    return tuple(
+        Phase(phase.wait, tuple(call for call in phase.run if call.tasks in groups), phase.send, phase.pause)
+        for phase in schedule
+    )
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        ("own last before prefix", "as made"),
+        ("keys before queries", "as made"),
+        ("as made", "own first"),
+        ("as made", "own last"),
+        ("keys before queries", "own first"),
+    ],
+)
+def test_results_do_not_depend_on_the_order(rank_pools, forward, backward):
+    expected = rank_pools[2].run(_by_schedule, "as made", "as made")
+    for got, want in zip(rank_pools[2].run(_by_schedule, forward, backward), expected, strict=True):
+        assert max(relative_error(x, y) for x, y in zip(got, want, strict=True)) < 1e-12

@@ -69,12 +69,21 @@ WAYS = {
 
 
 class WaitingExchange(Exchange):
-    """Waits for every exchange where it is started."""
+    """Waits for every exchange where it is started.
+
+    Args:
+        dispatcher: whose exchanges; the waits are reported to its recorder.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        super().__init__(dispatcher.groups)
+        self._recorder = dispatcher.recorder
 
     def start(self, *args: Any, **kwargs: Any) -> PendingRows:
         """Start an exchange and wait for it."""
         pending = super().start(*args, **kwargs)
-        pending.wait()
+        with self._recorder.span("wait", "at once"):
+            pending.wait()
         return pending
 
 
@@ -109,7 +118,7 @@ class Steps:
         self.dispatchers = {way: Dispatcher(settings, device) for way in ways}
         for way, dispatcher in self.dispatchers.items():
             if WAYS[way][1]:
-                dispatcher.exchange = WaitingExchange(dispatcher.groups)
+                dispatcher.exchange = WaitingExchange(dispatcher)
         # Each nano-batch has a document too long for one rank's share of it, which the joint layout cuts.
         lengths = [total * 3 // 8] * 2 + [total // 16] * 4
         self.plan = plan_micro_batch(lengths, settings)
@@ -120,10 +129,10 @@ class Steps:
         dispatcher = self.dispatchers[way]
         bound = dispatcher.bind(self.plan)
         dist.barrier()
-        waited = dispatcher.exchange.clock.seconds()
+        waited = dispatcher.recorder.seconds("wait")
         begin = time.perf_counter()
         self.models[way](**self.batch, distca_plan=bound).loss.backward()
-        waited = dispatcher.exchange.clock.seconds() - waited
+        waited = dispatcher.recorder.seconds("wait") - waited
         dist.barrier()
         total = time.perf_counter() - begin
         self.models[way].zero_grad()

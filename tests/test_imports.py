@@ -1,4 +1,4 @@
-"""Imports go one way: each package may import only those named for it here."""
+"""Imports go one way, file by file: each part of the house may import those below it, and nothing goes in circles."""
 
 import ast
 import subprocess
@@ -10,52 +10,87 @@ import pytest
 import hf_distca
 
 ROOT = Path(hf_distca.__file__).parent
-PURE = {"plan", "planner"}
+PLANNER = {"plan", "planner"}
+DISPATCH = PLANNER | {"kernels", "dispatch"}
+WORDS = {"pool.wire", "pool.messages"}
+# What the files of a part may import besides those of the part itself. A file belongs to the longest name that fits.
 ALLOWED = {
     "plan": set(),
     "planner": {"plan"},
     "kernels": set(),
     "config": {"kernels"},
-    "dispatch": PURE | {"kernels"},
-    "patches": PURE | {"config", "kernels", "dispatch"},
-    "collator": PURE,
-    "pool": PURE | {"kernels", "dispatch"},
-    "trainer": PURE | {"config", "kernels", "dispatch", "patches", "collator", "pool"},
-    "cli": PURE | {"config", "kernels", "pool"},
+    "collator": PLANNER,
+    "dispatch": PLANNER | {"kernels"},
+    "dispatch.schedule": {"plan"},
+    "dispatch.remote": PLANNER | {"kernels.contract", "dispatch.index_buffer", "dispatch.rows"},
+    "patches": DISPATCH | {"config"},
+    "pool": DISPATCH | {"pool.wire", "pool.messages", "pool.transport", "pool.rank"},
+    "pool.wire": set(),
+    "pool.messages": PLANNER | {"pool.wire"},
+    "pool.transport": WORDS | {"plan"},
+    "pool.directory": WORDS,
+    "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
+    "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
+    "trainer": DISPATCH | {"config", "collator", "patches", "pool.launch", "pool.rank"},
+    "cli": DISPATCH | WORDS | {"config", "patches", "pool.server", "pool.directory"},
 }
+PURE = {"plan", "planner", "dispatch.schedule", "pool.messages", "pool.wire"}
 
 
-def package_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    """A module's name within hf_distca; a package's own file is that of the package."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported(source: str, module: str) -> set[str]:
-    """Full names of the modules that a module's source imports, wherever in it: `hf_distca.plan`, `torch.nn`.
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"}
+
+
+def imported(source: str, package: str) -> set[str]:
+    """Full names of what a module's source imports, wherever in it: `hf_distca.plan.Plan`, `torch.nn`.
 
     Args:
         source: its text.
-        module: its full name, from which relative imports go.
+        package: full name of the package that it is in, from which relative imports go.
     """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            above = module.split(".")[: -node.level] if node.level else []
+            parts = package.split(".")
+            above = parts[: len(parts) - node.level + 1] if node.level else []
             origin = ".".join([*above, *([node.module] if node.module else [])])
             # What is imported may be a module itself.
             found |= {f"{origin}.{alias.name}" for alias in node.names}
     return found
 
 
-def packages(names: set[str]) -> set[str]:
-    """The packages of hf_distca among them."""
-    return {name.split(".")[1] for name in names if name.startswith("hf_distca.")}
+def imports_of(module: str) -> set[str]:
+    """Full names of what a module of hf_distca imports."""
+    path = MODULES[module]
+    parts = ["hf_distca", *module.split(".")]
+    package = parts if path.name == "__init__.py" else parts[:-1]
+    return imported(path.read_text(), ".".join(package))
 
 
-def imports_of(path: Path) -> set[str]:
-    relative = path.relative_to(ROOT.parent).with_suffix("")
-    return imported(path.read_text(), ".".join(relative.parts))
+def modules_of(names: set[str]) -> set[str]:
+    """The modules of hf_distca that imported names are, or are in."""
+    found = set()
+    for name in names:
+        parts = name.split(".")
+        if parts[0] == "hf_distca":
+            known = (".".join(parts[1:end]) for end in range(len(parts), 1, -1))
+            found |= {next((module for module in known if module in MODULES), name)}
+    return found
+
+
+def part_of(module: str) -> str:
+    """The part of the house that a module belongs to."""
+    return max((part for part in ALLOWED if is_in(module, {part})), key=len)
+
+
+def is_in(module: str, parts: set[str]) -> bool:
+    return any(module == part or module.startswith(f"{part}.") for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -65,30 +100,57 @@ def imports_of(path: Path) -> set[str]:
         ("import torch.nn as nn", {"torch.nn"}),
         ("from torch.nn import Linear", {"torch.nn.Linear"}),
         ("from hf_distca import planner", {"hf_distca.planner"}),
-        ("from ..dispatch import pool", {"hf_distca.dispatch.pool"}),
+        ("from ..dispatch import rows", {"hf_distca.dispatch.rows"}),
         ("from . import plans", {"hf_distca.server.plans"}),
         ("from .calls import Calls", {"hf_distca.server.calls.Calls"}),
         ("def late():\n    from .. import plan", {"hf_distca.plan"}),
     ],
 )
 def test_imports_of_any_form_are_seen(line, expected):
-    assert imported(line, "hf_distca.server.compute") == expected
+    assert imported(line, "hf_distca.server") == expected
 
 
-MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+def test_what_is_imported_is_found_in_its_module():
+    names = {"hf_distca.plan.Plan", "hf_distca.planner", "hf_distca.planner.cost", "torch.nn"}
+    assert modules_of(names) == {"plan", "planner", "planner.cost"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_module_imports_what_its_package_may(path):
-    package = package_of(path)
-    assert packages(imports_of(path)) <= ALLOWED[package] | {package}
+@pytest.mark.parametrize("module", MODULES)
+def test_a_file_imports_what_its_part_may(module):
+    part = part_of(module)
+    allowed = ALLOWED[part] | {part}
+    assert not {name for name in modules_of(imports_of(module)) if not is_in(name, allowed)}
 
 
-@pytest.mark.parametrize("package", ["plan.py", "planner", "pool/messages", "pool/wire"])
-def test_pure_packages_know_neither_torch_nor_transformers(package):
-    found = ROOT / package
-    for path in [found] if found.is_file() else found.rglob("*.py"):
-        assert not {"torch", "transformers"} & {name.split(".")[0] for name in imports_of(path)}
+def test_a_server_and_a_rank_know_nothing_of_each_other():
+    for module in MODULES:
+        for end, other in (("pool.rank", "pool.server"), ("pool.server", "pool.rank")):
+            if is_in(module, {end}):
+                assert not {name for name in modules_of(imports_of(module)) if is_in(name, {other})}
+
+
+def test_no_circles():
+    # A package's own file is imported with any of its modules.
+    imports = {
+        module: modules_of(imports_of(module))
+        | {package for package in MODULES if any(is_in(name, {package}) for name in modules_of(imports_of(module)))}
+        for module in MODULES
+    }
+    left = {
+        module: {name for name in found if not is_in(module, {name})} & MODULES.keys()
+        for module, found in imports.items()
+    }
+    while free := [module for module, found in left.items() if not found & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, f"each of these imports another of them: {left}"
+
+
+@pytest.mark.parametrize("part", PURE)
+def test_pure_parts_know_neither_torch_nor_transformers(part):
+    for module in MODULES:
+        if is_in(module, {part}):
+            assert not {"torch", "transformers"} & {name.split(".")[0] for name in imports_of(module)}
 
 
 def test_public_names():

@@ -14,7 +14,8 @@ class Clock(TrainerCallback):
     def perf_counter(self) -> float:
         return self.now
 
-    def seconds(self) -> float:
+    def seconds(self, kind: str) -> float:
+        assert kind == "wait"
         return self.waited
 
     def on_step_begin(self, *args, **kwargs) -> None:
@@ -39,7 +40,7 @@ def test_only_training_counts(tmp_path, monkeypatch):
         eval_on_start=True,
         save_strategy="no",
     )
-    trainer.dispatcher.exchange.clock = clock
+    monkeypatch.setattr(trainer.dispatcher.recorder, "seconds", clock.seconds)
     trainer.add_callback(clock)
     for _ in range(2):
         # Neither what is done before training nor the last step of the one before, which was not logged.

@@ -14,15 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hf_distca.dispatch.addend import MAX_SOURCES, addends_of
 from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.rows import RowIndex, put, row_index, run_by_run, take
 from hf_distca.kernels.operators import define_operator
 
 IntArray = NDArray[np.int64]
-
-MAX_SOURCES = 6
-SOURCE_BITS = 3
-"""An addend is one number: its row in the source, shifted by so many bits, and the number of the source."""
 
 
 class RowSum:
@@ -79,9 +76,9 @@ class _Addends:
 
     def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer) -> None:
         parts = [(np.empty(0, np.int32), np.empty(0, np.int32))]
-        for number, targets in enumerate(sources_S):
-            if number or not onto:
-                addends = np.arange(len(targets), dtype=np.int32) << SOURCE_BITS | number
+        for source, targets in enumerate(sources_S):
+            if source or not onto:
+                addends = addends_of(source, len(targets))
                 parts.append((targets.astype(np.int32), addends))
         targets, addends = (np.concatenate(column) for column in zip(*parts, strict=True))
         if not _increasing(targets):
@@ -105,7 +102,7 @@ class _Step:
     """Rows of one source, each added to another row of the sum.
 
     Attributes:
-        source: number of the source.
+        source: index of the source.
         rows: of the sum.
         members: rows of the source, in the same order.
         first: nothing has been added to these rows of the sum before.

@@ -3,6 +3,7 @@
 Pure data, the same on every rank: a deterministic function of document lengths and settings.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -181,3 +182,9 @@ class MicroBatchPlan:
         """[ranks] int64: rows that each rank holds."""
         total: NDArray[np.int64] = np.sum([nano.layout.tokens for nano in self.nano_batches], axis=0)
         return total
+
+    def held_by(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """(document of the micro-batch, start, stop) of the rows that a rank holds, in the order of its rows."""
+        for nano in self.nano_batches:
+            for document, start, stop, *_ in nano.layout.of_rank(rank).tolist():
+                yield int(nano.documents[document]), start, stop

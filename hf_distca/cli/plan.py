@@ -133,10 +133,10 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
         return plan_micro_batch(documents, settings)
     if len(rows) != ranks:
         raise InputError(f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank")
-    for number, row in enumerate(rows):
+    for rank, row in enumerate(rows):
         if sum(row) > tokens:
             raise InputError(
-                f"row {number} holds {sum(row)} tokens, but a rank takes {tokens}; raise --tokens-per-rank"
+                f"row {rank} holds {sum(row)} tokens, but a rank takes {tokens}; raise --tokens-per-rank"
             )
     return plan_placed(rows, settings)
 
@@ -178,9 +178,9 @@ def _dump(plan: MicroBatchPlan, kind: AttentionKind, path: str) -> None:
 def _table(plan: MicroBatchPlan, figures: dict[str, float], plan_ms: float, options: argparse.Namespace) -> str:
     documents = sum(len(nano.documents) for nano in plan.nano_batches)
     cuts = sum(len(nano.layout.segments) for nano in plan.nano_batches) - documents
-    halves = "2 nano-batches" if len(plan.nano_batches) == 2 else "1 nano-batch"
+    divided = "2 nano-batches" if len(plan.nano_batches) == 2 else "1 nano-batch"
     lines = [
-        ("documents", f"{documents}, {int(plan.tokens.sum())} tokens, {cuts} cuts, {halves}"),
+        ("documents", f"{documents}, {int(plan.tokens.sum())} tokens, {cuts} cuts, {divided}"),
         ("layout", f"{options.document_layout}, {options.ranks} ranks of at most {options.tokens_per_rank} tokens"),
         ("attention, max / mean", f"{figures['max_over_mean']:.4f}"),
         ("tokens, max / mean", f"{figures['tokens_max_over_mean']:.4f}"),

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from hf_distca.collator.documents import IGNORED_TARGET, TokenDocument
 from hf_distca.collator.rank_documents import PlannedDocuments
+from hf_distca.plan import PLAN_KEY
 
 
 class DistCACollator:
@@ -77,14 +78,9 @@ class DistCACollator:
                 "as its batch_sampler."
             )
         (planned,) = features
-        rows = []
-        starts = []
-        for nano in planned.plan.nano_batches:
-            for segment in nano.layout.of_rank(self.rank):
-                document = int(nano.documents[segment["document"]])
-                rows.append(self._segment_rows(planned, document, int(segment["start"]), int(segment["stop"])))
-                starts.append(int(segment["start"]))
-        return {**rows_batch(rows, starts), "distca_plan": planned.plan}
+        held = list(planned.plan.held_by(self.rank))
+        rows = [self._segment_rows(planned, *segment) for segment in held]
+        return {**rows_batch(rows, [start for _, start, _ in held]), PLAN_KEY: planned.plan}
 
     def _segment_rows(self, planned: PlannedDocuments, document: int, start: int, stop: int) -> TokenDocument:
         if document >= len(planned.excerpts):

@@ -78,9 +78,8 @@ class RankDocuments(Dataset[PlannedDocuments]):
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
         excerpts = micro_batch.excerpts
         plan = self._plan(micro_batch)
-        held = [nano.documents[nano.layout.of_rank(self.rank)["document"]] for nano in plan.nano_batches]
-        in_plan = np.unique(np.concatenate(held))
-        indices = np.unique(excerpts["document"][in_plan[in_plan < len(excerpts)]]).tolist()
+        held = {document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)}  # else a filler
+        indices = np.unique(excerpts["document"][sorted(held)]).tolist()
         documents = fetch_documents(self.dataset, indices, self.columns)
         for index, document in zip(indices, documents, strict=True):
             if len(document.input_ids) != self.lengths[index]:

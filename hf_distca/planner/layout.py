@@ -12,40 +12,40 @@ from hf_distca.planner.joint.place import place
 
 
 def fixed_layout(
-    rows: Sequence[Sequence[int]], ranks: int | None = None, *, tokens_per_rank: int | None = None
+    placed: Sequence[Sequence[int]], ranks: int | None = None, *, tokens_per_rank: int | None = None
 ) -> Layout:
     """The layout of documents that are already placed.
 
-    One row of documents per rank, or, when `ranks` is k times the number of rows, one row per k consecutive
+    One list of documents per rank, or, when `ranks` is k times the number of lists, one list per k consecutive
     ranks, whose documents may span ranks.
 
     Args:
-        rows: rows[r] = lengths of the documents on rank r in order, possibly none.
-        ranks: number of ranks; None for one per row.
-        tokens_per_rank: a row over k ranks is cut wherever one of them holds so many tokens. None to divide it
+        placed: placed[r] = lengths of the documents on rank r in order, possibly none.
+        ranks: number of ranks; None for one per list.
+        tokens_per_rank: a list over k ranks is cut wherever one of them holds so many tokens. None to divide it
             evenly: its tokens / k on every rank, rounded up on the first ones and down on the others. With one
-            rank per row, the most tokens a row may hold; None for no limit.
+            rank per list, the most tokens that it may hold; None for no limit.
 
     Raises:
-        ValueError: a length below 1, rows that do not divide the ranks, or a row beyond its ranks' tokens.
+        ValueError: a length below 1, lists that do not divide the ranks, or one beyond its ranks' tokens.
     """
-    ranks = len(rows) if ranks is None else ranks
-    if not rows or ranks < 1 or ranks % len(rows):
+    ranks = len(placed) if ranks is None else ranks
+    if not placed or ranks < 1 or ranks % len(placed):
         raise ValueError(
-            f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank, "
+            f"got {len(placed)} rows of documents for {ranks} ranks; give one row per rank, "
             "or one row per k consecutive ranks with ranks = k * rows"
         )
-    span = ranks // len(rows)
-    lengths = as_lengths([length for row in rows for length in row])
-    counts = np.array([len(row) for row in rows], np.int64)
-    # All rows of documents in one line of tokens, row after row.
+    span = ranks // len(placed)
+    lengths = as_lengths([length for documents in placed for length in documents])
+    counts = np.array([len(documents) for documents in placed], np.int64)
+    # All documents in one line of tokens, list after list.
     stops = np.cumsum(lengths)
     ends = np.append(0, stops)[np.cumsum(counts)][:, None]
     begins = np.append(0, ends[:-1])[:, None]
-    number = np.arange(span)
+    nth = np.arange(span)  # of the ranks of one list
     if tokens_per_rank is None:
         share, extra = np.divmod(ends - begins, span)
-        full = begins + number * share + np.minimum(number, extra)
+        full = begins + nth * share + np.minimum(nth, extra)
     else:
         over = np.flatnonzero(ends - begins > tokens_per_rank * span)
         if len(over):
@@ -54,7 +54,7 @@ def fixed_layout(
                 f"row {row} holds {int(ends[row, 0] - begins[row, 0])} tokens, but its {span} rank(s) take "
                 f"{tokens_per_rank} each; raise tokens_per_rank or move documents to another row"
             )
-        full = begins + number * tokens_per_rank
+        full = begins + nth * tokens_per_rank
     first_of_rank = np.minimum(full, ends).ravel()
     cuts = np.union1d(stops - lengths, first_of_rank)
     cuts = cuts[cuts < lengths.sum()]

@@ -78,32 +78,32 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
     return _plan(array, groups, layouts, settings)
 
 
-def plan_placed(rows: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
+def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
     """Balance the core attention of documents that already lie on ranks and stay there.
 
     Args:
-        rows: lengths of the documents of each rank, in the order of its rows.
+        placed: lengths of the documents of each rank, in the order of its rows.
         settings: see PlanSettings.
     """
-    cuts = split_placed(rows) if settings.ping_pong else None
+    cuts = split_placed(placed) if settings.ping_pong else None
     if cuts is None:
-        parts = [rows]
+        divided = [placed]
     else:
-        parts = [
-            [row[:cut] for row, cut in zip(rows, cuts, strict=True)],
-            [row[cut:] for row, cut in zip(rows, cuts, strict=True)],
+        divided = [
+            [lengths[:cut] for lengths, cut in zip(placed, cuts, strict=True)],
+            [lengths[cut:] for lengths, cut in zip(placed, cuts, strict=True)],
         ]
-    layouts = [fixed_layout(part) for part in parts]
-    # Documents are numbered rank after rank; each nano-batch has the first or the last ones of each rank.
-    numbers = np.split(np.arange(sum(map(len, rows))), np.cumsum([len(row) for row in rows])[:-1])
-    groups = [np.concatenate(numbers)]
+    layouts = [fixed_layout(each) for each in divided]
+    # Documents are counted rank after rank; each nano-batch has the first or the last ones of each rank.
+    indices = np.split(np.arange(sum(map(len, placed))), np.cumsum([len(lengths) for lengths in placed])[:-1])
+    groups = [np.concatenate(indices)]
     if cuts is not None:
         groups = [
-            np.concatenate([number[:cut] for number, cut in zip(numbers, cuts, strict=True)]),
-            np.concatenate([number[cut:] for number, cut in zip(numbers, cuts, strict=True)]),
+            np.concatenate([index[:cut] for index, cut in zip(indices, cuts, strict=True)]),
+            np.concatenate([index[cut:] for index, cut in zip(indices, cuts, strict=True)]),
         ]
-    lengths = np.array([length for row in rows for length in row], np.int64)
-    return _plan(lengths, groups, layouts, settings)
+    every = np.array([length for lengths in placed for length in lengths], np.int64)
+    return _plan(every, groups, layouts, settings)
 
 
 def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:

@@ -37,21 +37,21 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
     return [np.flatnonzero(~group), np.flatnonzero(group)]
 
 
-def split_placed(rows: Sequence[Sequence[int]]) -> list[int] | None:
+def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
     """Where to divide the documents of every rank so that both parts have about equal tokens.
 
     Args:
-        rows: lengths of the documents of each rank, in the order of its rows.
+        placed: lengths of the documents of each rank, in the order of its rows.
 
     Returns:
         For each rank, how many of its documents are in the first part, or None where on some rank no cut between
         two documents leaves either part SMALLEST_SHARE of its tokens.
     """
     cuts = []
-    for row in rows:
-        before = np.cumsum(row)
-        total = int(before[-1]) if len(row) else 0
-        if len(row) < 2:
+    for lengths in placed:
+        before = np.cumsum(lengths)
+        total = int(before[-1]) if len(lengths) else 0
+        if len(lengths) < 2:
             return None
         cut = int(np.argmin(np.abs(2 * before[:-1] - total))) + 1
         if min(int(before[cut - 1]), total - int(before[cut - 1])) < SMALLEST_SHARE * total:

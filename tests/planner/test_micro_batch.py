@@ -73,6 +73,8 @@ def test_rows_of_every_rank_are_divided():
         [(0, 0, 4, 0, 0), (1, 0, 2, 1, 0), (2, 0, 1, 2, 0)],
         [(0, 0, 4, 0, 0), (1, 0, 6, 1, 0), (2, 0, 1, 2, 0), (3, 0, 1, 2, 1)],
     ]
+    assert list(plan.held_by(1)) == [(2, 0, 2), (3, 0, 6)]
+    assert list(plan.held_by(2)) == [(4, 0, 1), (5, 0, 1), (6, 0, 1)]
 
 
 @pytest.mark.parametrize(("rows", "ping_pong"), [([[4, 4], [8]], True), ([[4, 4], [2, 6]], False)])

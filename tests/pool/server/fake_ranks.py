@@ -12,9 +12,9 @@ import torch
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
-from hf_distca.planner.balance import merged
 from hf_distca.planner.layout import packed_layout
 from hf_distca.planner.routes import make_routes
+from hf_distca.planner.shifted import merged
 from hf_distca.pool.messages.call import Call
 from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.messages.plan import encode_plan

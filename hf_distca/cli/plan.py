@@ -135,9 +135,7 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
         raise InputError(f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank")
     for rank, row in enumerate(rows):
         if sum(row) > tokens:
-            raise InputError(
-                f"row {rank} holds {sum(row)} tokens, but a rank takes {tokens}; raise --tokens-per-rank"
-            )
+            raise InputError(f"row {rank} holds {sum(row)} tokens, but a rank takes {tokens}; raise --tokens-per-rank")
     return plan_placed(rows, settings)
 
 

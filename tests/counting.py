@@ -48,7 +48,7 @@ from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.torch_varlen import TorchVarlenKernel
-from hf_distca.patches.kinds import attention_kinds
+from hf_distca.patches.kinds import attention_kinds, decoder_attentions
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import base_model
 from hf_distca.plan import MicroBatchPlan
@@ -483,7 +483,7 @@ def main() -> None:
                 PlanSettings(
                     RANKS,
                     TOKENS,
-                    attention_kinds(model),
+                    attention_kinds(model, decoder_attentions(model)),
                     document_layout=layout,
                     row_overhead=MetaKernel.row_overhead,
                     ping_pong=args.ping_pong,

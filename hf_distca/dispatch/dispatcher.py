@@ -9,15 +9,12 @@ from hf_distca.dispatch.backends import EXCHANGE_CTAS
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups, RankMesh
-from hf_distca.dispatch.padding_free import batch_document_lengths, filler_batch
+from hf_distca.dispatch.padding_free import FILLER_LENGTHS, batch_document_lengths, filler_batch
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import Kernel, get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_placed
-
-FILLER = [1]
-"""Document lengths of a rank that has no documents."""
 
 
 class Dispatcher:
@@ -127,7 +124,7 @@ class Dispatcher:
         count = max(map(len, gathered))
         if count:
             count = max(count, at_least)
-        rows = [[(rank[i] if i < len(rank) else []) or FILLER for rank in gathered] for i in range(count)]
+        rows = [[(rank[i] if i < len(rank) else []) or FILLER_LENGTHS for rank in gathered] for i in range(count)]
         return [plan_placed(row, self.settings) for row in rows]
 
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:

@@ -73,6 +73,10 @@ class CollatorWithLengths:
         return {**{name: x for name, x in batch.items() if name != "attention_mask"}, "document_lengths": lengths}
 
 
+FILLER_LENGTHS = (1,)
+"""Document lengths of a filler."""
+
+
 def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
     """One token without a target: what a rank whose data has ended computes on.
 

@@ -24,8 +24,12 @@ def is_attention(module: nn.Module) -> bool:
     return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
 
 
-def attention_kinds(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
+def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> tuple[AttentionKind, ...]:
     """The different kinds of attention of a model's layers, in the order of the first layer of each.
+
+    Args:
+        model: a transformers model.
+        attentions: its attention layers, see `decoder_attentions`.
 
     Raises:
         ValueError: a layer is neither full nor sliding-window attention (chunked or linear attention,
@@ -34,7 +38,7 @@ def attention_kinds(model: PreTrainedModel) -> tuple[AttentionKind, ...]:
     config = model.config.get_text_config(decoder=True)
     windows = attention_windows(config)
     kinds: dict[AttentionKind, None] = {}
-    for module in decoder_attentions(model).values():
+    for module in attentions.values():
         layer: Any = module.layer_idx
         own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
         kinds[_kind(own, module, windows[(layer or 0) % len(windows)])] = None

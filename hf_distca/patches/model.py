@@ -13,7 +13,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.patches.adapters import check_adapters
 from hf_distca.patches.dropout import check_dropout
-from hf_distca.patches.kinds import attention_kinds, attention_params, attention_windows, decoder_attentions
+from hf_distca.patches.kinds import attention_kinds, attention_params, decoder_attentions
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.planner.micro_batch import PlanSettings
 
@@ -41,13 +41,13 @@ def plan_settings(
         dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
 
     Raises:
-        ValueError: the model cannot be planned, see `check_model`, or the kernel cannot compute its attention.
+        ValueError: the model cannot be planned, see `checked_attentions`, or the kernel cannot compute its attention.
         ImportError: the package of the kernel is missing.
     """
-    check_model(model)
+    attentions = checked_attentions(model)
     model = base_model(model)
     dtype = model.dtype if dtype is None else dtype
-    kinds = attention_kinds(model)
+    kinds = attention_kinds(model, attentions)
     needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
     kernel = _kernel(config.attention_kernel, device, needs)
     return PlanSettings(
@@ -80,11 +80,14 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return base
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raise unless a planned step of the model would be right, before any work starts.
+def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The attention layers of a model, once it is known that a planned step would be right.
 
     Args:
         model: a transformers model, or a PEFT model around one.
+
+    Returns:
+        The attention layers of the transformers model by name.
 
     Raises:
         ValueError: the model has no attention interface, does not use attn_implementation="distca", masks by a rule
@@ -113,7 +116,6 @@ def check_model(model: PreTrainedModel) -> None:
         )
     attentions = decoder_attentions(model)
     check_dropout(config, attentions)
-    attention_windows(model.config)
     for module_name, module in attentions.items():
         if not _takes_keywords(module):
             raise ValueError(
@@ -121,6 +123,7 @@ def check_model(model: PreTrainedModel) -> None:
                 f"({type(module).__name__}.forward has no **kwargs), so the plan would not reach its attention; "
                 f"this model can train with {_other_implementations(model)}, but not with planned attention"
             )
+    return attentions
 
 
 def check_reentrant(model: PreTrainedModel) -> None:

@@ -30,17 +30,15 @@ DataOrder = dict[str, int | str]
 
 AGREED = (
     "seed",
-    "data_seed",
-    "train_sampling_strategy",
     "long_documents",
     "remove_unused_columns",
     "length_column_name",
-    "gradient_accumulation_steps",
     "num_train_epochs",
     "max_steps",
     "attention_servers",
 )
-"""Arguments that decide which micro-batches come, and when: ranks that differ in one would exchange rows of others."""
+"""Arguments that decide which micro-batches come, and when, besides how documents are drawn: ranks that differ in one
+would exchange rows of others."""
 
 
 def check_agreement(args: DistCAArguments, groups: Groups) -> None:
@@ -49,12 +47,12 @@ def check_agreement(args: DistCAArguments, groups: Groups) -> None:
     Raises:
         ValueError: on every rank, where an argument differs between ranks.
     """
-    values = groups.all_gather(tuple(getattr(args, name) for name in AGREED))
-    for name, by_rank in zip(AGREED, zip(*values, strict=True), strict=True):
+    mine = _drawn(args) | {name: getattr(args, name) for name in AGREED}
+    gathered = groups.all_gather(mine)
+    for name in mine:
+        by_rank = [values[name] for values in gathered]
         if len(set(by_rank)) > 1:
-            raise ValueError(
-                f"{name} differs between ranks, from rank 0 on it is {list(by_rank)}; start all ranks alike"
-            )
+            raise ValueError(f"{name} differs between ranks, from rank 0 on it is {by_rank}; start all ranks alike")
 
 
 def packed_order(args: DistCAArguments, ranks: int, lengths: NDArray[np.int64], fingerprint: str) -> DataOrder:
@@ -89,6 +87,7 @@ def collated_order(args: DistCAArguments, ranks: int, dataset: Any) -> DataOrder
 
 
 def _drawn(args: DistCAArguments) -> DataOrder:
+    """How documents are drawn from a data set with a length and shared out to optimizer steps."""
     strategy = args.train_sampling_strategy
     if strategy != "sequential":
         strategy = f"{strategy} with seed {args.seed if args.data_seed is None else args.data_seed}"

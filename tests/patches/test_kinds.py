@@ -7,7 +7,7 @@ from transformers import AttentionInterface
 from hf_distca import DistCAConfig, plan_settings
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.attention import distca_attention
-from hf_distca.patches.kinds import attention_kinds
+from hf_distca.patches.kinds import attention_kinds, decoder_attentions
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
 from tests.models import small_model
@@ -61,7 +61,7 @@ def test_kinds_are_those_that_the_layers_have(model_type, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "distca", attend)
     model(input_ids=torch.arange(3, 11)[None])
     assert list(found) == expected
-    assert list(attention_kinds(model)) == expected
+    assert list(attention_kinds(model, decoder_attentions(model))) == expected
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def main() -> None:
     """Read the options, prepare documents and model, train, evaluate, report."""
     parser = HfArgumentParser((ScriptArguments, hf_distca.DistCATrainingArguments))
     script_args, training_args = parser.parse_args_into_dataclasses()
+    training_args.serve_if_server()
 
     # The data: every rank gets all documents, in the same order, and picks its rows when a plan says so.
     tokenizer = AutoTokenizer.from_pretrained(script_args.model)

@@ -10,9 +10,9 @@ from hf_distca.cli.lengths_file import InputError
 from hf_distca.pool.wire.address import parse_address
 
 DESCRIPTION = """\
-Compute core attention for the trainers of a run, without holding a model, until training ends or Ctrl-C.
+Compute core attention for the ranks of a run, without holding a model, until training ends or Ctrl-C.
 
-The server may be started before training or while it runs, on any host that reaches the trainers and is reached by
+The server may be started before training or while it runs, on any host that reaches the ranks and is reached by
 them. It accepts only peers that know the run's token: 64 hexadecimal digits in a file that only its owner can read.
 Nothing is encrypted: use it on a network that you trust.
 """
@@ -65,7 +65,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--join", required=True, type=_address, metavar="HOST:PORT", help="where the training run takes servers in")
     add("--token-file", required=True, metavar="FILE", help="file with the run's token; - for standard input")
     add("--device", default="cpu", help="cpu, or a GPU such as cuda:0 (default: cpu)")
-    add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for trainers (default: 127.0.0.1)")
+    add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
     add("--port", type=_port, default=0, help="port to listen on (default: 0, any that is free)")
     add("--kernel", default="auto", help="what computes core attention (default: auto, the fastest that can do it)")
     add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(str(error)) from error
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    # What trainers need is known when they call: "auto" may be another kernel then.
+    # What ranks need is known when they call: "auto" may be another kernel then.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.kernel == "auto" else None
     try:
         server = AttentionServer(token, device, kernel, choose=choose, host=options.bind, port=options.port)

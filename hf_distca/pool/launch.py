@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from accelerate import PartialState
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 TOKEN_FILE = "attention_server_token"
 
+_OF_THE_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which a process takes part in the launch's process group; a server must not."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -34,24 +37,26 @@ class Launch:
     Attributes:
         servers: how many.
         store: where rank 0 leaves the address and the token for them; the store of the launcher.
+        serves_on: device of this process if it is a server; None: it is a rank.
     """
 
     servers: int
     store: dist.Store | None
+    serves_on: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the connection: Trainer saves its arguments, and with them this."""
-        return {"servers": self.servers, "store": None}
+        return {"servers": self.servers, "store": None, "serves_on": self.serves_on}
 
 
-def split_launch(servers: int, timeout_s: float, *, cpu: bool) -> Launch:
-    """Make the last processes of this launch attention servers; only the others return, as a world of their own.
+def split_launch(servers: int, *, cpu: bool) -> Launch:
+    """Decide which processes of this launch are ranks and which, the last ones, are attention servers.
 
-    Call it before anything looks at the world: accelerate, DDP, FSDP2 and DeepSpeed then see the trainers alone.
+    Call it before anything looks at the world. Ranks are a world of their own from then on: accelerate, DDP, FSDP2 and
+    DeepSpeed see them alone. A server belongs to no world; `serve_if_server` is what makes it serve.
 
     Args:
         servers: how many processes become servers.
-        timeout_s: how long a server waits for the trainers' address, and for the trainers.
         cpu: servers compute on the CPU even where there is a GPU.
 
     Raises:
@@ -59,10 +64,10 @@ def split_launch(servers: int, timeout_s: float, *, cpu: bool) -> Launch:
             on every process, a server's host has no GPU left for it.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    trainers = world - servers
-    if trainers < 1:
+    ranks = world - servers
+    if ranks < 1:
         raise ValueError(
-            f"attention_servers={servers} of {world} processes leaves no trainer; start more: accelerate launch "
+            f"attention_servers={servers} of {world} processes leaves no rank; start more: accelerate launch "
             f"--num_processes {servers + 1} or above"
         )
     if dist.is_initialized() or PartialState._shared_state:
@@ -82,22 +87,24 @@ def split_launch(servers: int, timeout_s: float, *, cpu: bool) -> Launch:
         ),
     )
     device = _server_device(cpu=cpu)
-    if rank >= trainers:
+    if rank >= ranks:
         store.set(f"wrong with {rank}", _without_device(rank, device))
-    wrong = [store.get(f"wrong with {server}").decode() for server in range(trainers, world)]
+    wrong = [store.get(f"wrong with {server}").decode() for server in range(ranks, world)]
     if any(wrong):
         raise ValueError(next(filter(None, wrong)))
-    if rank >= trainers:
-        _be_server(store, timeout_s, device)
-    os.environ["WORLD_SIZE"] = str(trainers)
+    if rank >= ranks:
+        for name in _OF_THE_WORLD:
+            os.environ.pop(name, None)
+        return Launch(servers, store, device)
+    os.environ["WORLD_SIZE"] = str(ranks)
     if "LOCAL_WORLD_SIZE" in os.environ:
         first = rank - int(os.environ["LOCAL_RANK"])  # of this host
-        os.environ["LOCAL_WORLD_SIZE"] = str(min(int(os.environ["LOCAL_WORLD_SIZE"]), trainers - first))
+        os.environ["LOCAL_WORLD_SIZE"] = str(min(int(os.environ["LOCAL_WORLD_SIZE"]), ranks - first))
     return Launch(servers, store)
 
 
 def _server_device(*, cpu: bool) -> str:
-    """What a server of this launch computes on: of its host's GPUs the one of its number, as it is for trainers."""
+    """What a server of this launch computes on: of its host's GPUs the one of its number, as it is for ranks."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_available() and not cpu else "cpu"
 
 
@@ -107,18 +114,35 @@ def _without_device(rank: int, device: str) -> str:
         return ""
     return (
         f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and on one "
-        "that it shares with a trainer it would add nothing; start no more processes on a host than it has GPUs, "
+        "that it shares with a rank it would add nothing; start no more processes on a host than it has GPUs, "
         "servers included, or let servers join from other hosts: attention_servers='external' and hf-distca serve"
     )
 
 
-def _be_server(store: dist.Store, timeout_s: float, device: str) -> NoReturn:
-    """Run a server until training ends, then end this process.
+def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
+    """Serve until training ends if this process is a server of its launch; else return at once.
+
+    Args:
+        launch: from `split_launch`; None: no process of this launch serves.
+        timeout_s: how long the server waits for the ranks once it knows their address.
+
+    Raises:
+        SystemExit: training has ended. Nothing else of the ranks' script is to run here.
+    """
+    if launch is None or launch.serves_on is None:
+        return
+    assert launch.store is not None  # only what was saved has none
+    _serve(launch.store, timeout_s, launch.serves_on)
+    raise SystemExit(0)
+
+
+def _serve(store: dist.Store, timeout_s: float, device: str) -> None:
+    """Run a server until training ends.
 
     The server is a process of its own: the launcher ends all ranks when one of its processes fails, and a lost
     server must not hurt the run.
     """
-    # Trainers load their model first; if they fail instead, the launcher ends this process.
+    # Ranks load their model first; if they fail instead, the launcher ends this process.
     store.set_timeout(timedelta(days=1))
     address, token = (store.get(name).decode() for name in ("address", "token"))
     command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
@@ -136,8 +160,6 @@ def _be_server(store: dist.Store, timeout_s: float, device: str) -> NoReturn:
     code = server.wait()
     if code:
         print(f"attention server: ended with {code}; training goes on without it", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(0)  # nothing of the trainers' script is to run here
 
 
 def open_pool(
@@ -156,7 +178,7 @@ def open_pool(
         launch: of this run; None where servers come from outside.
         address: HOST:PORT on which rank 0 takes servers in; port 0 for any that is free.
         token_file: for servers from outside: file with the run's token, made if there is none.
-        ranks_serve: whether trainers compute core attention too.
+        ranks_serve: whether ranks compute core attention too.
         timeout_s: a server that does not answer for so long is lost.
 
     Raises:

@@ -1,13 +1,15 @@
 """Arguments of DistCATrainer, and the part of them that any trainer's arguments can take in."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from hf_distca.config import EXTERNAL, DistCAConfig
-from hf_distca.pool.launch import Launch, on_cpu, split_launch
+from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -58,14 +60,41 @@ class DistCAArguments(DistCAConfig, _Arguments):
         self.attention_server_launch: Launch | None = None
         if self.attention_servers not in ("0", EXTERNAL):
             # Before TrainingArguments looks at the world.
-            self.attention_server_launch = split_launch(
-                int(self.attention_servers), self.attention_server_timeout, cpu=on_cpu(self.use_cpu)
-            )
+            launch = split_launch(int(self.attention_servers), cpu=on_cpu(self.use_cpu))
+            self.attention_server_launch = launch
+            if launch.serves_on is not None:
+                return  # the arguments of a server: all that is done with them is `serve_if_server`
         behind: Any = super(DistCAConfig, self)  # the trainer's own arguments
         behind.__post_init__()
         for name, (value, why) in REFUSED.items():
             if getattr(self, name, value) != value:
                 raise ValueError(f"{name}={getattr(self, name)!r} cannot be used here: {why}; leave it at {value!r}")
+
+    def serve_if_server(self) -> None:
+        """Serve until training ends if this process is an attention server of its launch; else return at once.
+
+        Call it right after the arguments are made, so that servers load neither data nor model. Where a script does
+        not, a server serves when it first asks its arguments for a device or for its place in the world, which a
+        trainer does as it is made.
+
+        Raises:
+            SystemExit: training has ended; nothing else of the script runs in a server.
+        """
+        serve_if_server(self.attention_server_launch, self.attention_server_timeout)
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        """Where TrainingArguments looks at the world, which a server is no part of."""
+        self.serve_if_server()
+        behind: Any = super()
+        device: torch.device = behind._setup_devices
+        return device
+
+    @cached_property
+    def distributed_state(self) -> Any:
+        """What TrainingArguments sets when it has looked at the world."""
+        self.serve_if_server()
+        raise AttributeError("distributed_state is not known yet")
 
 
 @dataclass

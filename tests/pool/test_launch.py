@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 from accelerate import PartialState
 
+from hf_distca import DistCATrainingArguments
 from hf_distca.pool import launch as launches
-from hf_distca.pool.launch import TOKEN_FILE, Launch, split_launch
+from hf_distca.pool.launch import TOKEN_FILE, Launch, serve_if_server, split_launch
 from hf_distca.pool.wire.token import make_token, write_token
 from tests.launch import ROOT, launch
 from tests.pool.servers import wait_until
@@ -105,7 +106,7 @@ def test_servers_that_come_and_go(expected, tmp_path):
 def test_more_servers_than_processes(tmp_path):
     arguments = ARGUMENTS | {"attention_servers": 2}
     result = launch("ddp", SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path)
-    assert "attention_servers=2 of 2 processes leaves no trainer" in result["error"]
+    assert "attention_servers=2 of 2 processes leaves no rank" in result["error"]
 
 
 @pytest.fixture
@@ -115,7 +116,6 @@ def processes(monkeypatch):
     monkeypatch.setattr(dist, "TCPStore", lambda *args, **kwargs: store)
     monkeypatch.setattr(PartialState, "_shared_state", {})
     monkeypatch.setattr(launches, "is_available", lambda: True)
-    monkeypatch.setattr(launches, "_be_server", lambda store, timeout_s, device: sys.exit(f"serves on {device}"))
 
     def run(rank: int, world: int, servers: int, gpus: int, cpu: bool = False) -> Launch:
         monkeypatch.setattr(launches, "device_count", lambda: gpus)
@@ -123,7 +123,7 @@ def processes(monkeypatch):
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_USE_AGENT_STORE": True}
         for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
-        return split_launch(servers, 60, cpu=cpu)
+        return split_launch(servers, cpu=cpu)
 
     return run
 
@@ -136,10 +136,32 @@ def test_a_server_without_a_gpu_is_refused_on_every_process(processes):
 
 @pytest.mark.parametrize(("cpu", "gpus", "device"), [(False, 2, "cuda:1"), (True, 1, "cpu")])
 def test_a_server_takes_the_gpu_of_its_number(processes, cpu, gpus, device):
-    with pytest.raises(SystemExit, match=f"serves on {device}"):
-        processes(1, 2, 1, gpus, cpu)
-    assert processes(0, 2, 1, gpus, cpu).servers == 1
+    assert processes(1, 2, 1, gpus, cpu).serves_on == device
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & set(os.environ)
+    launch = processes(0, 2, 1, gpus, cpu)
+    assert (launch.servers, launch.serves_on) == (1, None)
     assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "1")
+
+
+def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(tmp_path, monkeypatch):
+    served = []
+    launch = Launch(1, dist.HashStore(), "cpu")
+    monkeypatch.setattr("hf_distca.trainer.arguments.split_launch", lambda servers, cpu: launch)
+    monkeypatch.setattr(launches, "_serve", lambda store, timeout_s, device: served.append((timeout_s, device)))
+    arguments = DistCATrainingArguments(str(tmp_path), attention_servers=1, attention_server_timeout=7.0)
+    assert served == []
+    with pytest.raises(SystemExit):
+        arguments.serve_if_server()
+    for ask in (lambda: arguments.device, lambda: arguments.process_index, lambda: arguments.n_gpu):
+        with pytest.raises(SystemExit):
+            ask()
+    assert served == [(7.0, "cpu")] * 4
+
+
+def test_a_rank_does_not_serve(monkeypatch):
+    monkeypatch.setattr(launches, "_serve", lambda *args: pytest.fail("it served"))
+    serve_if_server(None, 60)
+    serve_if_server(Launch(1, dist.HashStore()), 60)
 
 
 def test_settings_reach_the_pool(tmp_path):
@@ -147,8 +169,8 @@ def test_settings_reach_the_pool(tmp_path):
         str(tmp_path), attention_servers="external", ranks_serve=False, attention_server_timeout=7.0
     )
     try:
-        assert trainer.pool is trainer.dispatcher.pool
-        assert (trainer.pool.ranks_serve, trainer.pool.timeout_s) == (False, 7.0)
+        assert trainer.pool is trainer.dispatcher.remote
+        assert (trainer.pool.ranks_serve, trainer.pool.members.timeout_s) == (False, 7.0)
         assert (tmp_path / TOKEN_FILE).exists()
     finally:
         trainer.pool.close()

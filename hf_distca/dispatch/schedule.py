@@ -70,7 +70,7 @@ class Transfer:
     back: bool = False
     stage: int = 0
 
-    @property
+    @cached_property
     def name(self) -> str:
         """For people: what travels, and where servers are at the other end, which way."""
         at_servers = (" from servers" if self.back else " to servers") if self.rows == "servers" else ""

@@ -93,6 +93,7 @@ class DistCAMixin(_Trainer):
         self._progress = DataProgress()
         self.add_callback(self._progress)
         self._upcoming = UpcomingBatches(self.dispatcher)
+        self._planned_by_loader = self._packs and not is_stream(self.train_dataset)
         self._ended: Iterator[Any] | None = None
         self._wrapped: nn.Module | None = None  # the model that training steps were last known to be wrapped by
         self._evaluation = EvaluationLoss(self.dispatcher.groups)
@@ -172,7 +173,7 @@ class DistCAMixin(_Trainer):
             return []
         if self.pool is not None:
             self.pool.refresh()
-        if self._packs and not is_stream(self.train_dataset):
+        if self._planned_by_loader:
             return self._upcoming.fetch(epoch_iterator, num_batches)
         batches = self.dispatcher.plan_batches(list(islice(epoch_iterator, num_batches)), at_least=num_batches)
         if not batches:  # no rank has more in this epoch: nothing to ask one another about again

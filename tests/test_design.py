@@ -1,0 +1,101 @@
+"""docs/design.md tells a training step file by file: a step that is traced goes through these files and no others."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+import hf_distca
+from hf_distca.dispatch.schedule import make_schedule
+from tests.ranks import RankPool
+from tests.trainer.small_trainers import LENGTHS, make_trainer
+
+ROOT = Path(hf_distca.__file__).parent
+DESIGN = (ROOT.parent / "docs" / "design.md").read_text()
+INSIDES = ("planner/", "kernels/", "plan.py")
+"""Told by the files that use them: the planner with its data, and the kernels."""
+MOST_FILES = 24
+
+
+class Traced(TrainerCallback):
+    """Notes the files of hf_distca that run from the end of the second step to the gradients of the third."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.on = False
+
+    def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.on = state.global_step == 2
+        make_schedule.cache_clear()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.on = False
+
+    def profile(self, frame: Any, event: str, _arg: Any) -> None:
+        path = frame.f_code.co_filename
+        if self.on and event == "call" and path.startswith(str(ROOT)):
+            self.files.add(path[len(str(ROOT)) + 1 :])
+
+
+def _files_of_a_step(folder: str, checkpointing: bool) -> set[str]:
+    trainer = make_trainer(
+        folder,
+        lengths=LENGTHS * 8,
+        max_steps=3,
+        logging_steps=100,
+        save_strategy="no",
+        gradient_checkpointing=checkpointing,
+    )
+    traced = Traced()
+    trainer.add_callback(traced)
+    sys.setprofile(traced.profile)
+    try:
+        trainer.train()
+    finally:
+        sys.setprofile(None)
+    return traced.files
+
+
+def told() -> list[str]:
+    """The files of the numbered rows, in order."""
+    return re.findall(r"^\| \d+ \| `([\w/]+\.py)`", DESIGN, re.MULTILINE)
+
+
+def test_a_step_goes_through_the_files_that_are_told(tmp_path):
+    pool = RankPool(2)  # of its own: a trainer leaves its state in its process
+    try:
+        files = pool.run(_files_of_a_step, str(tmp_path), True)[0]
+    finally:
+        pool.close()
+    assert {name for name in files if not name.startswith(INSIDES)} == set(told())
+
+
+def test_no_file_is_told_twice():
+    assert len(told()) == len(set(told())) <= MOST_FILES
+
+
+def test_files_that_are_named_exist():
+    named = set(re.findall(r"`((?:[\w]+/)+[\w]*(?:\.py)?)`", DESIGN))
+    assert {"planner/joint/", "dispatch/schedule.py"} <= named
+    assert not {name for name in named if not ((ROOT / name).exists() or (ROOT.parent / name).exists())}
+
+
+def test_phases_are_those_of_the_schedule():
+    tasks = frozenset(["own", "prefix", "visiting"])
+    told_phases = re.findall(r"^ (forward|backward)    ?(send .*)$", DESIGN, re.MULTILINE)
+    assert len(told_phases) == 2
+    for (direction, text), turn in zip(told_phases, ("first", "second"), strict=True):
+        schedule = make_schedule(direction, turn, tasks=tasks, windowed=False)
+        assert _written(schedule) == re.sub(r"\s+", " ", text)
+
+
+def _written(schedule: Any) -> str:
+    """A schedule as the page writes it: what arrived is only named where it was not just sent."""
+    parts: list[str] = []
+    for phase in schedule:
+        name = phase.name.replace("run ", "").replace("; ", " · ")
+        parts.append(name if not name.startswith("wait do") else re.sub("^wait [^·]*", "wait … ", name))
+        parts += ["pause"] if phase.pause else []
+    return " │ ".join(parts)

@@ -55,7 +55,7 @@ def prepares_with_optimizer(accelerator: Accelerator) -> bool:
 
 
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
-    """Let ZeRO-3 gather a layer's parameters when the layer begins, not module by module: its halves take turns.
+    """Let ZeRO-3 gather a layer's parameters when the layer begins, not module by module: nano-batches take turns.
 
     Args:
         model: before DeepSpeed gets it.

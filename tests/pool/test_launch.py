@@ -17,8 +17,8 @@ from hf_distca.pool.wire.token import make_token, write_token
 from tests.launch import ROOT, launch
 from tests.pool.servers import wait_until
 from tests.ranks import free_port
+from tests.trainer.launches import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
 from tests.trainer.small_trainers import make_trainer
-from tests.trainer.test_launch import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
 
 
 @pytest.fixture(scope="module")

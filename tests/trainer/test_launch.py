@@ -4,124 +4,27 @@ There is one launch for each way to train in parallel; its processes do all runs
 launch is imports.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
-import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
-from hf_distca.collator.long_documents import fit_documents
-from hf_distca.collator.sampler import GlobalBatchSampler
-from tests.launch import results_of, run_launch
-from tests.models import random_documents, small_model
-from tests.trainer.train_script import make_model
-
-SCRIPT = Path(__file__).parent / "train_script.py"
-LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
-STEPS, ACCUMULATION, TOKENS_PER_RANK, LEARNING_RATE = 20, 2, 96, 1e-3
-FEW_STEPS = 4
-ARGUMENTS = {
-    "max_steps": STEPS,
-    "gradient_accumulation_steps": ACCUMULATION,
-    "tokens_per_rank": TOKENS_PER_RANK,
-    "learning_rate": LEARNING_RATE,
-    "optim": "adamw_torch",
-    "balance_block_size": 8,
-    "dataloader_num_workers": 0,
-    "save_strategy": "no",
-}
-# Older transformers know it by its first name alone.
-CHECKPOINTING = next(
-    name
-    for name in ("activation_checkpointing", "gradient_checkpointing")
-    if name in TrainingArguments.__dataclass_fields__
+from tests.models import small_model
+from tests.trainer.launches import (
+    FEW_STEPS,
+    LAUNCHES,
+    REPLICATED,
+    RUNS,
+    STEPS,
+    Launched,
+    evaluation_loss,
+    reference_run,
 )
-FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True}
-PLAIN = {**FEW, CHECKPOINTING: False}
-FSDP_CHECKPOINTS = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
-LORA = {**FEW, "max_steps": 8, "learning_rate": 3e-2}
-BF16 = {**LORA, "bf16": True}
-WHOLE = {**ARGUMENTS, "eval_on_start": True, "save_strategy": "steps", "save_steps": STEPS // 2}
-
-RUNS: dict[str, dict[str, Any]] = {
-    "whole": {"arguments": WHOLE, "save": True},
-    "resumed": {"arguments": WHOLE, "resume": f"whole/checkpoint-{STEPS // 2}"},
-    "lora": {"arguments": LORA, "lora": True, "save": True},
-    "frozen": {"arguments": FEW, "frozen": ["embed_tokens"]},
-    "lora without checkpoints": {"arguments": PLAIN, "lora": True},
-    "frozen without checkpoints": {"arguments": PLAIN, "frozen": ["embed_tokens"]},
-    "bf16": {"arguments": BF16, "lora": True},
-    "bf16 evaluated": {"arguments": BF16, "lora": True, "calls": ["evaluate", "train", "evaluate"]},
-    "checkpointed by FSDP": {"arguments": PLAIN, "environment": FSDP_CHECKPOINTS, "calls": ["train"]},
-    "computed again": {
-        "arguments": {**PLAIN, "keep_core_attention": False},
-        "environment": FSDP_CHECKPOINTS,
-        "calls": ["train"],
-    },
-    "evaluated": {"arguments": FEW, "calls": ["evaluate", "train", "evaluate"]},
-    "twice": {"arguments": FEW, "calls": ["train", "train", "evaluate"]},
-    "anew": {"arguments": FEW, "calls": ["train", "new trainer", "train", "evaluate"]},
-    "mistral": {"arguments": FEW, "model": {"model_type": "mistral", "sliding_window": 24}},
-    "gemma2": {
-        "arguments": FEW,
-        "model": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 8},
-    },
-    "mixtral": {"arguments": FEW, "model": {"model_type": "mixtral", "num_local_experts": 4}},
-}
-ALL = ["whole", "lora", "bf16", "evaluated", "twice"]
-LAUNCHES = {
-    "ddp": [*ALL, "resumed", "bf16 evaluated", "mistral", "anew"],
-    "fsdp2": [*ALL, "resumed", "frozen", "gemma2", "checkpointed by FSDP", "computed again"],
-    "zero1": ALL,
-    "zero2": [*ALL, "resumed", "mistral"],
-    "zero3": [
-        *ALL,
-        "resumed",
-        "frozen",
-        "mixtral",
-        "anew",
-        "lora without checkpoints",
-        "frozen without checkpoints",
-    ],
-}
-"""The runs of each launch, in their order."""
-
-REPLICATED = ("ddp", "zero1", "zero2")
-"""Strategies under which each rank holds all parameters."""
 
 REFUSES_TO_EVALUATE_FIRST = ("fsdp2", "zero1", "zero2")
-
-
-class Launched:
-    """What became of a launch.
-
-    Attributes:
-        folder: with the files of the launch.
-    """
-
-    def __init__(self, strategy: str, folder: Path) -> None:
-        runs = {name: {"lengths": LENGTHS, **RUNS[name]} for name in LAUNCHES[strategy]}
-        self.folder, self._process = folder, run_launch(strategy, SCRIPT, runs, folder)
-        self._results = results_of(folder)
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        """The result of a run."""
-        assert name in self._results, self._process.stdout[-6000:]
-        return self._results[name]
-
-    def saved(self, name: str) -> Path:
-        """Where a run has saved its model."""
-        return self.folder / name / "saved"
-
-    def check_end(self) -> None:
-        """The launch came to its end without a failure."""
-        assert self._process.returncode == 0, self._process.stdout[-6000:]
 
 
 @pytest.fixture(scope="module")
@@ -134,80 +37,6 @@ def launched(tmp_path_factory) -> Callable[[str], Launched]:
 def expected() -> Callable[[str], dict[str, Any]]:
     """What one process makes of a run."""
     return cache(lambda name: reference_run(RUNS[name]))
-
-
-def reference_losses() -> list[float]:
-    """The losses of the long run in one process."""
-    return reference_run(RUNS["whole"])["losses"]
-
-
-def reference_run(run: dict[str, Any]) -> dict[str, Any]:
-    """Losses and evaluation losses of a run in one process, without hf_distca's trainer and attention.
-
-    The global micro-batches are those of two ranks.
-    """
-    arguments, documents = run["arguments"], random_documents(LENGTHS)
-    model = make_model(run, "eager" if run.get("model", {}).get("model_type") == "gemma2" else "sdpa")
-    # Around each forward: autocast keeps the weights that it has cast until it ends.
-    model.forward = torch.autocast("cpu", torch.bfloat16, enabled=arguments.get("bf16", False))(model.forward)
-    optimizer = new_optimizer(model, arguments)
-    result: dict[str, Any] = {"losses": [], "evaluations": []}
-    for call in run.get("calls", ["train", "evaluate"]):
-        if call == "train":
-            for step in optimizer_steps(documents, arguments["max_steps"]):
-                result["losses"].append(optimizer_step(model, optimizer, step))
-        elif call == "evaluate":
-            result["evaluations"].append(evaluation_loss(model))
-        else:
-            optimizer = new_optimizer(model, arguments)
-    return result
-
-
-def new_optimizer(model: nn.Module, arguments: dict[str, Any]) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=arguments["learning_rate"], weight_decay=0.0)
-
-
-def optimizer_steps(documents: list[Tensor], number: int) -> list[list[Tensor]]:
-    """The documents of each optimizer step from the first epoch on."""
-    excerpts = fit_documents(np.array(list(map(len, documents))), 2 * TOKENS_PER_RANK, "error", "tokens")
-    sampler = GlobalBatchSampler(excerpts, 2 * TOKENS_PER_RANK, seed=42)
-    steps: list[list[Tensor]] = []
-    epoch = 0
-    while len(steps) < number:
-        sampler.set_epoch(epoch)
-        micro_batches = [micro_batch.excerpts["document"] for (micro_batch,) in sampler]
-        for first in range(0, len(micro_batches), ACCUMULATION):
-            indices = np.concatenate(micro_batches[first : first + ACCUMULATION])
-            steps.append([documents[index] for index in indices])
-        epoch += 1
-    return steps[:number]
-
-
-def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, documents: list[Tensor]) -> float:
-    total = 0.0
-    for loss in document_losses(model, documents):
-        loss.backward()
-        total += loss.item()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total
-
-
-@torch.no_grad()
-def evaluation_loss(model: nn.Module) -> float:
-    """The mean loss over all targets of all documents."""
-    return sum(loss.item() for loss in document_losses(model, random_documents(LENGTHS)))
-
-
-def document_losses(model: nn.Module, documents: list[Tensor]) -> Iterator[Tensor]:
-    """Each document's share of the mean over the targets of all."""
-    targets = sum(len(document) - 1 for document in documents)
-    for document in documents:
-        if len(document) > 1:
-            logits = model(input_ids=document[None]).logits[0, :-1].float()
-            yield nn.functional.cross_entropy(logits, document[1:], reduction="sum") / targets
 
 
 def pairs(*names: str) -> list[tuple[str, str]]:

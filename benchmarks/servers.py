@@ -122,8 +122,9 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
 
     def step(way: str) -> dict[str, float]:
         pool.refresh()
-        before, waited = reading(), pool.wait_clock.seconds()
-        kernel = dispatchers["server"].kernel.clock.seconds()
+        recorder = dispatchers["server"].recorder
+        before, waited = reading(), recorder.seconds("wait")
+        kernel = recorder.seconds("kernel")
         begin = time.perf_counter()
         bound = dispatchers[way].bind(plans[way])
         model(**batch, distca_plan=bound).loss.backward()
@@ -133,8 +134,8 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
         return {
             "reading": max(before, reading()),
             "seconds": seconds,
-            "waited": pool.wait_clock.seconds() - waited,
-            "own": dispatchers["server"].kernel.clock.seconds() - kernel,
+            "waited": recorder.seconds("wait") - waited,
+            "own": recorder.seconds("kernel") - kernel,
             "between": seen.between_s,
             "served": sum(served.seconds for served in seen.servers.values()),
             "way": sum(served.way_s for served in seen.servers.values()) if len(lengths) == 1 else 0.0,

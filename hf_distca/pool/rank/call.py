@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch.clock import Clock
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.dispatch.rows import RowIndex, take
 from hf_distca.kernels import AttentionParams
@@ -32,7 +31,6 @@ class PlanAtServers:
         members: who takes part.
         call_ids: ids of calls; the same on every rank.
         stopwatch: told what servers take.
-        wait_clock: counts the time that this rank stands waiting.
     """
 
     def __init__(
@@ -42,14 +40,12 @@ class PlanAtServers:
         members: Members,
         call_ids: Iterator[int],
         stopwatch: Stopwatch,
-        wait_clock: Clock,
     ) -> None:
         self._plan_id = plan_id
         self._servers = servers
         self._members = members
         self._call_ids = call_ids
         self._stopwatch = stopwatch
-        self._wait_clock = wait_clock
 
     def start(
         self,
@@ -79,7 +75,6 @@ class PlanAtServers:
             {asked.server: self._servers[asked.server] for asked in servers},
             self._members,
             self._stopwatch,
-            self._wait_clock,
             q_THD.device,
         )
         for asked in servers:
@@ -98,7 +93,6 @@ class CallAtServers:
         servers: id by server index, of all servers that have tasks of it.
         members: who takes part.
         stopwatch: told what servers take.
-        wait_clock: counts the time that this rank stands waiting.
         device: the rank's.
     """
 
@@ -107,13 +101,11 @@ class CallAtServers:
         servers: dict[int, int],
         members: Members,
         stopwatch: Stopwatch,
-        wait_clock: Clock,
         device: torch.device,
     ) -> None:
         self._servers = servers
         self._members = members
         self._stopwatch = stopwatch
-        self._wait_clock = wait_clock
         self._device = device
         self._alone = stopwatch.under_way == 0
         stopwatch.under_way += 1
@@ -143,16 +135,15 @@ class CallAtServers:
         """See `hf_distca.dispatch.remote.RemoteCall.collect`."""
         watch = self._stopwatch
         watch.observed.calls += 1
-        with self._wait_clock.running(torch.device("cpu")):
-            for server, (reply, _) in self._replies.items():
-                try:
-                    said = reply.wait(self._members.timeout_s)
-                except LinkLost:
-                    continue
-                way_s = reply.arrived - reply.departed - said.seconds if self._alone else None
-                watch.served(self._servers[server], said.pairs, said.seconds, way_s)
-            watch.under_way -= 1
-            lost_ids = self._members.without_lost(list(self._servers.values()))
+        for server, (reply, _) in self._replies.items():
+            try:
+                said = reply.wait(self._members.timeout_s)
+            except LinkLost:
+                continue
+            way_s = reply.arrived - reply.departed - said.seconds if self._alone else None
+            watch.served(self._servers[server], said.pairs, said.seconds, way_s)
+        watch.under_way -= 1
+        lost_ids = self._members.without_lost(list(self._servers.values()))
         lost = frozenset(server for server, id in self._servers.items() if id in lost_ids)
         results = {
             server: {name: rows_N.to(self._device, non_blocking=True) for name, rows_N in columns.items()}

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from hf_distca.dispatch.clock import Clock
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import Workers
@@ -25,7 +25,7 @@ from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.messages.plan import encode_plan
 from hf_distca.pool.rank.call import PlanAtServers
 from hf_distca.pool.rank.members import Members
-from hf_distca.pool.rank.speeds import Speeds, Stopwatch, TimedKernel
+from hf_distca.pool.rank.speeds import Speeds, Stopwatch
 from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.errors import LinkLost
 
@@ -40,22 +40,23 @@ class Pool:
     Args:
         groups: the ranks.
         members: who takes part.
-        kernel: the rank's own kernel.
+        recorder: of this rank's time.
+        own_speed: of this rank's kernel as `measure_speed` gives it, in pairs per second.
         ranks_serve: whether ranks compute core attention too while there are servers.
 
     Attributes:
         stopwatch: what speeds are corrected by.
-        wait_clock: time that this rank stood waiting for servers.
     """
 
-    def __init__(self, groups: Groups, members: Members, kernel: TimedKernel, *, ranks_serve: bool = True) -> None:
+    def __init__(
+        self, groups: Groups, members: Members, recorder: Recorder, own_speed: float, *, ranks_serve: bool = True
+    ) -> None:
         self.members = members
         self.ranks_serve = ranks_serve
-        self.wait_clock = Clock()
         self._groups = groups
         self._plan_ids, self._call_ids = itertools.count(), itertools.count()
-        self._speeds = Speeds(float(np.mean(groups.all_gather(measure_speed(kernel, kernel.device)))))
-        self.stopwatch = Stopwatch(kernel)
+        self._speeds = Speeds(float(np.mean(groups.all_gather(own_speed))))
+        self.stopwatch = Stopwatch(recorder)
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -108,7 +109,7 @@ class Pool:
                 assert link is not None  # nobody is lost between two collectives
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
                     link.send(Kind.PLAN, header, [table.data for table in tables])
-        return plan, PlanAtServers(plan_id, servers, self.members, self._call_ids, self.stopwatch, self.wait_clock)
+        return plan, PlanAtServers(plan_id, servers, self.members, self._call_ids, self.stopwatch)
 
     def close(self) -> None:
         """Let go of all servers, and tell them that training is over."""
@@ -132,9 +133,8 @@ def use_servers(
         ranks_serve: whether ranks compute core attention too while there are servers.
         timeout_s: a server that does not answer for so long is lost.
     """
-    kernel = TimedKernel(dispatcher.kernel, dispatcher.device)
-    dispatcher.kernel = kernel
     members = Members(dispatcher.groups, HostMemory(dispatcher.device), token, directory, timeout_s)
-    pool = Pool(dispatcher.groups, members, kernel, ranks_serve=ranks_serve)
+    own_speed = measure_speed(dispatcher.kernel, dispatcher.device)
+    pool = Pool(dispatcher.groups, members, dispatcher.recorder, own_speed, ranks_serve=ranks_serve)
     dispatcher.remote = pool
     return pool

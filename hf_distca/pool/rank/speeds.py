@@ -4,15 +4,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from hf_distca.dispatch.clock import Clock
-from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
-from hf_distca.planner.cost import Workers, pairs
+from hf_distca.dispatch.recorder import Recorder
+from hf_distca.planner.cost import Workers
 
 SMOOTHING = 0.5
 """Share of a new observation in a speed, a base load or a way."""
@@ -20,51 +14,6 @@ FADING = 0.1
 """Share of a way that is forgotten in a step whose plan gave the server nothing to do: it is tried again some day."""
 DIRECTIONS = 2
 """A measured speed counts a pair once for its forward and backward, an observed one in each of them."""
-
-
-class TimedKernel:
-    """A kernel whose time is counted, to compare the speeds of workers.
-
-    Args:
-        kernel: what computes.
-        device: where.
-
-    Attributes:
-        device: where.
-        clock: time of all calls.
-        pairs: query-key pairs of all calls.
-    """
-
-    def __init__(self, kernel: Kernel, device: torch.device) -> None:
-        self._kernel, self.device = kernel, device
-        self.name = kernel.name
-        self.row_overhead, self.gather_cost = kernel.row_overhead, kernel.gather_cost
-        self.check = kernel.check
-        self.clock = Clock()
-        self.pairs = 0
-
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
-        self.pairs += _pairs_of(*args[-2:])
-        with self.clock.running(self.device):
-            return self._kernel.forward(*args)
-
-    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
-        self.pairs += _pairs_of(*args[-2:])
-        with self.clock.running(self.device):
-            return self._kernel.backward(*args)
-
-
-def _pairs_of(shapes: TaskShapes, params: AttentionParams) -> int:
-    """Query-key pairs of a kernel call."""
-
-    def count() -> int:
-        q_lens, k_lens = np.array(shapes.q_lens, np.int64), np.array(shapes.k_lens, np.int64)
-        each = pairs(k_lens - q_lens, k_lens, params.window) if params.causal else q_lens * k_lens
-        return int(np.sum(each))
-
-    return shapes.once(("pairs", params.window, params.causal), count)
 
 
 @dataclass(order=True)
@@ -107,28 +56,29 @@ class Stopwatch:
     """Collects what a rank sees.
 
     Args:
-        kernel: the rank's own.
+        recorder: tells of this rank's own kernel calls.
 
     Attributes:
         observed: so far.
         under_way: calls to servers that have been started and not collected.
     """
 
-    def __init__(self, kernel: TimedKernel) -> None:
-        self._kernel = kernel
+    def __init__(self, recorder: Recorder) -> None:
+        self._kernels = recorder.listen("kernel")
         self._left_step: float | None = None
         self.under_way = 0
-        self.begin()
+        self.observed = Observed()
 
     def begin(self) -> None:
         """Forget what was seen."""
+        self._kernels.take()
         self.observed = Observed()
-        self._kernel_seconds, self._kernel_pairs = self._kernel.clock.seconds(), self._kernel.pairs
 
     def read(self) -> Observed:
-        """What was seen since `begin`."""
-        self.observed.seconds = self._kernel.clock.seconds() - self._kernel_seconds
-        self.observed.pairs = self._kernel.pairs - self._kernel_pairs
+        """What was seen since `begin`. On CUDA it waits for the kernels to end."""
+        for span in self._kernels.take():
+            self.observed.seconds += span.end - span.begin
+            self.observed.pairs += span.pairs
         return self.observed
 
     @contextmanager

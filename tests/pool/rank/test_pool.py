@@ -7,15 +7,16 @@ import torch
 
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import ServerRows
-from hf_distca.kernels import AttentionParams, get_kernel
+from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.rank.members import Members, News
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.pool.rank.speeds import Observed, Served, TimedKernel
+from hf_distca.pool.rank.speeds import Observed, Served
 from hf_distca.pool.transport.tcp import HostMemory
 from tests.pool.rank.fake_links import FakeDirectory, FakeLink, server_info
 
@@ -33,11 +34,8 @@ def directory():
 def pool(monkeypatch, directory):
     """One rank's, with server 7."""
     monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
-    monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", lambda kernel, device: 50.0)
     groups = Groups(CPU, 60)
-    pool = Pool(
-        groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), TimedKernel(get_kernel("cpu", CPU), CPU)
-    )
+    pool = Pool(groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), Recorder(CPU), 50.0)
     directory.infos = (server_info(7, 4000),)
     pool.refresh()
     return pool
@@ -165,13 +163,12 @@ def test_what_was_seen_is_learned_once(pool):
     assert pool.workers(1).speed == (1.0, 4.0)
 
 
-def test_waiting_for_servers_ends_on_every_rank_when_one_says_so(monkeypatch):
+def test_waiting_for_servers_ends_on_every_rank_when_one_says_so():
     # By this rank's clock there is an hour left, by the other's none.
-    monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", lambda kernel, device: 50.0)
     told = []
     groups = SimpleNamespace(
         rank=1, all_gather=lambda value: [value], any_of=lambda flags: told.append(flags) or [True]
     )
     members = Members(groups, HostMemory(CPU), b"", None, 60.0)
-    Pool(groups, members, TimedKernel(get_kernel("cpu", CPU), CPU)).wait_for(3, 3600)
+    Pool(groups, members, Recorder(CPU), 50.0).wait_for(3, 3600)
     assert told == [[False]]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
-from hf_distca.pool.rank.speeds import Observed, Served, Speeds, Stopwatch, TimedKernel
+from hf_distca.dispatch.recorder import Recorder, Span
+from hf_distca.pool.rank.speeds import Observed, Served, Speeds, Stopwatch
 
 
 @pytest.fixture
@@ -54,41 +54,27 @@ def test_a_server_that_was_far_once_is_tried_again(speeds):
 
 
 def test_a_stopwatch_counts_the_kernel_and_what_lies_between_steps_while_servers_compute(monkeypatch):
-    now, kernel_s = 0.0, 100.0
+    now, recorder = 0.0, Recorder(torch.device("cpu"))
     monkeypatch.setattr("hf_distca.pool.rank.speeds.time", SimpleNamespace(perf_counter=lambda: now))
-    kernel = SimpleNamespace(clock=SimpleNamespace(seconds=lambda: kernel_s), pairs=50)
-    watch = Stopwatch(kernel)
+    watch = Stopwatch(recorder)
     # When a step begins and ends, and the calls to servers that are under way then.
     for begins, ends, under_way in [(1, 2, 0), (5, 6, 0), (7, 9, 1), (13, 14, 2), (20, 30, 1), (40, 41, 0)]:
         now, watch.under_way = begins, under_way
         with watch.step():
             now = ends
-    kernel_s, kernel.pairs = kernel_s + 7.0, 60
-    assert watch.read() == Observed(pairs=10, seconds=7.0, between_s=1 + 4 + 6)
+    recorder.add(Span("kernel", "own", None, 50.0, 57.0, pairs=10))
+    recorder.add(Span("wait", "keys", None, 57.0, 60.0))
+    assert watch.read() == watch.read() == Observed(pairs=10, seconds=7.0, between_s=1 + 4 + 6)
+    recorder.add(Span("kernel", "own", None, 60.0, 61.0, pairs=10))
     watch.begin()
-    kernel_s += 2.0
-    assert watch.read() == Observed(seconds=2.0)
+    recorder.add(Span("kernel", "own", None, 61.0, 63.0, pairs=4))
+    assert watch.read() == Observed(pairs=4, seconds=2.0)
 
 
 def test_a_way_is_never_negative():
     # The clocks of two hosts need not run alike.
-    watch = Stopwatch(SimpleNamespace(clock=SimpleNamespace(seconds=lambda: 0.0), pairs=0))
+    watch = Stopwatch(Recorder(torch.device("cpu")))
     watch.served(7, 10, 1.0, -0.5)
     watch.served(7, 20, 1.0, 2.0)
     watch.served(7, 30, 1.0, None)
     assert watch.read() == Observed(servers={7: Served(pairs=60, seconds=3.0, alone=2, way_s=2.0)})
-
-
-def test_a_timed_kernel_counts_the_pairs_of_what_it_computes():
-    kernel = TimedKernel(get_kernel("cpu", torch.device("cpu")), torch.device("cpu"))
-    # A task of 2 rows that see 1 and 2 keys, and one of 3 that see 2, 3 and 4; 2 of each with a window.
-    shapes = TaskShapes.build([2, 3], [2, 4], "cpu")
-    q_QHD, k_KGD = torch.zeros(5, 2, 8), torch.zeros(6, 1, 8)
-    kernel.forward(q_QHD, k_KGD, k_KGD, shapes, AttentionParams(scale=0.5))
-    assert kernel.pairs == 3 + 9
-    kernel.forward(q_QHD, k_KGD, k_KGD, shapes, AttentionParams(scale=0.5, window=2))
-    assert kernel.pairs == 12 + 3 + 6
-    o_QHD, lse_QH = kernel.forward(q_QHD, k_KGD, k_KGD, shapes, AttentionParams(scale=0.5, causal=False))
-    assert kernel.pairs == 21 + 4 + 12
-    kernel.backward(o_QHD, q_QHD, k_KGD, k_KGD, o_QHD, lse_QH, shapes, AttentionParams(scale=0.5))
-    assert kernel.pairs == 37 + 12

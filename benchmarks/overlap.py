@@ -51,7 +51,8 @@ from harness.models import documents_of, llama, rows_of_rank, settings_of
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hf_distca import Dispatcher
-from hf_distca.dispatch.exchange import Exchange, PendingRows
+from hf_distca.dispatch.exchange import Exchange, Message, PendingRows
+from hf_distca.dispatch.recorder import Recorder
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 
@@ -79,9 +80,26 @@ class WaitingExchange(Exchange):
         super().__init__(dispatcher.groups)
         self._recorder = dispatcher.recorder
 
-    def start(self, *args: Any, **kwargs: Any) -> PendingRows:
-        """Start an exchange and wait for it."""
-        pending = super().start(*args, **kwargs)
+    def open(self, *args: Any, **kwargs: Any) -> "WaitingMessage":
+        """A message that is waited for when it is sent; all are sent so, those that `start` fills too."""
+        return WaitingMessage(super().open(*args, **kwargs), self._recorder)
+
+
+class WaitingMessage:
+    """A message whose rows have arrived when `send` returns.
+
+    Args:
+        message: of an Exchange.
+        recorder: told of the wait.
+    """
+
+    def __init__(self, message: Message, recorder: Recorder) -> None:
+        self.columns = message.columns
+        self._message, self._recorder = message, recorder
+
+    def send(self) -> PendingRows:
+        """Send it and wait."""
+        pending = self._message.send()
         with self._recorder.span("wait", "at once"):
             pending.wait()
         return pending

@@ -188,8 +188,10 @@ def summary(results: list[Result]) -> dict[str, Any]:
     many = [result for result in results if result.ranks == max(RANKS)]
     return {
         "plans": len(results),
-        "max_over_mean_worst": max(result.metrics.max_over_mean for result in results),
-        "their_max_over_mean_worst": max(result.theirs.max_over_mean for result in results),
+        "percent_above_mean_worst": 100 * max(result.metrics.max_over_mean - 1 for result in results),
+        "percent_above_mean": spread([100 * (result.metrics.max_over_mean - 1) for result in results]),
+        "their_percent_above_mean_worst": 100 * max(result.theirs.max_over_mean - 1 for result in results),
+        "their_percent_above_mean": spread([100 * (result.theirs.max_over_mean - 1) for result in results]),
         "tokens_max_over_mean_worst": max(result.metrics.tokens_max_over_mean for result in results),
         "bytes_total_ratio": spread(total),
         "bytes_total_ratio_worst": max(total),
@@ -211,8 +213,8 @@ def line(name: str, results: list[Result]) -> list[str]:
     return [
         name,
         str(len(results)),
-        f"{figures['max_over_mean_worst']:.4f}",
-        f"{figures['their_max_over_mean_worst']:.4f}",
+        f"{1 + figures['percent_above_mean_worst'] / 100:.4f}",
+        f"{1 + figures['their_percent_above_mean_worst'] / 100:.4f}",
         f"{figures['bytes_total_ratio'].median:.3f}",
         f"{figures['bytes_total_ratio_worst']:.3f}",
         f"{figures['bytes_bottleneck_ratio'].median:.3f}",

@@ -10,7 +10,7 @@ query heads, G key/value heads, D head dim of queries and keys, E head dim of va
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, BoundPlan, BoundRoutes
 from hf_distca.dispatch.exchange import Column, PendingRows
-from hf_distca.dispatch.recorder import Kind, Work
+from hf_distca.dispatch.recorder import NOT_MEASURED, Kind, Work
 from hf_distca.dispatch.remote import RemoteCall, ServerRows
 from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
 from hf_distca.dispatch.schedule import Kept, KernelCall, Phase, Place, Schedule, Tasks, Transfer
@@ -86,21 +86,35 @@ class Pass(ABC):
     def __init__(self, attention: CoreAttention, direction: Direction, schedule: Schedule, local: Columns) -> None:
         self.attention, self.routes = attention, attention.routes
         self.columns: dict[Place, Columns] = {"local": local, "received": {}}
+        self._recorder = attention.bound.recorder
         self._work = Work(attention.layer, attention.nano.index, direction)
         self._left = deque(schedule)
-        self._under_way: dict[Transfer, PendingRows] = {}
+        self._under_way: dict[Hashable, PendingRows] = {}
         self._at_servers: RemoteCall | None = None
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
-        with _without_autocast(self.attention.bound.device.type):
-            while self._left:
-                phase = self._left.popleft()
-                remote = self.attention.bound.remote
-                with self._recorded("phase", phase.name), nullcontext() if remote is None else remote.step():
+        device_type = self.attention.bound.device.type
+        if not torch.is_autocast_enabled(device_type):
+            self._go_on()
+            return
+        # Numbers are computed in the dtype in which they come. Autocast is the thread's: it is left at each pause,
+        # since the other nano-batch would run without it.
+        with torch.autocast(device_type, enabled=False):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        remote = self.attention.bound.remote
+        measured = self._recorder.measures("phase") or remote is not None
+        while self._left:
+            phase = self._left.popleft()
+            if measured:  # contexts that do nothing would cost some microseconds a layer
+                with self._recorded("phase", phase.name), NOT_MEASURED if remote is None else remote.step():
                     self._run(phase)
-                if phase.pause:
-                    return
+            else:
+                self._run(phase)
+            if phase.pause:
+                return
 
     def run_through(self) -> None:
         """Run all phases, with no other nano-batch in between."""
@@ -124,12 +138,13 @@ class Pass(ABC):
             nano_batch, servers, params = self.attention.nano.index, self.routes.servers, self.attention.params
             self._at_servers = bound.remote.start(self._work.direction, nano_batch, servers, params, columns)
         elif transfer.back:
-            self._under_way[transfer] = self._send_back(transfer)
+            role = self._role(transfer)
+            self._under_way[role] = self._send_back(transfer, role)
         else:
             messages = self.routes.messages[transfer.rows]
             columns_T = [local[name] for name in transfer.columns]
             role = self._role(transfer)
-            self._under_way[transfer] = bound.exchange.start(columns_T, messages.traffic, role, messages.rows)
+            self._under_way[role] = bound.exchange.start(columns_T, messages.traffic, role, messages.rows)
 
     def _receive(self, transfer: Transfer) -> None:
         """Wait for a transfer, and take its rows in."""
@@ -140,9 +155,8 @@ class Pass(ABC):
             self._at_servers = None
             self._add_from_servers(results, lost)
             return
-        pending = self._under_way.pop(transfer)
-        recorded = self._recorded("wait", transfer.name) if pending.under_way else nullcontext()
-        with recorded:
+        pending = self._under_way.pop(self._role(transfer))
+        with self._recorded("wait", transfer.name) if pending.under_way else NOT_MEASURED:
             columns = dict(zip(transfer.columns, pending.wait(), strict=True))
         if transfer.back:
             self._add_from_ranks(transfer, columns)
@@ -150,20 +164,21 @@ class Pass(ABC):
             self.columns["received"].update(columns)
 
     def _role(self, transfer: Transfer) -> Hashable:
+        """What sets an exchange apart from others that are under way or in use at once."""
         return transfer.rows, transfer.back, transfer.stage, self.attention.nano.index, self.attention.repairs
 
     def _params(self, call: KernelCall) -> AttentionParams:
         return self.attention.params if call.causal else replace(self.attention.params, causal=False)
 
     def _recorded(self, kind: Kind, part: str, pairs: int = 0) -> AbstractContextManager[None]:
-        return self.attention.bound.recorder.span(kind, part, self._work, pairs)
+        return self._recorder.span(kind, part, self._work, pairs)
 
     @abstractmethod
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
         """Make a kernel call; results go to where its rows are."""
 
     @abstractmethod
-    def _send_back(self, transfer: Transfer) -> PendingRows:
+    def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
         """Start the way back of what was computed for other ranks."""
 
     @abstractmethod
@@ -173,16 +188,6 @@ class Pass(ABC):
     @abstractmethod
     def _add_from_servers(self, results: Mapping[int, Mapping[str, Tensor]], lost: frozenset[int]) -> None:
         """Take in what servers computed for this rank, and compute with the other ranks what lost servers did not."""
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """Numbers are computed in the dtype in which they come.
-
-    Autocast is the thread's: it is left at each pause, since the other nano-batch would run without it.
-    """
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 class Forward(Pass):
@@ -237,9 +242,9 @@ class Forward(Pass):
         else:
             _put(self._results_at(call.queries), group.q_rows, part)
 
-    def _send_back(self, transfer: Transfer) -> PendingRows:
+    def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
         way_back = self.routes.messages[transfer.rows].way_back
-        return self.attention.bound.exchange.start(self._results_at("received"), way_back, self._role(transfer))
+        return self.attention.bound.exchange.start(self._results_at("received"), way_back, role)
 
     def _add_from_ranks(self, transfer: Transfer, columns: Columns) -> None:
         _put(self.results(), self.routes.messages[transfer.rows].rows, (columns["o"], columns["lse"]))
@@ -292,7 +297,6 @@ class Backward(Pass):
         local = {"do": do_THE, "q": q_THD, "k": k_TGD, "v": v_TGE, "o": o_THE, "lse": lse_TH}
         super().__init__(attention, "backward", attention.routes.backward[attention.kept], local)
         self._of_tasks: dict[Tasks, Columns] = {}
-        self._of_none = {f"d{name}": local[name].new_empty((0, *local[name].shape[1:])) for name in ("q", "k", "v")}
         self._from_ranks: Columns = {}
         self._from_servers: list[Columns] = []
         self._repaired: tuple[Tensor, ...] | None = None
@@ -305,6 +309,8 @@ class Backward(Pass):
         """See `Pass.go_on`."""
         super().go_on()
         if not any(phase.run or phase.send for phase in self._left) and not self.routes.servers:
+            for tasks in (*self.routes.own_in_backward, "prefix"):
+                self._of(tasks)
             self.columns.clear()  # the memory goes back while the last rows travel
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,7 +325,11 @@ class Backward(Pass):
         return dq_THD, dk_TGD, dv_TGE
 
     def _of(self, tasks: Tasks) -> Columns:
-        return self._of_tasks.get(tasks, self._of_none)
+        """The gradients of a kernel call; of no rows where the rank has no such tasks."""
+        if tasks not in self._of_tasks:
+            local = self.columns["local"]
+            self._of_tasks[tasks] = {f"d{x}": local[x].new_empty((0, *local[x].shape[1:])) for x in ("q", "k", "v")}
+        return self._of_tasks[tasks]
 
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
         queries, keys = self.columns[call.queries], self.columns[call.keys]
@@ -331,9 +341,8 @@ class Backward(Pass):
             )
         self._of_tasks[call.tasks] = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
-    def _send_back(self, transfer: Transfer) -> PendingRows:
+    def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
         exchange, way_back = self.attention.bound.exchange, self.routes.messages[transfer.rows].way_back
-        role = self._role(transfer)
         if transfer.rows == "queries":
             return exchange.start([self._of("visiting")[name] for name in transfer.columns], way_back, role)
         received = self.columns["received"]

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,6 +21,8 @@ KINDS: tuple[Kind, ...] = ("phase", "kernel", "wait", "server")
 
 ALWAYS: frozenset[Kind] = frozenset({"wait"})
 """Added up even if nobody listens: training logs how long ranks wait."""
+
+NOT_MEASURED = nullcontext()
 
 
 class Work(NamedTuple):
@@ -38,8 +39,7 @@ class Work(NamedTuple):
     direction: Direction
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A stretch of time.
 
     Attributes:
@@ -121,10 +121,14 @@ class Recorder:
         self._recordings.remove(recording)
         self._kinds = ALWAYS.union(*(other.kinds for other in self._recordings))
 
+    def measures(self, kind: Kind) -> bool:
+        """Whether anybody wants to know of this kind."""
+        return kind in self._kinds
+
     def span(self, kind: Kind, part: str, work: Work | None = None, pairs: int = 0) -> AbstractContextManager[None]:
         """Measure what is done inside, if anybody wants to know; the arguments are those of a Span."""
         if kind not in self._kinds:
-            return nullcontext()
+            return NOT_MEASURED
         measured = self._on_cuda if self._device.type == "cuda" else self._here
         return measured(kind, part, work, pairs)
 
@@ -154,7 +158,11 @@ class Recorder:
     def _here(self, kind: Kind, part: str, work: Work | None, pairs: int) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self.add(Span(kind, part, work, begin, time.perf_counter(), pairs))
+        end = time.perf_counter()
+        if self._recordings:
+            self.add(Span(kind, part, work, begin, end, pairs))
+        else:
+            self._seconds[kind] += end - begin
 
     @contextmanager
     def _on_cuda(self, kind: Kind, part: str, work: Work | None, pairs: int) -> Iterator[None]:

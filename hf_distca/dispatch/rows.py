@@ -3,8 +3,6 @@
 Shape suffixes: N rows; what follows a row's N is free.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -77,13 +75,13 @@ def merge_rows(o_THE: Tensor, lse_TH: Tensor, index: RowIndex, o_part_QHE: Tenso
         merge_into(o_THE[run], lse_TH[run], o_part, lse_part)
 
 
-def run_by_run(index: slice | tuple[slice, ...], rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def run_by_run(index: slice | tuple[slice, ...], rows: Tensor) -> list[tuple[slice, Tensor]]:
     """Each run with its share of the rows."""
     if isinstance(index, slice):
-        yield index, rows
-        return
-    position = 0
+        return [(index, rows)]
+    runs, position = [], 0
     for run in index:
         length = run.stop - run.start
-        yield run, rows[position : position + length]
+        runs.append((run, rows[position : position + length]))
         position += length
+    return runs

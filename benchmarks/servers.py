@@ -44,6 +44,7 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch
 from hf_distca.planner.micro_batch import plan_placed
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
+from hf_distca.pool.rank.speeds import OBSERVED, observe
 from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.wire import make_token
 
@@ -114,6 +115,8 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     batch = {"input_ids": tokens, "position_ids": positions, "labels": tokens, "shift_labels": tokens}
     calm = Probe()
+    recorder = dispatchers["server"].recorder
+    recording = recorder.listen(*OBSERVED)
 
     def reading() -> float:
         ours.send(True)
@@ -122,7 +125,7 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
 
     def step(way: str) -> dict[str, float]:
         pool.refresh()
-        recorder = dispatchers["server"].recorder
+        recording.take()
         before, waited = reading(), recorder.seconds("wait")
         kernel = recorder.seconds("kernel")
         begin = time.perf_counter()
@@ -130,7 +133,7 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
         model(**batch, distca_plan=bound).loss.backward()
         seconds = time.perf_counter() - begin
         model.zero_grad()
-        seen = pool.stopwatch.read()
+        seen = observe(recording.take())
         return {
             "reading": max(before, reading()),
             "seconds": seconds,

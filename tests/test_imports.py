@@ -22,7 +22,7 @@ ALLOWED = {
     "collator": PLANNER,
     "dispatch": PLANNER | {"kernels"},
     "dispatch.schedule": {"plan"},
-    "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.rows"},
+    "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
     "patches": DISPATCH | {"config"},
     "pool": DISPATCH | {"pool.wire", "pool.messages", "pool.transport", "pool.rank"},
     "pool.wire": set(),

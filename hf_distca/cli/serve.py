@@ -67,7 +67,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--device", default="cpu", help="cpu, or a GPU such as cuda:0 (default: cpu)")
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
     add("--port", type=_port, default=0, help="port to listen on (default: 0, any that is free)")
-    add("--kernel", default="auto", help="what computes core attention (default: auto, the fastest that can do it)")
+    add(
+        "--attention-kernel",
+        default="auto",
+        metavar="NAME",
+        help="what computes core attention (default: auto, the fastest that can do it)",
+    )
     add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
         "--wait",
@@ -95,13 +100,13 @@ def run(options: argparse.Namespace) -> None:
     try:
         token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
         device = _device(options.device)
-        kernel = get_kernel(options.kernel, device)
+        kernel = get_kernel(options.attention_kernel, device)
     except (TokenError, ValueError, ImportError) as error:
         raise InputError(str(error)) from error
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     # What ranks need is known when they call: "auto" may be another kernel then.
-    choose = (lambda need: get_kernel("auto", device, [need])) if options.kernel == "auto" else None
+    choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
     try:
         server = AttentionServer(token, device, kernel, choose=choose, host=options.bind, port=options.port)
     except OSError as error:

@@ -104,12 +104,11 @@ class Pass(ABC):
             self._go_on()
 
     def _go_on(self) -> None:
-        remote = self.attention.bound.remote
-        measured = self._recorder.measures("phase") or remote is not None
+        measured = self._recorder.measures("phase")
         while self._left:
             phase = self._left.popleft()
             if measured:  # contexts that do nothing would cost some microseconds a layer
-                with self._recorded("phase", phase.name), NOT_MEASURED if remote is None else remote.step():
+                with self._recorded("phase", phase.name):
                     self._run(phase)
             else:
                 self._run(phase)
@@ -135,8 +134,7 @@ class Pass(ABC):
         if transfer.rows == "servers":
             assert bound.remote is not None  # who plans for servers reaches them
             columns = {name: local[name] for name in transfer.columns}
-            nano_batch, servers, params = self.attention.nano.index, self.routes.servers, self.attention.params
-            self._at_servers = bound.remote.start(self._work.direction, nano_batch, servers, params, columns)
+            self._at_servers = bound.remote.start(self._work, self.routes.servers, self.attention.params, columns)
         elif transfer.back:
             role = self._role(transfer)
             self._under_way[role] = self._send_back(transfer, role)

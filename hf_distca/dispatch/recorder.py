@@ -14,10 +14,12 @@ import torch
 
 from hf_distca.plan import Direction
 
-Kind = Literal["phase", "kernel", "wait", "server"]
-"""A phase of a schedule; a kernel call or a wait for an exchange, which lie within phases; a server's kernel call."""
+Kind = Literal["phase", "kernel", "wait", "call", "server"]
+"""A phase of a schedule; a kernel call or a wait for an exchange, which lie within phases; a call to a server, from
+the departure of its rows to the arrival of the results, by the host's clock; what the server took of that to compute,
+added right after the call. Its place within the call is not known: it is put at the end."""
 
-KINDS: tuple[Kind, ...] = ("phase", "kernel", "wait", "server")
+KINDS: tuple[Kind, ...] = ("phase", "kernel", "wait", "call", "server")
 
 ALWAYS: frozenset[Kind] = frozenset({"wait"})
 """Added up even if nobody listens: training logs how long ranks wait."""
@@ -44,11 +46,11 @@ class Span(NamedTuple):
 
     Attributes:
         kind: what went on.
-        part: which phase, exchange, group of tasks or server.
+        part: which phase, exchange, group of tasks or server (its id).
         work: for which core attention; None outside of any.
         begin: when it began, in seconds on the device's clock, which starts anywhere.
         end: when it ended.
-        pairs: query-key pairs that a kernel call computed.
+        pairs: query-key pairs that a kernel call, here or at a server, computed.
     """
 
     kind: Kind
@@ -65,12 +67,13 @@ class Recording:
     Args:
         recorder: whose spans.
         kinds: those to keep.
+        most: how many to keep at once, the latest ones; None for all.
     """
 
-    def __init__(self, recorder: "Recorder", kinds: frozenset[Kind]) -> None:
+    def __init__(self, recorder: "Recorder", kinds: frozenset[Kind], most: int | None = None) -> None:
         self.kinds = kinds
         self._recorder = recorder
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=most)
 
     def keep(self, span: Span) -> None:
         """Take in a span, if it is of a kind that was asked for."""
@@ -80,7 +83,8 @@ class Recording:
     def take(self) -> list[Span]:
         """The spans since the last call, in the order in which they ended. On CUDA it waits for them to end."""
         self._recorder.finish()
-        spans, self._spans = self._spans, []
+        spans = list(self._spans)
+        self._spans.clear()
         return spans
 
     def stop(self) -> None:
@@ -109,9 +113,9 @@ class Recorder:
         self._anchor: torch.cuda.Event | None = None
         self._anchor_s = 0.0  # when the anchor was passed, on the device's clock
 
-    def listen(self, *kinds: Kind) -> Recording:
-        """Keep spans of these kinds from now on; of all kinds if none is named."""
-        recording = Recording(self, frozenset(kinds or KINDS))
+    def listen(self, *kinds: Kind, most: int | None = None) -> Recording:
+        """Keep spans of these kinds from now on, of all kinds if none is named; `most` of them, the latest."""
+        recording = Recording(self, frozenset(kinds or KINDS), most)
         self._recordings.append(recording)
         self._kinds |= recording.kinds
         return recording

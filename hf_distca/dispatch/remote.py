@@ -4,7 +4,6 @@ Shape suffixes: N rows; what follows a row's N is free.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.recorder import Work
 from hf_distca.dispatch.rows import row_index
 from hf_distca.kernels import AttentionParams
-from hf_distca.plan import Direction, MicroBatchPlan
+from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.planner.routes import Messages, Routes
 
@@ -60,8 +60,7 @@ class RemotePlan(Protocol):
 
     def start(
         self,
-        direction: Direction,
-        nano_batch: int,
+        work: Work,
         servers: Sequence[ServerRows],
         params: AttentionParams,
         rows: Mapping[str, Tensor],
@@ -69,15 +68,11 @@ class RemotePlan(Protocol):
         """Send servers this rank's rows of one core attention.
 
         Args:
-            direction: of the attention.
-            nano_batch: index of the nano-batch.
+            work: which core attention.
             servers: every server that has tasks, with the rows that it needs; on every rank the same servers.
             params: scale, window and softcap of the layer.
             rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward do, o and lse too.
         """
-
-    def step(self) -> AbstractContextManager[None]:
-        """Around each step of an attention, so that the time between steps is known."""
 
 
 class RemoteWorkers(Protocol):

@@ -33,6 +33,9 @@ Tasks = Literal["own", "own 1/2", "own 2/2", "prefix", "visiting"]
 """Tasks of one kernel call, see `hf_distca.planner.routes.Routes`. Where own tasks alone have to hide the exchanges
 before and after, the backward computes them in two halves of about equal pairs."""
 
+TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
+"""In the names of transfers, and of phases that begin and end a call to servers."""
+
 Kept = Literal["nothing", "received", "results"]
 """What the forward leaves to the backward of the rows that it received: nothing, so that they are sent again; Q, K and
 V; or O and LSE too."""
@@ -73,7 +76,7 @@ class Transfer:
     @cached_property
     def name(self) -> str:
         """For people: what travels, and where servers are at the other end, which way."""
-        at_servers = (" from servers" if self.back else " to servers") if self.rows == "servers" else ""
+        at_servers = (FROM_SERVERS if self.back else TO_SERVERS) if self.rows == "servers" else ""
         return " ".join(self.columns) + at_servers
 
 

@@ -145,3 +145,14 @@ def test_what_fails_inside_is_not_measured(stream):
     with pytest.raises(ValueError, match="no"), recorder.span("wait", "q"):
         raise ValueError("no")
     assert recorder.seconds("wait") == 0
+
+
+def test_of_many_spans_the_latest_are_kept_until_they_are_taken():
+    recorder = Recorder(CPU)
+    recording = recorder.listen("call", most=2)
+    spans = [Span("call", "3", WORK, float(begin), begin + 1.0) for begin in range(3)]
+    for span in spans:
+        recorder.add(span)
+    assert recording.take() == spans[1:]
+    recorder.add(spans[0])
+    assert recording.take() == spans[:1]

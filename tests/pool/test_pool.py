@@ -10,7 +10,7 @@ from hf_distca.planner.cost import Workers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
-from hf_distca.pool.rank.speeds import Observed
+from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
 from hf_distca.pool.wire.errors import LinkLost
 from tests.dispatch.test_equality import planned_step
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
@@ -54,6 +54,7 @@ def pooled_steps(
     if settings.ping_pong:
         plan_layers(model)
     results, members = [], []
+    recording = dispatcher.recorder.listen(*OBSERVED)
     for step in range(steps):
         # Measured speeds and ways may leave a server without tasks.
         if step == options.get("measured", 0):
@@ -66,7 +67,7 @@ def pooled_steps(
         model.zero_grad()
         loss = planned_step(model, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        results.append((loss, grads, pool.stopwatch.read()))
+        results.append((loss, grads, observe(recording.take())))
         if dist.get_rank() == 1 and step == 0 and options.get("cut") == "between steps":
             for server in pool.servers:
                 pool.members.link(server).fail("cut")
@@ -127,7 +128,7 @@ def assert_equal_to_single_process(rank_pools, ranks, port, servers, steps, **op
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["one", "ping-pong"])
 @pytest.mark.parametrize("ranks_serve", [True, False], ids=["serving", "not-serving"])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_two_trainers(rank_pools, start_servers, servers, ranks_serve, ping_pong):
+def test_two_ranks(rank_pools, start_servers, servers, ranks_serve, ping_pong):
     port = free_port()
     started = start_servers(port, *[None] * servers)
     options = {"ranks_serve": ranks_serve, "ping_pong": ping_pong, "measured": 1}

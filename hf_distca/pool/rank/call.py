@@ -5,20 +5,18 @@ rows; what follows a row's N is free.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from hf_distca.dispatch.recorder import Recorder, Span, Work
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.dispatch.rows import RowIndex, take
 from hf_distca.kernels import AttentionParams
-from hf_distca.plan import Direction
 from hf_distca.pool.messages.call import Call
 from hf_distca.pool.messages.tensor_spec import TensorSpec
 from hf_distca.pool.rank.link import PendingReply
 from hf_distca.pool.rank.members import Members
-from hf_distca.pool.rank.speeds import Stopwatch
 from hf_distca.pool.wire.errors import LinkLost
 
 
@@ -30,7 +28,7 @@ class PlanAtServers:
         servers: ids of the plan's servers.
         members: who takes part.
         call_ids: ids of calls; the same on every rank.
-        stopwatch: told what servers take.
+        recorder: told what calls take, and servers to compute them.
     """
 
     def __init__(
@@ -39,18 +37,17 @@ class PlanAtServers:
         servers: tuple[int, ...],
         members: Members,
         call_ids: Iterator[int],
-        stopwatch: Stopwatch,
+        recorder: Recorder,
     ) -> None:
         self._plan_id = plan_id
         self._servers = servers
         self._members = members
         self._call_ids = call_ids
-        self._stopwatch = stopwatch
+        self._recorder = recorder
 
     def start(
         self,
-        direction: Direction,
-        nano_batch: int,
+        work: Work,
         servers: Sequence[ServerRows],
         params: AttentionParams,
         rows: Mapping[str, Tensor],
@@ -60,9 +57,9 @@ class PlanAtServers:
         call = Call(
             plan_id=self._plan_id,
             call_id=next(self._call_ids),
-            nano_batch=nano_batch,
+            nano_batch=work.nano_batch,
             window=params.window,
-            direction=direction,
+            direction=work.direction,
             scale=params.scale,
             softcap=params.softcap,
             q_heads=q_THD.shape[1],
@@ -74,16 +71,13 @@ class PlanAtServers:
         under_way = CallAtServers(
             {asked.server: self._servers[asked.server] for asked in servers},
             self._members,
-            self._stopwatch,
+            self._recorder,
+            work,
             q_THD.device,
         )
         for asked in servers:
             under_way.ask(asked, call, rows)
         return under_way
-
-    def step(self) -> AbstractContextManager[None]:
-        """See `hf_distca.dispatch.remote.RemotePlan.step`."""
-        return self._stopwatch.step()
 
 
 class CallAtServers:
@@ -92,7 +86,8 @@ class CallAtServers:
     Args:
         servers: id by server index, of all servers that have tasks of it.
         members: who takes part.
-        stopwatch: told what servers take.
+        recorder: told what calls take, and servers to compute them.
+        work: which core attention.
         device: the rank's.
     """
 
@@ -100,15 +95,15 @@ class CallAtServers:
         self,
         servers: dict[int, int],
         members: Members,
-        stopwatch: Stopwatch,
+        recorder: Recorder,
+        work: Work,
         device: torch.device,
     ) -> None:
         self._servers = servers
         self._members = members
-        self._stopwatch = stopwatch
+        self._recorder = recorder
+        self._work = work
         self._device = device
-        self._alone = stopwatch.under_way == 0
-        stopwatch.under_way += 1
         self._replies: dict[int, tuple[PendingReply, dict[str, Tensor]]] = {}  # by server index
 
     def ask(self, asked: ServerRows, call: Call, rows: Mapping[str, Tensor]) -> None:
@@ -133,16 +128,15 @@ class CallAtServers:
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
         """See `hf_distca.dispatch.remote.RemoteCall.collect`."""
-        watch = self._stopwatch
-        watch.observed.calls += 1
         for server, (reply, _) in self._replies.items():
             try:
                 said = reply.wait(self._members.timeout_s)
             except LinkLost:
                 continue
-            way_s = reply.arrived - reply.departed - said.seconds if self._alone else None
-            watch.served(self._servers[server], said.pairs, said.seconds, way_s)
-        watch.under_way -= 1
+            name = str(self._servers[server])
+            self._recorder.add(Span("call", name, self._work, reply.departed, reply.arrived))
+            begin = reply.arrived - said.seconds
+            self._recorder.add(Span("server", name, self._work, begin, reply.arrived, said.pairs))
         lost_ids = self._members.without_lost(list(self._servers.values()))
         lost = frozenset(server for server, id in self._servers.items() if id in lost_ids)
         results = {

@@ -25,11 +25,13 @@ from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.messages.plan import encode_plan
 from hf_distca.pool.rank.call import PlanAtServers
 from hf_distca.pool.rank.members import Members
-from hf_distca.pool.rank.speeds import Speeds, Stopwatch
+from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
 from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.errors import LinkLost
 
 POLL_S = 0.2
+SPANS = 1 << 16
+"""Kept until speeds are corrected, at most: a long evaluation goes by without that."""
 
 
 class Pool:
@@ -43,9 +45,6 @@ class Pool:
         recorder: of this rank's time.
         own_speed: of this rank's kernel as `measure_speed` gives it, in pairs per second.
         ranks_serve: whether ranks compute core attention too while there are servers.
-
-    Attributes:
-        stopwatch: what speeds are corrected by.
     """
 
     def __init__(
@@ -56,7 +55,8 @@ class Pool:
         self._groups = groups
         self._plan_ids, self._call_ids = itertools.count(), itertools.count()
         self._speeds = Speeds(float(np.mean(groups.all_gather(own_speed))))
-        self.stopwatch = Stopwatch(recorder)
+        self._recorder = recorder
+        self._recording = recorder.listen(*OBSERVED, most=SPANS)
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -65,9 +65,8 @@ class Pool:
 
     def refresh(self) -> None:
         """Let servers that have joined take part from now on, without those that left. A collective."""
-        told = self._groups.all_gather((self.members.news(), self.stopwatch.read()))
+        told = self._groups.all_gather((self.members.news(), observe(self._recording.take())))
         self._speeds.learn([observed for _, observed in told])
-        self.stopwatch.begin()
         for info in self.members.update([news for news, _ in told]):
             speed = self._speeds.joined(info.id, info.pairs_per_second)
             self.members.tell(f"attention server {self.members.name(info.id)} takes part: speed {speed:.2f}")
@@ -109,10 +108,11 @@ class Pool:
                 assert link is not None  # nobody is lost between two collectives
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
                     link.send(Kind.PLAN, header, [table.data for table in tables])
-        return plan, PlanAtServers(plan_id, servers, self.members, self._call_ids, self.stopwatch)
+        return plan, PlanAtServers(plan_id, servers, self.members, self._call_ids, self._recorder)
 
     def close(self) -> None:
         """Let go of all servers, and tell them that training is over."""
+        self._recording.stop()
         self.members.close()
 
 

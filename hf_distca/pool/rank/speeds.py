@@ -1,11 +1,10 @@
 """How fast ranks and dedicated servers are: measured at joining, corrected by what the steps show."""
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_distca.dispatch.recorder import Recorder
+from hf_distca.dispatch.recorder import Kind, Span, Work
+from hf_distca.dispatch.schedule import FROM_SERVERS, TO_SERVERS
 from hf_distca.planner.cost import Workers
 
 SMOOTHING = 0.5
@@ -23,7 +22,7 @@ class Served:
     Attributes:
         pairs: query-key pairs of their tasks.
         seconds: time of the server's kernel.
-        alone: calls that came while the rank had no other call under way.
+        alone: calls of core attentions whose calls never began while the rank had another one under way.
         way_s: of these, the time from the call to its results without the kernel's: rows on their way there and back.
     """
 
@@ -52,59 +51,59 @@ class Observed:
     servers: dict[int, Served] = field(default_factory=dict)
 
 
-class Stopwatch:
-    """Collects what a rank sees.
+OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "server")
+"""Spans that `observe` reads."""
+
+
+def observe(spans: Sequence[Span]) -> Observed:
+    """What spans of one rank, in the order in which they were recorded, say of the time that attention takes.
+
+    Calls are on the host's clock and phases on the device's: they are told apart by what they were for.
 
     Args:
-        recorder: tells of this rank's own kernel calls.
-
-    Attributes:
-        observed: so far.
-        under_way: calls to servers that have been started and not collected.
+        spans: of the kinds of `OBSERVED`, since the speeds were last corrected.
     """
+    phases = sorted((span for span in spans if span.kind == "phase"), key=lambda span: span.begin)
+    observed, shared = _observe_phases(phases)
+    calls: dict[str, Span] = {}  # the latest by server
+    for span in spans:
+        if span.kind == "kernel":
+            observed.pairs += span.pairs
+            observed.seconds += span.end - span.begin
+        elif span.kind == "call":
+            calls[span.part] = span
+        elif span.kind == "server":
+            served = observed.servers.setdefault(int(span.part), Served())
+            served.pairs += span.pairs
+            served.seconds += span.end - span.begin
+            call = calls.pop(span.part, None)
+            if call is not None and span.work not in shared:
+                served.alone += 1
+                # The clocks of two hosts need not run alike.
+                served.way_s += max((call.end - call.begin) - (span.end - span.begin), 0.0)
+    return observed
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._kernels = recorder.listen("kernel")
-        self._left_step: float | None = None
-        self.under_way = 0
-        self.observed = Observed()
 
-    def begin(self) -> None:
-        """Forget what was seen."""
-        self._kernels.take()
-        self.observed = Observed()
+def _observe_phases(phases: Sequence[Span]) -> tuple[Observed, set[Work | None]]:
+    """Calls, time between phases while calls are under way, and the core attentions whose calls were not alone.
 
-    def read(self) -> Observed:
-        """What was seen since `begin`. On CUDA it waits for the kernels to end."""
-        for span in self._kernels.take():
-            self.observed.seconds += span.end - span.begin
-            self.observed.pairs += span.pairs
-        return self.observed
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around each step of an attention: what lies between steps is the rank's other work."""
-        now = time.perf_counter()
-        if self.under_way and self._left_step is not None:
-            self.observed.between_s += now - self._left_step
-        yield
-        self._left_step = time.perf_counter()
-
-    def served(self, server: int, pairs: int, seconds: float, way_s: float | None) -> None:
-        """A server has answered a call.
-
-        Args:
-            server: its id.
-            pairs: of its tasks.
-            seconds: of its kernel.
-            way_s: time besides, None where the call was not alone.
-        """
-        seen = self.observed.servers.setdefault(server, Served())
-        seen.pairs += pairs
-        seen.seconds += seconds
-        if way_s is not None:
-            seen.alone += 1
-            seen.way_s += max(way_s, 0.0)
+    Args:
+        phases: in the order of their beginnings; those of a repair lie within another one.
+    """
+    observed, shared = Observed(), set[Work | None]()
+    under_way, until = 0, None
+    for phase in phases:
+        if under_way and until is not None:
+            observed.between_s += max(phase.begin - until, 0.0)
+        until = phase.end if until is None else max(until, phase.end)
+        if TO_SERVERS in phase.part:
+            if under_way:
+                shared.add(phase.work)
+            under_way += 1
+        if FROM_SERVERS in phase.part:
+            observed.calls += 1
+            under_way = max(under_way - 1, 0)
+    return observed, shared
 
 
 class Speeds:

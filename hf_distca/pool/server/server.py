@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import Kernel, Need
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.pool.directory import Membership, State
@@ -50,7 +51,6 @@ class AttentionServer:
         host: where it listens.
         port: where it listens.
         tasks: computed so far.
-        busy_s: time spent on them.
 
     Raises:
         OSError: the address cannot be listened on.
@@ -80,11 +80,18 @@ class AttentionServer:
         self._calls = Calls(self._memory)
         self._stopping = threading.Event()
         self.tasks = 0
-        self.busy_s = 0.0
+        # By the host's clock: a call is computed once its results are in the host's memory.
+        self._recorder = Recorder(torch.device("cpu"))
+        self._recording = self._recorder.listen("kernel")
         self._computing = threading.Thread(target=self._compute_calls, name="compute", daemon=True)
         self._listener = Listener(host, port, token, SERVER_SERVICE, Kind, self._serve)
         self.host, self.port = self._listener.host, self._listener.port
         self._computing.start()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent on tasks so far."""
+        return self._recorder.seconds("kernel")
 
     def run(self, join_host: str, join_port: int, wait_s: float, report: Callable[[str], None]) -> None:
         """Join a run and serve until it ends or `stop` is called.
@@ -227,12 +234,11 @@ class AttentionServer:
 
     def _compute_call(self, assembly: Assembly) -> None:
         call, tasks = assembly.call, assembly.tasks
-        begin = time.perf_counter()
-        results = compute(call, tasks, assembly.received, self._kernel_of(call), self._memory, self._device)
-        seconds = time.perf_counter() - begin
-        self.busy_s += seconds
+        with self._recorder.span("kernel", "tasks", pairs=tasks.pairs):
+            results = compute(call, tasks, assembly.received, self._kernel_of(call), self._memory, self._device)
+        (span,) = self._recording.take()
         self.tasks += len(tasks.group.shapes.q_lens)
-        reply = Reply(call.call_id, seconds, tasks.pairs)
+        reply = Reply(call.call_id, span.end - span.begin, span.pairs)
         for rank, (link, sequence) in assembly.links.items():
             own = [results[spec.name][tasks.rows[spec.rows][rank]] for spec in call.reply()]
             link.reply(reply, own, sequence, partial(self._calls.replied, link))

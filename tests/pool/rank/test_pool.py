@@ -7,7 +7,7 @@ import torch
 
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.recorder import Recorder
+from hf_distca.dispatch.recorder import Recorder, Span, Work
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
@@ -16,12 +16,12 @@ from hf_distca.planner.routes import make_routes
 from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.rank.members import Members, News
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.pool.rank.speeds import Observed, Served
 from hf_distca.pool.transport.tcp import HostMemory
 from tests.pool.rank.fake_links import FakeDirectory, FakeLink, server_info
 
 CPU = torch.device("cpu")
 KIND = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
+WORK = Work(3, 0, "forward")
 SETTINGS = PlanSettings(ranks=1, tokens_per_rank=64, kinds=(KIND,), balance_block_size=8, ping_pong=False)
 
 
@@ -31,11 +31,16 @@ def directory():
 
 
 @pytest.fixture
-def pool(monkeypatch, directory):
+def recorder():
+    return Recorder(CPU)
+
+
+@pytest.fixture
+def pool(monkeypatch, directory, recorder):
     """One rank's, with server 7."""
     monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
     groups = Groups(CPU, 60)
-    pool = Pool(groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), Recorder(CPU), 50.0)
+    pool = Pool(groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), recorder, 50.0)
     directory.infos = (server_info(7, 4000),)
     pool.refresh()
     return pool
@@ -52,7 +57,7 @@ class Asking:
 
     def __call__(self):
         rows = {"q": torch.zeros(64, 2, 8), "k": torch.zeros(64, 1, 8), "v": torch.zeros(64, 1, 8)}
-        return self.at_servers.start("forward", 0, [self.rows], AttentionParams(scale=0.5), rows)
+        return self.at_servers.start(WORK, [self.rows], AttentionParams(scale=0.5), rows)
 
 
 def test_a_plan_is_sent_to_the_servers_that_are_there(pool, directory):
@@ -80,27 +85,23 @@ def test_results_come_by_name_for_the_rows_that_were_sent(pool):
     }
 
 
-def test_a_way_is_what_a_call_took_besides_the_kernel_while_no_other_was_under_way(pool):
-    asking = Asking(pool)
+def test_a_call_and_the_servers_part_of_it_are_recorded_when_results_are_collected(pool, recorder):
+    asking, recording = Asking(pool), recorder.listen()
     first, second = asking(), asking()
-    assert pool.stopwatch.under_way == 2
-    for call in (first, second):
-        call.collect()
-    assert pool.stopwatch.under_way == 0
-    asking().collect()
-    assert pool.stopwatch.observed == Observed(
-        calls=3, servers={7: Served(pairs=120, seconds=5.25, alone=2, way_s=2.5)}
-    )
-    assert [call.call_id for call in pool.members.link(7).calls] == [0, 1, 2]
+    assert recording.take() == []
+    second.collect()
+    assert recording.take() == [Span("call", "7", WORK, 10.0, 13.0), Span("server", "7", WORK, 11.25, 13.0, pairs=40)]
+    first.collect()
+    assert len(recording.take()) == 2
+    assert [call.call_id for call in pool.members.link(7).calls] == [0, 1]
 
 
-def test_a_call_that_is_lost_is_not_under_way_any_more_and_tells_nothing_of_its_server(pool):
-    call = Asking(pool)()
+def test_a_call_that_is_lost_tells_nothing_of_its_server(pool, recorder):
+    recording, call = recorder.listen(), Asking(pool)()
     pool.members.link(7).lost = "it is gone"
     assert call.collect() == ({}, {0})
     assert pool.servers == ()
-    assert pool.stopwatch.under_way == 0
-    assert pool.stopwatch.observed == Observed(calls=1)
+    assert recording.take() == []
 
 
 def test_members_of_the_directory_take_part_until_they_leave_it(pool, directory):
@@ -154,11 +155,10 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeyp
     assert members.ids == ()
 
 
-def test_what_was_seen_is_learned_once(pool):
-    pool.stopwatch.served(7, 600, 1.0, None)  # six times a rank's 100 pairs/s
+def test_what_was_seen_is_learned_once(pool, recorder):
+    recorder.add(Span("server", "7", WORK, 0.0, 1.0, pairs=600))  # six times a rank's 100 pairs/s
     pool.refresh()
     assert pool.workers(1).speed == (1.0, 4.0)
-    assert pool.stopwatch.read() == Observed()
     pool.refresh()
     assert pool.workers(1).speed == (1.0, 4.0)
 

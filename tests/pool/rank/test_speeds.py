@@ -1,12 +1,9 @@
-"""What trainers learn of speeds, in round numbers: 50 pairs/s measured are 100 pairs/s in one direction."""
-
-from types import SimpleNamespace
+"""What ranks learn of speeds, in round numbers: 50 pairs/s measured are 100 pairs/s in one direction."""
 
 import pytest
-import torch
 
-from hf_distca.dispatch.recorder import Recorder, Span
-from hf_distca.pool.rank.speeds import Observed, Served, Speeds, Stopwatch
+from hf_distca.dispatch.recorder import Span, Work
+from hf_distca.pool.rank.speeds import Observed, Served, Speeds, observe
 
 
 @pytest.fixture
@@ -26,20 +23,20 @@ def test_before_anything_was_seen_measured_speeds_count(speeds):
 
 
 def test_speeds_move_halfway_to_what_was_seen(speeds):
-    # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a trainer's.
+    # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a rank's.
     speeds.learn([seen(pairs=100, seconds=1.0), seen(pairs=400, seconds=1.0)])
     assert speeds.workers(2, [7], takes_turns=True).speed == (1.0, 1.0, 3.0)
 
 
-def test_in_turns_trainers_work_besides_and_else_servers_wait_for_rows(speeds):
-    # 0.25 s between the steps of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs.
+def test_in_turns_ranks_work_besides_and_else_servers_wait_for_rows(speeds):
+    # 0.25 s between the phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs.
     first, last = (seen(pairs=200, seconds=1.0, alone=2, way_s=way_s) for way_s in (0.8, 0.2))
     speeds.learn([first, last])
     assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)
     assert speeds.workers(2, [7], takes_turns=False).base_load == (0.0, 0.0, 5.0)
 
 
-def test_a_step_without_servers_changes_only_the_trainers_speed(speeds):
+def test_a_step_without_servers_changes_only_the_ranks_speed(speeds):
     speeds.learn([Observed(pairs=300, seconds=1.0)])
     workers = speeds.workers(1, [7], takes_turns=False)
     assert (workers.speed, workers.base_load) == ((1.0, 2.0), (0.0, 0.0))
@@ -53,28 +50,88 @@ def test_a_server_that_was_far_once_is_tried_again(speeds):
     assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 450.0
 
 
-def test_a_stopwatch_counts_the_kernel_and_what_lies_between_steps_while_servers_compute(monkeypatch):
-    now, recorder = 0.0, Recorder(torch.device("cpu"))
-    monkeypatch.setattr("hf_distca.pool.rank.speeds.time", SimpleNamespace(perf_counter=lambda: now))
-    watch = Stopwatch(recorder)
-    # When a step begins and ends, and the calls to servers that are under way then.
-    for begins, ends, under_way in [(1, 2, 0), (5, 6, 0), (7, 9, 1), (13, 14, 2), (20, 30, 1), (40, 41, 0)]:
-        now, watch.under_way = begins, under_way
-        with watch.step():
-            now = ends
-    recorder.add(Span("kernel", "own", None, 50.0, 57.0, pairs=10))
-    recorder.add(Span("wait", "keys", None, 57.0, 60.0))
-    assert watch.read() == watch.read() == Observed(pairs=10, seconds=7.0, between_s=1 + 4 + 6)
-    recorder.add(Span("kernel", "own", None, 60.0, 61.0, pairs=10))
-    watch.begin()
-    recorder.add(Span("kernel", "own", None, 61.0, 63.0, pairs=4))
-    assert watch.read() == Observed(pairs=4, seconds=2.0)
+def phase(work: Work, part: str, begin: float, end: float) -> Span:
+    return Span("phase", part, work, begin, end)
+
+
+def answered(server: int, work: Work, way_s: float, seconds: float, pairs: int) -> list[Span]:
+    """What a rank records when a server has answered."""
+    end = 1000.0 + way_s + seconds  # of another clock than phases are on
+    return [
+        Span("call", str(server), work, 1000.0, end),
+        Span("server", str(server), work, end - seconds, end, pairs),
+    ]
+
+
+PING, PONG = Work(0, 0, "forward"), Work(0, 1, "forward")
+SEND, COLLECT = "run own; send q, q k v to servers", "wait o lse, o lse from servers"
+
+
+def test_nothing_is_observed_in_nothing():
+    assert observe([]) == Observed()
+
+
+def test_kernel_calls_and_the_time_between_phases_while_calls_to_servers_are_under_way():
+    spans = [
+        phase(PING, "run own", 1, 2),
+        phase(PING, SEND, 5, 6),
+        Span("kernel", "own", PING, 50.0, 57.0, pairs=10),
+        phase(PONG, SEND, 7, 9),
+        phase(PING, "run visiting", 13, 14),
+        phase(PING, COLLECT, 20, 30),
+        Span("kernel", "visiting", PONG, 57.0, 58.0, pairs=4),
+        phase(PONG, COLLECT, 33, 35),
+        phase(PING, "run own", 40, 41),
+    ]
+    assert observe(spans) == Observed(calls=2, pairs=14, seconds=8.0, between_s=1 + 4 + 6 + 3)
+
+
+def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was_under_way():
+    backward = Work(0, 1, "backward")
+    spans = [
+        phase(PING, SEND, 0, 1),
+        phase(PONG, SEND, 1, 2),  # while the first is under way
+        *answered(7, PING, way_s=1.25, seconds=1.75, pairs=40),
+        *answered(9, PING, way_s=0.25, seconds=1.0, pairs=30),
+        phase(PING, COLLECT, 2, 3),
+        *answered(7, PONG, way_s=99.0, seconds=1.75, pairs=40),
+        phase(PONG, COLLECT, 3, 4),
+        phase(backward, SEND, 4, 5),
+        *answered(7, backward, way_s=1.25, seconds=1.75, pairs=40),
+        phase(backward, COLLECT, 5, 6),
+    ]
+    expected = {
+        7: Served(pairs=120, seconds=5.25, alone=2, way_s=2.5),
+        9: Served(pairs=30, seconds=1.0, alone=1, way_s=0.25),
+    }
+    assert observe(spans) == Observed(calls=3, servers=expected)
+    # On CUDA phases are known later than calls.
+    late = sorted(spans, key=lambda span: span.kind == "phase")
+    assert observe(late) == observe(spans)
 
 
 def test_a_way_is_never_negative():
     # The clocks of two hosts need not run alike.
-    watch = Stopwatch(Recorder(torch.device("cpu")))
-    watch.served(7, 10, 1.0, -0.5)
-    watch.served(7, 20, 1.0, 2.0)
-    watch.served(7, 30, 1.0, None)
-    assert watch.read() == Observed(servers={7: Served(pairs=60, seconds=3.0, alone=2, way_s=2.0)})
+    spans = [*answered(7, PING, -0.5, 1.0, 10), *answered(7, PING, 2.0, 1.0, 20)]
+    assert observe(spans) == Observed(servers={7: Served(pairs=30, seconds=2.0, alone=2, way_s=2.0)})
+
+
+def test_a_repair_is_the_ranks_own_work_within_the_phase_that_found_the_loss():
+    spans = [
+        phase(PING, SEND, 0, 1),
+        phase(PONG, SEND, 2, 3),
+        # The phases of the repair end before the one that they are in.
+        phase(PING, "run own", 5, 6),
+        Span("kernel", "own", PING, 5.0, 6.0, pairs=10),
+        phase(PING, COLLECT, 4, 8),
+        *answered(9, PONG, 1.0, 2.0, 20),
+        phase(PONG, COLLECT, 8, 9),
+    ]
+    seen_of_9 = Served(pairs=20, seconds=2.0)
+    assert observe(spans) == Observed(calls=2, pairs=10, seconds=1.0, between_s=2.0, servers={9: seen_of_9})
+
+
+def test_spans_whose_beginnings_were_not_kept_do_no_harm():
+    _, cut = answered(7, PING, 1.0, 2.0, 20)
+    spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run own", 5, 6)]
+    assert observe(spans) == Observed(calls=1, servers={7: Served(pairs=20, seconds=2.0)})

@@ -120,7 +120,7 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, token):
         ([*good, "--device", "gpu"], "no device is called 'gpu'"),
         ([*good, "--device", "meta"], "cannot serve"),
         ([*good, "--device", "cuda:99"], "there is no device 'cuda:99'"),
-        ([*good, "--kernel", "fast"], "no kernel is named 'fast'"),
+        ([*good, "--attention-kernel", "fast"], "no kernel is named 'fast'"),
         ([*good, "--threads", "0"], "positive number of threads"),
         ([*good, "--wait", "nan"], "number of seconds"),
         ([*good, "--port", "-1"], "a port from 0"),

@@ -1,0 +1,198 @@
+"""What a dispatcher asks of workers that hold no rows, and what it makes of their answers: they are made up here."""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.recorder import Work
+from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.rows import take
+from hf_distca.kernels import AttentionParams, TaskShapes
+from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import MicroBatchPlan, Plan
+from hf_distca.planner.cost import Workers
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.routes import make_routes
+from hf_distca.planner.with_servers import plan_with_servers
+from tests.dispatch.test_equality import planned_step
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+
+CPU = torch.device("cpu")
+LENGTHS = [120, 7, 64, 1, 33, 70]
+QUERY_COLUMNS = ("q", "do", "o", "lse")
+
+
+class Servers:
+    """Servers that compute at once what they are sent.
+
+    Args:
+        dispatcher: whose ranks they serve.
+        servers: how many.
+        lost: a server, and at which collection of a micro-batch it is found lost; None: nobody is.
+
+    Attributes:
+        events: what is asked of them, in order.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, servers: int, lost: tuple[int, int] | None = None) -> None:
+        self.groups, self.servers, self.lost = dispatcher.groups, servers, lost
+        self.events: list[tuple[Any, ...]] = []
+
+    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "PlanAtServers"]:
+        workers = Workers.uniform(settings.ranks + self.servers)
+        plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
+        self.events.append(("bind", len(plan.nano_batches)))
+        return plan, PlanAtServers(self, plan)
+
+
+class PlanAtServers:
+    """A plan, of which every rank sends the same servers its rows in the same order."""
+
+    def __init__(self, owner: Servers, plan: MicroBatchPlan) -> None:
+        self.owner, self.plan, self.collections = owner, plan, 0
+
+    def start(
+        self, work: Work, servers: Sequence[ServerRows], params: AttentionParams, rows: Mapping[str, Tensor]
+    ) -> SimpleNamespace:
+        groups, nano = self.owner.groups, self.plan.nano_batches[work.nano_batch]
+        (plan,) = (plan for kind, plan in nano.plans.items() if kind.window == params.window)
+        busy = sorted({int(worker) - groups.ranks for worker in plan.tasks["worker"] if worker >= groups.ranks})
+        assert [asked.server for asked in servers] == busy
+        assert all(len(column_T) == nano.layout.tokens[groups.rank] for column_T in rows.values())
+        self.owner.events.append(("start", *work, tuple(rows)))
+        sent = {asked.server: _rows_of(asked, rows) for asked in servers}
+        answers = {
+            server: compute(plan, groups.ranks + server, [rank[server] for rank in groups.all_gather(sent)], params)
+            for server in busy
+        }
+        mine = {asked.server: answers[asked.server][groups.rank] for asked in servers if asked.q_count + asked.k_count}
+        return SimpleNamespace(collect=lambda: self._collect(work, mine))
+
+    def _collect(
+        self, work: Work, answers: dict[int, dict[str, Tensor]]
+    ) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
+        self.owner.events.append(("collect", *work))
+        lost = frozenset[int]()
+        if self.owner.lost is not None and self.collections >= self.owner.lost[1]:
+            lost = frozenset({self.owner.lost[0]})
+        self.collections += 1
+        return {server: answer for server, answer in answers.items() if server not in lost}, lost
+
+
+def _rows_of(asked: ServerRows, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    sent = {name: take(x, asked.q_rows if name in QUERY_COLUMNS else asked.k_rows) for name, x in rows.items()}
+    assert {name: len(x) for name, x in sent.items()} == {
+        name: asked.q_count if name in QUERY_COLUMNS else asked.k_count for name in rows
+    }
+    return sent
+
+
+def compute(
+    plan: Plan, worker: int, received: Sequence[Mapping[str, Tensor]], params: AttentionParams
+) -> list[dict[str, Tensor]]:
+    """A worker's results of what the ranks sent, rank by rank."""
+    routes, kernel = make_routes(plan, worker), CpuKernel()
+    counts = {
+        kind: messages.recv_counts[: len(received)].tolist()
+        for kind, messages in (("q", routes.queries), ("k", routes.keys))
+    }
+    assert [len(rank["q"]) for rank in received] == counts["q"]
+    assert [len(rank["k"]) for rank in received] == counts["k"]
+    rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
+    group = routes.visiting
+    shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), CPU)
+    q_rows, k_rows = torch.from_numpy(group.q_rows), torch.from_numpy(group.k_rows)
+    k, v, q = rows["k"][k_rows], rows["v"][k_rows], rows["q"][q_rows]
+    if "do" not in rows:
+        results = dict(zip(("o", "lse"), kernel.forward(q, k, v, shapes, params), strict=True))
+        results = {
+            name: torch.zeros(len(rows["q"]), *x.shape[1:]).index_copy(0, q_rows, x) for name, x in results.items()
+        }
+    else:
+        do, o, lse = (rows[name][q_rows] for name in ("do", "o", "lse"))
+        dq, dk, dv = kernel.backward(do, q, k, v, o, lse, shapes, params)
+        results = {
+            "dq": torch.zeros_like(rows["q"]).index_copy(0, q_rows, dq),
+            "dk": torch.zeros_like(rows["k"]).index_add(0, k_rows, dk),
+            "dv": torch.zeros_like(rows["v"]).index_add(0, k_rows, dv),
+        }
+    parts = {name: x.split(counts["k" if name in ("dk", "dv") else "q"]) for name, x in results.items()}
+    return [{name: parts[name][rank] for name in parts} for rank in range(len(received))]
+
+
+def step_with_servers(
+    ping_pong: bool, lost: tuple[int, int] | None, model: str, window: int | None
+) -> tuple[float, dict[str, Tensor], list[tuple[Any, ...]]]:
+    """Loss and gradients of a planned step with two servers, and what was asked of these."""
+    settings = PlanSettings(
+        ranks=dist.get_world_size(),
+        tokens_per_rank=4096,
+        kinds=small_kinds(window),
+        balance_block_size=8,
+        ping_pong=ping_pong,
+    )
+    dispatcher = Dispatcher(settings, CPU)
+    dispatcher.remote = remote = Servers(dispatcher, 2, lost)
+    made = small_model(model, **_config(window))
+    if ping_pong:
+        plan_layers(made)
+    loss = planned_step(made, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
+    return loss, {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}, remote.events
+
+
+def _config(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"sliding_window": window}
+
+
+def events_of(pool, ping_pong=False, lost=None, model="llama", window=None):
+    """What every rank asks of servers in a step; the step is that of one process without servers."""
+    loss, grads = reference_step(small_model(model, "sdpa", **_config(window)), random_documents(LENGTHS))
+    results = pool.run(step_with_servers, ping_pong, lost, model, window)
+    for got_loss, got, events in results:
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert got.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert relative_error(got[name], grad) < 1e-5, name
+        assert events == results[0][2]
+    return results[0][2]
+
+
+def test_rows_go_to_servers_and_come_back_attention_by_attention(rank_pools):
+    there, again = ("q", "k", "v"), ("q", "do", "o", "lse", "k", "v")
+    assert events_of(rank_pools[1]) == [
+        ("bind", 1),
+        *[("start", 0, 0, "forward", there), ("collect", 0, 0, "forward")],
+        *[("start", 1, 0, "forward", there), ("collect", 1, 0, "forward")],
+        *[("start", 1, 0, "backward", again), ("collect", 1, 0, "backward")],
+        *[("start", 0, 0, "backward", again), ("collect", 0, 0, "backward")],
+    ]
+
+
+def test_nano_batches_take_turns_while_servers_compute(rank_pools):
+    assert [event[:4] for event in events_of(rank_pools[1], ping_pong=True)] == [
+        ("bind", 2),
+        *[(what, layer, nano, "forward") for layer in (0, 1) for what in ("start", "collect") for nano in (0, 1)],
+        *[(what, layer, nano, "backward") for layer in (1, 0) for what in ("start", "collect") for nano in (1, 0)],
+    ]
+
+
+@pytest.mark.parametrize("ping_pong", [False, True], ids=["one", "ping-pong"])
+@pytest.mark.parametrize("collection", [0, 1, 2, 3])
+def test_what_a_lost_server_did_not_give_is_computed_by_the_rank(rank_pools, collection, ping_pong):
+    events_of(rank_pools[1], ping_pong, lost=(1, collection))
+
+
+def test_windows(rank_pools):
+    events_of(rank_pools[1], model="mistral", window=24)
+
+
+@pytest.mark.parametrize("lost", [None, (0, 2)], ids=["all-there", "lost"])
+def test_two_ranks(rank_pools, lost):
+    events_of(rank_pools[2], ping_pong=True, lost=lost)

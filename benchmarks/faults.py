@@ -1,6 +1,6 @@
 """A training whose attention servers are killed at random moments, against the same training without servers.
 
-Two trainers train a small LLaMA in float64 with up to three servers, each a process of its own. After random times one
+Two ranks train a small LLaMA in float64 with up to three servers, each a process of its own. After random times one
 of the servers that have joined is killed (SIGKILL) and another one is started, which takes part from an optimizer step
 soon after. When enough were killed, training ends, and as many steps are trained again without servers.
 
@@ -9,7 +9,7 @@ rounds the logits to float32), and descent is without momentum. With a momentum 
 grew to 0.5 by step 500; without, to 5e-8.
 
   kills         servers killed after they had joined
-  in_a_call     losses that trainers noticed while a server owed them results, which they computed themselves
+  in_a_call     losses that ranks noticed while a server owed them results, which they computed themselves
   lost          steps whose loss is not that of the training without servers, to 1e-9
   max_rel_diff  over the parameters at the end: largest difference over the largest magnitude
 
@@ -237,7 +237,7 @@ def main() -> None:
         ["parameters differ by", f"{diff:.2e}"],
         ["seconds", f"{seconds:.0f}"],
     ]
-    table(["", "2 trainers, up to 3 servers"], rows)
+    table(["", "2 ranks, up to 3 servers"], rows)
     print_json(
         kills=killer.killed, lost=lost, max_rel_diff=diff, in_a_call=in_a_call, noticed=noticed, steps=len(losses)
     )

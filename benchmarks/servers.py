@@ -1,21 +1,21 @@
-"""Time of a training step of one trainer alone, and with one dedicated attention server on the other core.
+"""Time of a training step of one rank alone, and with one dedicated attention server on the other core.
 
 Forward and backward of a 2-layer LLaMA on 16384 tokens, one thread per process, float32. Its layers have the
 proportions of Qwen3-0.6B at an eighth of the width: hidden size 128, 4 query heads and 2 key-value heads of 64, an MLP
 of 384. The tokens are one document, so that core attention is most of the work, as in long-context training. A plan
 for one rank is not divided into nano-batches. With --documents 8192 8192 the tokens are two documents and, by a plan
-made here, two nano-batches that take turns: less attention, but the server works while the trainer runs the other
+made here, two nano-batches that take turns: less attention, but the server works while the rank runs the other
 half's projections and MLP. Two ways, interleaved in shuffled order in one run:
 
-  alone   the trainer computes everything itself, with the same kernel and no pool
+  alone   the rank computes everything itself, with the same kernel and no pool
   server  core attention is shared with the server, balanced by finishing time
 
-The first steps, in which the trainer learns speeds and its base load, do not count. A virtual core shares its
+The first steps, in which the rank learns speeds and its base load, do not count. A virtual core shares its
 processor with strangers, so both processes time a small kernel at once before and after each step; the medians are
 over the half of the steps in which the slower of these readings was smallest. Those of all steps stand beside them.
 
-  finish_ratio  when the trainer is done over when the server is: the trainer's own attention and what it does between
-                the steps of an attention that the server has rows of, over the server's time in its kernel and,
+  finish_ratio  when the rank is done over when the server is: the rank's own attention and what it does between
+                the phases of an attention that the server has rows of, over the server's time in its kernel and,
                 where nothing else is computed meanwhile (one document), the time in which rows travel. 1.0: both
                 are done at once; the median over the counted steps
 
@@ -75,7 +75,7 @@ def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
 
 
 def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
-    """Steps of both ways on the trainer."""
+    """Steps of both ways on the rank."""
     token = make_token()
     directory = Directory("127.0.0.1", 0, token)
     ours, theirs = Pipe()

@@ -81,7 +81,7 @@ def test_servers_that_come_and_go(expected, tmp_path):
         for server in (first, second):
             server.wait_for("joined")
         both.touch()
-        first.wait_for("trainers")  # it serves
+        first.wait_for("ranks;")  # it serves
         wait_until(killed.with_suffix(".reached").exists, 100)
         first.process.kill()
         killed.touch()

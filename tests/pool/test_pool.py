@@ -157,7 +157,7 @@ def test_a_server_that_one_trainer_loses_is_lost_to_all(rank_pools, start_server
     assert results[0][1] == [1, 0] if cut == "in a call" else [1, 0, 0]
     seen = [per_step[0][2] for per_step, _ in results]
     if cut == "in a call":
-        # Only rank 0 got the result, which does not count: trainers compute the server's tasks in this and all calls.
+        # Only rank 0 got the result, which does not count: ranks compute the server's tasks in this and all calls.
         assert [len(rank.servers) for rank in seen] == [1, 0]
         assert seen[0].servers[0].pairs > 0
         assert sum(rank.pairs for rank in seen) == ATTENTIONS * PAIRS

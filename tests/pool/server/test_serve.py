@@ -1,5 +1,6 @@
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,12 @@ def test_a_signal_stops_it_cleanly(serve, token, directory, number):
     assert "Traceback" not in server.text()
 
 
+def stopped(pid):
+    """Whether every thread of a process is: a signal takes its time."""
+    states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 def test_a_server_that_hangs_or_dies_is_noticed_and_one_that_wakes_up_joins_again(serve, directory, token):
     server = serve()
     first = server.joined()
@@ -74,6 +81,7 @@ def test_a_server_that_hangs_or_dies_is_noticed_and_one_that_wakes_up_joins_agai
     rank.send_plan(0, nano_batches)
     number = run_calls([rank], 0, nano_batches)
     server.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: stopped(server.process.pid))
     plan = nano_batches[0].plans[FULL]
     call = make_call(0, number, 0, FULL, "forward")
     with pytest.raises(LinkLost, match="no reply within"):

@@ -121,8 +121,8 @@ class Recorder:
         return recording
 
     def forget(self, recording: Recording) -> None:
-        """Keep nothing more for a listener."""
-        self._recordings.remove(recording)
+        """Keep nothing more for a listener, if it still listens."""
+        self._recordings = [other for other in self._recordings if other is not recording]
         self._kinds = ALWAYS.union(*(other.kinds for other in self._recordings))
 
     def measures(self, kind: Kind) -> bool:

@@ -2,7 +2,7 @@
 
 The hosts are two network namespaces joined by a veth pair whose rate `tc … tbf` limits, so it needs root and
 iproute2. Each round runs a step (forward and backward, no gradient reduction) in shuffled order over the link free or
-limited, four ways. All have the same plan of two nano-batches and exchange the same bytes:
+limited, in several ways that exchange the same bytes. Several documents, four ways on one plan of two nano-batches:
 
   waiting        every exchange is waited for where it is started, and nothing is hidden
   own first      no ping-pong: whole layers; own tasks are computed while rows are on their way
@@ -18,28 +18,29 @@ is what it adds to a step over the free link, beside own tasks first without it.
 "waiting" stands in: beside that, ping-pong takes less than nothing. "turns waiting" beside "waiting" is what working
 on halves costs or, where less data is in the caches, saves.
 
+With --one-document a single document lies on both hosts, which ping-pong cannot divide: "waiting" and "own first". The
+keys of its JSON object begin with one_document_.
+
 With --trace it limits nothing and needs no root: it traces one ping-pong step and says how much of the exchange lies
 under computation, in the forward and in the backward. On GPUs, 8 layers as wide as those of Llama-3-8B, a rank each:
 
     torchrun --nproc-per-node 8 benchmarks/overlap.py --trace trace.json
 
-Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096]
+Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096] [--one-document]
      sudo python benchmarks/overlap.py --rate-mbit 420 --against OTHER_CHECKOUT      two checkouts in turns
      python benchmarks/overlap.py --trace trace.json [--tokens 4096]      two ranks on the CPU
 """
 
 import argparse
-import ctypes
 import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,62 +49,38 @@ import torch.distributed as dist
 from covered import DIRECTIONS, Covered, covered_exchange
 from harness import Ranks, Round, over, print_json, report, rounds_parser, run_ranks, table, take_rounds
 from harness.models import documents_of, llama, rows_of_rank, settings_of
+from hosts import Hosts
 from torch.profiler import ProfilerActivity, profile, record_function
+from waiting import WaitingExchange
 
 from hf_distca import Dispatcher
-from hf_distca.dispatch.exchange import Exchange, Message, PendingRows
-from hf_distca.dispatch.recorder import Recorder
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
-NETWORK_NAMESPACE = 0x40000000
-"""CLONE_NEWNET of setns(2), which Python has from 3.12 on."""
 LINKS = ("free", "limited")
-WAYS = {
-    "waiting": (False, True),
-    "own first": (False, False),
-    "turns waiting": (True, True),
-    "ping-pong": (True, False),
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is carried out.
+
+    Attributes:
+        turns: halves of layers take turns.
+        waits: every exchange is waited for where it is started.
+    """
+
+    turns: bool = False
+    waits: bool = False
+
+
+PING_PONG = {"ping-pong": Way(turns=True)}
+SEVERAL_DOCUMENTS = {
+    "waiting": Way(waits=True),
+    "own first": Way(),
+    "turns waiting": Way(turns=True, waits=True),
+    **PING_PONG,
 }
-"""Whether halves of layers take turns, and whether every exchange is waited for where it is started."""
-
-
-class WaitingExchange(Exchange):
-    """Waits for every exchange where it is started.
-
-    Args:
-        dispatcher: whose exchanges; the waits are reported to its recorder.
-    """
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        super().__init__(dispatcher.groups)
-        self._recorder = dispatcher.recorder
-
-    def open(self, *args: Any, **kwargs: Any) -> "WaitingMessage":
-        """A message that is waited for when it is sent; all are sent so, those that `start` fills too."""
-        return WaitingMessage(super().open(*args, **kwargs), self._recorder)
-
-
-class WaitingMessage:
-    """A message whose rows have arrived when `send` returns.
-
-    Args:
-        message: of an Exchange.
-        recorder: told of the wait.
-    """
-
-    def __init__(self, message: Message, recorder: Recorder) -> None:
-        self.columns = message.columns
-        self._message, self._recorder = message, recorder
-
-    def send(self) -> PendingRows:
-        """Send it and wait."""
-        pending = self._message.send()
-        with self._recorder.span("wait", "at once"):
-            pending.wait()
-        return pending
-
+ONE_DOCUMENT = {"waiting": Way(waits=True), "own first": Way()}
 
 WIDE = {
     "hidden_size": 4096,
@@ -121,24 +98,29 @@ class Steps:
     Args:
         tokens: of a rank.
         device: of this rank.
-        ways: of WAYS.
+        ways: by name.
+        one_document: of all tokens, instead of several.
     """
 
-    def __init__(self, tokens: int, device: torch.device, ways: Sequence[str] = tuple(WAYS)) -> None:
+    def __init__(
+        self, tokens: int, device: torch.device, ways: Mapping[str, Way], *, one_document: bool = False
+    ) -> None:
         total = tokens * dist.get_world_size()
         on_gpu = device.type == "cuda"
         dtype, sizes = (torch.bfloat16, WIDE) if on_gpu else (torch.float32, {})
-        models = {turns: llama(total, dtype=dtype, **sizes).to(device) for turns in {WAYS[way][0] for way in ways}}
+        models = {
+            turns: llama(total, dtype=dtype, **sizes).to(device) for turns in {way.turns for way in ways.values()}
+        }
         if True in models:
             plan_layers(models[True])
         settings = settings_of(next(iter(models.values())), dist.get_world_size(), tokens, device)
-        self.models = {way: models[WAYS[way][0]] for way in ways}
-        self.dispatchers = {way: Dispatcher(settings, device) for way in ways}
-        for way, dispatcher in self.dispatchers.items():
-            if WAYS[way][1]:
+        self.models = {name: models[way.turns] for name, way in ways.items()}
+        self.dispatchers = {name: Dispatcher(settings, device) for name in ways}
+        for name, dispatcher in self.dispatchers.items():
+            if ways[name].waits:
                 dispatcher.exchange = WaitingExchange(dispatcher)
-        # Each nano-batch has a document too long for one rank's share of it, which the joint layout cuts.
-        lengths = [total * 3 // 8] * 2 + [total // 16] * 4
+        # Of several, each nano-batch has a document too long for one rank's share of it, which the joint layout cuts.
+        lengths = [total] if one_document else [total * 3 // 8] * 2 + [total // 16] * 4
         self.plan = plan_micro_batch(lengths, settings)
         self.batch = rows_of_rank(self.plan, dist.get_rank(), documents_of(lengths), device)
 
@@ -163,7 +145,7 @@ class Steps:
 def trace_rank(tokens: int, file: str) -> dict[str, Covered]:
     """Trace a ping-pong step of this rank; rank 0 leaves its trace in the file."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    steps = Steps(tokens, device, ["ping-pong"])
+    steps = Steps(tokens, device, PING_PONG)
     model, dispatcher = steps.models["ping-pong"], steps.dispatchers["ping-pong"]
 
     def step() -> None:
@@ -230,55 +212,6 @@ def trace(options: argparse.Namespace) -> None:
         print_json(ranks=len(ranks), device="cuda" if torch.cuda.is_available() else "cpu", **means)
 
 
-class Hosts:
-    """Two network namespaces and the pair of devices that joins them; a context manager.
-
-    Attributes:
-        names: of the namespaces, others in every process, so that two checkouts can be measured in turns.
-    """
-
-    def __init__(self) -> None:
-        self.names = tuple(f"distca{os.getpid()}{side}" for side in "ab")
-        self._devices = tuple(f"dv{os.getpid()}{side}" for side in "ab")
-
-    def __enter__(self) -> "Hosts":
-        for name in self.names:
-            ip("netns", "add", name)
-        ip("link", "add", self._devices[0], "type", "veth", "peer", "name", self._devices[1])
-        for name, address, device in zip(self.names, ADDRESSES, self._devices, strict=True):
-            ip("link", "set", device, "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
-            ip("-n", name, "link", "set", device, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
-
-    def move_in(self, rank: int) -> None:
-        """Make this process one on the host of a rank: it and what it starts see nothing but the link."""
-        with open(f"/run/netns/{self.names[rank]}") as namespace:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(namespace.fileno(), NETWORK_NAMESPACE) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {self.names[rank]}")
-        os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=self._devices[rank])
-
-    def limit(self, rank: int, rate_mbit: float | None) -> None:
-        """Limit what the host of this rank sends; None: no limit. A collective."""
-        device = self._devices[rank]
-        subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
-        if rate_mbit is not None:
-            shape = ["tbf", "rate", f"{rate_mbit:.0f}mbit", "burst", "256kb", "latency", "400ms"]
-            subprocess.run(["tc", "qdisc", "add", "dev", device, "root", *shape], check=True)
-        dist.barrier()
-
-
-def ip(*words: str) -> None:
-    """Run the ip command."""
-    subprocess.run(["ip", *words], check=True)
-
-
 def exchange_share(steps: Steps, hosts: Hosts, rate_mbit: float) -> float:
     """What the limit adds to the waits of a step that waits, over the step on the free link.
 
@@ -306,16 +239,18 @@ def chosen_rate(steps: Steps, hosts: Hosts) -> float:
     return rate
 
 
-def prepare(hosts: Hosts, tokens: int, given_rate: float | None) -> Callable[[], Round]:
+def prepare(
+    hosts: Hosts, tokens: int, ways: Mapping[str, Way], one_document: bool, given_rate: float | None
+) -> Callable[[], Round]:
     """Make the models on this rank and choose the rate, and a round: every way over every link, in shuffled order."""
-    steps, order = Steps(tokens, torch.device("cpu")), random.Random(0)
-    for way in WAYS:
+    steps, order = Steps(tokens, torch.device("cpu"), ways, one_document=one_document), random.Random(0)
+    for way in ways:
         steps.step(way)  # warms up
     rate = chosen_rate(steps, hosts) if given_rate is None else given_rate
 
     def take() -> Round:
         figures = {}
-        for link, way in order.sample([(link, way) for link in LINKS for way in WAYS], len(LINKS) * len(WAYS)):
+        for link, way in order.sample([(link, way) for link in LINKS for way in ways], len(LINKS) * len(ways)):
             hosts.limit(dist.get_rank(), rate if link == "limited" else None)
             figures[f"{link}, {way}, s"], figures[f"{link}, {way}: in waits, s"] = steps.step(way)
         return {name: figures[name] for name in sorted(figures)} | {"rate, Mbit/s": rate}
@@ -323,14 +258,28 @@ def prepare(hosts: Hosts, tokens: int, given_rate: float | None) -> Callable[[],
     return take
 
 
-def hidden(way: str, ending: str) -> Callable[[Round], float]:
-    """The share of what the limit adds to a step that waits which it does not add to one this way."""
+def hidden(way: str, ending: str, beside: str = "waiting") -> Callable[[Round], float]:
+    """The share of what the limit adds to a step one way which it does not add to one another way.
+
+    Args:
+        way: the other one.
+        ending: of the names of the figures.
+        beside: the one.
+    """
 
     def compute(taken: Round) -> float:
-        added = {name: taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (way, "waiting")}
-        return 1 - added[way] / added["waiting"]
+        added = {name: taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (way, beside)}
+        return 1 - added[way] / added[beside]
 
     return compute
+
+
+def hidden_of(*ways: str) -> dict[str, Callable[[Round], float]]:
+    """What ways hide, by step time and by waits; and what the limit adds to a step that waits."""
+    endings = (("", ", s"), (", by waits", ": in waits, s"))
+    return {f"hidden by {way}{name}": hidden(way, ending) for way in ways for name, ending in endings} | {
+        "what the limit adds to waiting": over("limited, waiting, s", "free, waiting, s")
+    }
 
 
 def main() -> None:
@@ -338,6 +287,7 @@ def main() -> None:
     parser = rounds_parser(__doc__, rounds=12)
     parser.add_argument("--tokens", type=int, help="tokens per rank; default 4096, with --trace on GPUs 32768")
     parser.add_argument("--rate-mbit", type=float, help="of the limited link; by default it is found by trying")
+    parser.add_argument("--one-document", action="store_true", help="one document over both hosts instead of several")
     parser.add_argument("--trace", help="file for a profiler trace of one ping-pong step of rank 0")
     options = parser.parse_args()
     if options.trace:
@@ -347,18 +297,14 @@ def main() -> None:
         sys.exit("benchmarks/overlap.py makes network namespaces and limits a link: run it as root")
     if options.against is not None and options.rate_mbit is None:
         parser.error("--against needs --rate-mbit, so that both checkouts have the same link; a run alone finds one")
-    with (
-        Hosts() as hosts,
-        Ranks(2, prepare, hosts, options.tokens or 4096, options.rate_mbit, enter=hosts.move_in) as ranks,
-    ):
+    ways = ONE_DOCUMENT if options.one_document else SEVERAL_DOCUMENTS
+    prepared = (options.tokens or 4096, ways, options.one_document, options.rate_mbit)
+    with Hosts() as hosts, Ranks(2, prepare, hosts, *prepared, enter=hosts.move_in) as ranks:
         measured = take_rounds(options, lambda: ranks.take()[0])
-    derived = {
-        f"hidden by {way}{name}": hidden(way, ending)
-        for way in ("own first", "ping-pong")
-        for name, ending in (("", ", s"), (", by waits", ": in waits, s"))
-    }
-    derived |= {
-        "what the limit adds to waiting": over("limited, waiting, s", "free, waiting, s"),
+    if options.one_document:
+        report(measured, {f"one_document_{name}": compute for name, compute in hidden_of("own first").items()})
+        return
+    derived = hidden_of("own first", "ping-pong") | {
         "overhead: ping-pong / own first": over("free, ping-pong, s", "free, own first, s"),
         "ping-pong / waiting": over("free, ping-pong, s", "free, waiting, s"),
         "turns waiting / waiting": over("free, turns waiting, s", "free, waiting, s"),

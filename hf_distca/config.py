@@ -71,6 +71,14 @@ class DistCAConfig:
             "computation, where more than one rank or dedicated servers take part."
         },
     )
+    exchange_buffer_bytes: int = field(
+        default=128 * 2**20,
+        metadata={
+            "help": "The most bytes of K and V rows that a rank sends, and receives, at a time. Where the end of a long "
+            "document needs more, they travel in stages, each while the one before is computed with. Memory for "
+            "exchanges is at most about eight times this, and twice that with ping-pong."
+        },
+    )
     keep_core_attention: bool = field(
         default=True,
         metadata={
@@ -124,7 +132,13 @@ class DistCAConfig:
             raise ValueError(
                 f"attention_servers must be a number of processes or 'external', got {self.attention_servers!r}"
             )
-        for name in ("tokens_per_rank", "balance_block_size", "exchange_timeout", "attention_server_timeout"):
+        for name in (
+            "tokens_per_rank",
+            "balance_block_size",
+            "exchange_buffer_bytes",
+            "exchange_timeout",
+            "attention_server_timeout",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if not 0 <= self.balance_tolerance < inf:
@@ -151,5 +165,6 @@ class DistCAConfig:
             "document_layout": self.document_layout,
             "balance_tolerance": self.balance_tolerance,
             "balance_block_size": self.balance_block_size,
+            "exchange_buffer_bytes": self.exchange_buffer_bytes,
             "ping_pong": self.ping_pong and (ranks > 1 or self.attention_servers != "0"),
         }

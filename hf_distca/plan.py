@@ -116,12 +116,15 @@ class Plan:
         workers: number of workers; workers 0 to ranks-1 are the ranks themselves (in-place servers),
             any further ones are dedicated servers, which hold no rows.
         window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
+        stage_rows: K/V rows travel between ranks in stages, one after another, in each of which a rank sends and
+            receives at most so many; with a window, receives so many or two windows. None: all at once.
     """
 
     layout: Layout
     tasks: NDArray[np.void]
     workers: int
     window: int | None = None
+    stage_rows: int | None = None
 
     def first_key(self) -> NDArray[np.int64]:
         """[tasks] int64: first K/V row that each task needs."""

@@ -83,11 +83,11 @@ def test_files_that_are_named_exist():
 
 
 def test_phases_are_those_of_the_schedule():
-    tasks = frozenset(["own", "prefix", "visiting"])
+    groups = frozenset([("own", 0), ("prefix", 0), ("visiting", 0)])
     told_phases = re.findall(r"^ (forward|backward)    ?(send .*)$", DESIGN, re.MULTILINE)
     assert len(told_phases) == 2
     for (direction, text), turn in zip(told_phases, ("first", "second"), strict=True):
-        schedule = make_schedule(direction, turn, tasks=tasks, windowed=False)
+        schedule = make_schedule(direction, turn, groups=groups, windowed=False)
         assert _written(schedule) == re.sub(r"\s+", " ", text)
 
 

@@ -118,7 +118,7 @@ class _Context(Protocol):
     """What autograd keeps of a node from its forward to its backward. Sinks that a layer does not have are None."""
 
     attention: CoreAttention
-    kept_columns: tuple[str, ...]
+    kept_columns: tuple[tuple[str, int], ...]
     saved_tensors: tuple[Any, ...]
     needs_input_grad: tuple[bool, ...]
 

@@ -1,11 +1,12 @@
 """A plan bound to one rank: its routes as index tensors on the device and its schedules, ready for every layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Traffic
@@ -13,11 +14,11 @@ from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
 from hf_distca.dispatch.rows import row_index
-from hf_distca.dispatch.schedule import Kept, Schedule, Tasks, Turn, make_schedule
+from hf_distca.dispatch.schedule import Group, Kept, Schedule, Tasks, Turn, make_schedule
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
-from hf_distca.planner.routes import Messages, TaskGroup, make_routes, tasks_at_home
+from hf_distca.planner.routes import Messages, Routes, Stage, TaskGroup, make_routes, tasks_at_home
 
 
 class BoundGroup:
@@ -53,6 +54,46 @@ class BoundMessages:
         self.way_back = self.traffic.reversed()
 
 
+class BoundStage:
+    """K/V rows that this rank exchanges at a time with other ranks, and the sums over them.
+
+    Args:
+        stage: of the routes.
+        ranks: number of ranks.
+        rows: that the rank holds of the nano-batch.
+        divided: whether it is one of several.
+        buffer: as in BoundRoutes.
+
+    Attributes:
+        keys: what is exchanged.
+        tasks: groups of tasks that read what is received.
+        received_sums: how dK and dV of received rows are added up: of these groups.
+        key_sums: where there are further stages: how dK and dV of local rows that come back are added to those of
+            earlier stages.
+    """
+
+    def __init__(self, stage: Stage, ranks: int, rows: int, *, divided: bool, buffer: IndexBuffer) -> None:
+        self.keys = BoundMessages(stage.keys, ranks, buffer)
+        groups: dict[Tasks, TaskGroup] = {"visiting": stage.visiting, "prefix": stage.prefix}
+        if divided:
+            groups["visiting prefix"] = stage.visiting_prefix
+        self.tasks = tuple(groups)
+        received = sum(self.keys.traffic.received)
+        sources = [group.k_rows for group in groups.values()]
+        self.received_sums = RowSum(sources, received, buffer, in_place=False)
+        self.key_sums = _onto(rows, _rows_of_ranks(stage.keys, ranks), buffer) if divided else None
+
+
+def _onto(rows: int, targets: NDArray[np.int64], buffer: IndexBuffer) -> RowSum:
+    """A sum of rows that are all there with others that are added to some of them."""
+    return RowSum([np.arange(rows), targets], rows, buffer)
+
+
+def _rows_of_ranks(messages: Messages, ranks: int) -> NDArray[np.int64]:
+    """Local rows that go to ranks, without those that go to servers."""
+    return messages.send_rows[: messages.send_counts[:ranks].sum()]
+
+
 class BoundRoutes:
     """The routes of one rank for one kind of attention layer; see `hf_distca.planner.routes.Routes`.
 
@@ -64,48 +105,92 @@ class BoundRoutes:
 
     Attributes:
         groups: the tasks of each kernel call, where there are any.
-        messages: by kind of rows ("queries", "keys"), what this rank exchanges with other ranks.
+        queries: what this rank exchanges of query rows with other ranks.
+        stages: what it exchanges of K/V rows.
+        merges: whether keys of a query come in several stages, so that results of several calls are merged.
         servers: the dedicated servers that have tasks of the plan; the same on every rank.
         own_in_backward: own tasks as the backward computes them.
+        dq_sums: where there are stages: how dQ of each group that reads received rows is added to that of earlier
+            stages.
         query_sums: how dQ of local rows is added up: of own_in_backward, prefix, rows that come back, and servers.
         key_sums: how dK and dV of local rows are: of own_in_backward, rows that come back, and servers.
-        received_sums: how dK and dV of received rows are: of visiting and prefix.
         forward: the phases of the forward.
         backward: those of the backward, by what the forward leaves to it.
     """
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
         routes, ranks = make_routes(plan, rank), plan.layout.ranks
-        self.messages = {
-            "queries": BoundMessages(routes.queries, ranks, buffer),
-            "keys": BoundMessages(routes.keys, ranks, buffer),
-        }
+        divided = len(routes.stages) > 1
+        self.merges = divided and plan.window is None
+        self.queries = BoundMessages(routes.queries, ranks, buffer)
+        self.stages = tuple(
+            BoundStage(stage, ranks, routes.local_rows, divided=divided, buffer=buffer) for stage in routes.stages
+        )
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
-        groups: dict[Tasks, TaskGroup] = {"own": routes.own, "prefix": routes.prefix, "visiting": routes.visiting}
+        groups: dict[Group, TaskGroup] = {}
+        for number, stage in enumerate(routes.stages):
+            groups["visiting", number] = stage.visiting
+            groups["visiting prefix", number] = stage.visiting_prefix
+            groups["prefix", number] = stage.prefix
+        groups = {group: tasks for group, tasks in groups.items() if len(tasks.q_lens)}
+        self.dq_sums = self._dq_sums(groups, routes, buffer) if divided else {}
+        own = {"own": routes.own}
         self.own_in_backward: tuple[Tasks, ...] = ("own",)
-        if turn == "alone" and len(routes.visiting.q_lens) + len(routes.prefix.q_lens):
+        if turn == "alone" and groups:
             self.own_in_backward = ("own 1/2", "own 2/2")
             halves = routes.own.split(routes.own.half())
-            groups.update(zip(self.own_in_backward, halves, strict=True))
-        self.groups = {tasks: BoundGroup(group, buffer) for tasks, group in groups.items() if len(group.q_lens)}
-        # What goes to ranks comes back first, in the same order, then what goes to servers.
-        query_rows, key_rows = (
-            np.split(messages.send_rows, [messages.send_counts[:ranks].sum()])
-            for messages in (routes.queries, routes.keys)
-        )
-        own = [groups[tasks] for tasks in self.own_in_backward]
+            own.update(zip(self.own_in_backward, halves, strict=True))
+        groups |= {(tasks, 0): group for tasks, group in own.items() if len(group.q_lens)}
+        self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items()}
+
+        # What goes to ranks comes back first, in the same order, then what goes to servers. What has been added up
+        # over stages has all rows.
+        every_row = np.arange(routes.local_rows)
+        first_keys = routes.stages[0].keys
+        query_rows, key_rows = _rows_of_ranks(routes.queries, ranks), _rows_of_ranks(first_keys, ranks)
+        own_parts = [own[tasks] for tasks in self.own_in_backward]
         self.query_sums = RowSum(
-            [*(group.q_rows for group in own), routes.prefix.q_rows, *query_rows], routes.local_rows, buffer
+            [
+                *(group.q_rows for group in own_parts),
+                every_row if divided else routes.stages[0].prefix.q_rows,
+                query_rows,
+                routes.queries.send_rows[len(query_rows) :],
+            ],
+            routes.local_rows,
+            buffer,
         )
-        self.key_sums = RowSum([*(group.k_rows for group in own), *key_rows], routes.local_rows, buffer)
-        received = sum(self.messages["keys"].traffic.received)
-        self.received_sums = RowSum([routes.visiting.k_rows, routes.prefix.k_rows], received, buffer, in_place=False)
-        tasks, windowed, servers = frozenset(self.groups), plan.window is not None, bool(self.servers)
-        self.forward = make_schedule("forward", turn, tasks=tasks, windowed=windowed, servers=servers)
+        self.key_sums = RowSum(
+            [
+                *(group.k_rows for group in own_parts),
+                every_row if divided else key_rows,
+                first_keys.send_rows[len(key_rows) :],
+            ],
+            routes.local_rows,
+            buffer,
+        )
+        names, windowed, servers = frozenset(self.groups), plan.window is not None, bool(self.servers)
+        self.forward = make_schedule(
+            "forward", turn, groups=names, windowed=windowed, stages=len(routes.stages), servers=servers
+        )
         self.backward: dict[Kept, Schedule] = {
-            kept: make_schedule("backward", turn, tasks=tasks, windowed=windowed, servers=servers, kept=kept)
+            kept: make_schedule(
+                "backward", turn, groups=names, windowed=windowed, stages=len(routes.stages), servers=servers, kept=kept
+            )
             for kept in get_args(Kept)
+        }
+
+    @property
+    def divided(self) -> bool:
+        """Whether K/V rows come in several stages."""
+        return len(self.stages) > 1
+
+    @staticmethod
+    def _dq_sums(groups: Mapping[Group, TaskGroup], routes: Routes, buffer: IndexBuffer) -> dict[Group, RowSum]:
+        received = int(routes.queries.recv_counts.sum())
+        return {
+            (tasks, stage): _onto(routes.local_rows if tasks == "prefix" else received, group.q_rows, buffer)
+            for (tasks, stage), group in groups.items()
         }
 
 

@@ -16,12 +16,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_distca.dispatch.bound import BoundGroup, BoundNanoBatch, BoundPlan, BoundRoutes
+from hf_distca.dispatch.bound import BoundGroup, BoundMessages, BoundNanoBatch, BoundPlan, BoundRoutes
 from hf_distca.dispatch.exchange import Column, PendingRows
 from hf_distca.dispatch.recorder import NOT_MEASURED, Kind, Work
 from hf_distca.dispatch.remote import RemoteCall, ServerRows
 from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
-from hf_distca.dispatch.schedule import Kept, KernelCall, Phase, Place, Schedule, Tasks, Transfer
+from hf_distca.dispatch.schedule import IN_USE, Group, Kept, KernelCall, Phase, Place, Schedule, Tasks, Transfer
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
 
@@ -30,6 +30,9 @@ Columns = dict[str, Tensor]
 
 Results = tuple[Tensor, Tensor]
 """O and LSE of some rows."""
+
+KeptRows = dict[tuple[str, int], Tensor]
+"""Rows that were received in the forward, by column and stage."""
 
 
 class CoreAttention:
@@ -86,6 +89,7 @@ class Pass(ABC):
     def __init__(self, attention: CoreAttention, direction: Direction, schedule: Schedule, local: Columns) -> None:
         self.attention, self.routes = attention, attention.routes
         self.columns: dict[Place, Columns] = {"local": local, "received": {}}
+        self._received_keys: dict[int, Columns] = {}  # by stage
         self._recorder = attention.bound.recorder
         self._work = Work(attention.layer, attention.nano.index, direction)
         self._left = deque(schedule)
@@ -124,7 +128,7 @@ class Pass(ABC):
         for transfer in phase.wait:
             self._receive(transfer)
         for call in phase.run:
-            self._compute(call, self.routes.groups[call.tasks])
+            self._compute(call, self.routes.groups[call.group])
         for transfer in phase.send:
             self._send(transfer)
 
@@ -139,7 +143,7 @@ class Pass(ABC):
             role = self._role(transfer)
             self._under_way[role] = self._send_back(transfer, role)
         else:
-            messages = self.routes.messages[transfer.rows]
+            messages = self._messages(transfer)
             columns_T = [local[name] for name in transfer.columns]
             role = self._role(transfer)
             self._under_way[role] = bound.exchange.start(columns_T, messages.traffic, role, messages.rows)
@@ -159,11 +163,27 @@ class Pass(ABC):
         if transfer.back:
             self._add_from_ranks(transfer, columns)
         else:
+            self._take_in(transfer, columns)
+
+    def _take_in(self, transfer: Transfer, columns: Columns) -> None:
+        """Have received rows there for kernel calls."""
+        if transfer.rows == "keys":
+            self._received_keys[transfer.stage] = columns
+        else:
             self.columns["received"].update(columns)
+
+    def _messages(self, transfer: Transfer) -> BoundMessages:
+        """Which rows a transfer between ranks is of."""
+        return self.routes.stages[transfer.stage].keys if transfer.rows == "keys" else self.routes.queries
+
+    def _keys_of(self, call: KernelCall) -> Columns:
+        """Where a kernel call's keys and values are."""
+        return self.columns["local"] if call.keys == "local" else self._received_keys[call.stage]
 
     def _role(self, transfer: Transfer) -> Hashable:
         """What sets an exchange apart from others that are under way or in use at once."""
-        return transfer.rows, transfer.back, transfer.stage, self.attention.nano.index, self.attention.repairs
+        in_use = transfer.stage % IN_USE
+        return transfer.rows, transfer.back, in_use, self.attention.nano.index, self.attention.repairs
 
     def _params(self, call: KernelCall) -> AttentionParams:
         return self.attention.params if call.causal else replace(self.attention.params, causal=False)
@@ -205,47 +225,67 @@ class Forward(Pass):
 
     def results(self) -> Results:
         """o_THE and lse_TH, once all phases have run."""
-        return self._results_at("local")
+        return self._final("local")
 
-    def kept(self) -> Columns:
+    def kept(self) -> KeptRows:
         """What the backward is to have of the rows that were received; asked for once their tasks are computed."""
         if self.attention.kept == "nothing":
             return {}
-        # The exchange's buffers live shorter than the backward.
-        kept = {name: rows_R.clone() for name, rows_R in self.columns["received"].items()}
+        kept = {(name, 0): rows_R for name, rows_R in self.columns["received"].items()}
+        for stage, columns in self._received_keys.items():
+            kept |= {(name, stage): rows_R for name, rows_R in columns.items()}
         if self.attention.kept == "results":
-            kept["o"], kept["lse"] = self._results_at("received")
+            kept["o", 0], kept["lse", 0] = self._final("received")
         return kept
 
+    def _take_in(self, transfer: Transfer, columns: Columns) -> None:
+        if self.attention.kept != "nothing":  # the exchange's buffers live shorter than the backward
+            columns = {name: rows_R.clone() for name, rows_R in columns.items()}
+        super()._take_in(transfer, columns)
+
     def _results_at(self, place: Place) -> Results:
-        """O and LSE of the query rows at a place; undefined where nothing has been computed yet."""
+        """O and LSE of the query rows at a place, so far.
+
+        They are undefined where nothing has been computed yet; where a row's results are merged from several stages,
+        what no keys give, and wider than they come.
+        """
         if place not in self._results:
             q_THD, v_TGE = self.columns[place]["q"], self.columns["local"]["v"]
             rows, heads = q_THD.shape[:2]
-            lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
-            o_THE = q_THD.new_empty((rows, heads, v_TGE.shape[2]))
-            self._results[place] = o_THE, q_THD.new_empty((rows, heads), dtype=lse_dtype)
+            wide = torch.promote_types(q_THD.dtype, torch.float32)
+            merges = self.routes.merges
+            o_THE = q_THD.new_empty((rows, heads, v_TGE.shape[2]), dtype=wide if merges else q_THD.dtype)
+            lse_TH = q_THD.new_empty((rows, heads), dtype=wide)
+            if merges and place == "received":
+                o_THE.zero_()
+                lse_TH.fill_(-torch.inf)
+            self._results[place] = o_THE, lse_TH
         return self._results[place]
 
+    def _final(self, place: Place) -> Results:
+        """O and LSE of the query rows at a place, in the dtypes in which they travel."""
+        o_THE, lse_TH = self._results_at(place)
+        return o_THE.to(self.columns["local"]["q"].dtype), lse_TH
+
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
-        queries, keys = self.columns[call.queries], self.columns[call.keys]
+        queries, keys = self.columns[call.queries], self._keys_of(call)
         k_KGD, v_KGE = take(keys["k"], group.k_rows), take(keys["v"], group.k_rows)
         q_QHD = take(queries["q"], group.q_rows)
-        with self._recorded("kernel", call.tasks, group.pairs):
+        with self._recorded("kernel", call.name, group.pairs):
             part = self.attention.bound.kernel.forward(q_QHD, k_KGD, v_KGE, group.shapes, self._params(call))
         if not call.first:
             merge_rows(*self._results_at(call.queries), group.q_rows, *part)
-        elif group.q_rows == slice(0, queries["q"].shape[0]):
+        elif group.q_rows == slice(0, queries["q"].shape[0]) and not self.routes.merges:
             self._results[call.queries] = part
         else:
             _put(self._results_at(call.queries), group.q_rows, part)
 
     def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
-        way_back = self.routes.messages[transfer.rows].way_back
-        return self.attention.bound.exchange.start(self._results_at("received"), way_back, role)
+        way_back = self._messages(transfer).way_back
+        return self.attention.bound.exchange.start(self._final("received"), way_back, role)
 
     def _add_from_ranks(self, transfer: Transfer, columns: Columns) -> None:
-        _put(self.results(), self.routes.messages[transfer.rows].rows, (columns["o"], columns["lse"]))
+        _put(self._results_at("local"), self._messages(transfer).rows, (columns["o"], columns["lse"]))
 
     def _add_from_servers(self, results: Mapping[int, Mapping[str, Tensor]], lost: frozenset[int]) -> None:
         repaired: Results | None = None
@@ -257,16 +297,16 @@ class Forward(Pass):
         for rows in self.routes.servers:
             if rows.server in results:
                 came = results[rows.server]
-                _put(self.results(), rows.q_rows, (came["o"], came["lse"]))
+                _put(self._results_at("local"), rows.q_rows, (came["o"], came["lse"]))
             elif repaired is not None and rows.server in lost:
                 o_QHE, lse_QH = (take(x_T, rows.q_rows) for x_T in repaired)
-                _put(self.results(), rows.q_rows, (o_QHE, lse_QH))
+                _put(self._results_at("local"), rows.q_rows, (o_QHE, lse_QH))
 
 
 def _put(results: Results, index: RowIndex, part: Results) -> None:
     """Write O and LSE of some rows to where they belong."""
     for x_T, rows_Q in zip(results, part, strict=True):
-        put(x_T, index, rows_Q)
+        put(x_T, index, rows_Q.to(x_T.dtype))
 
 
 class Backward(Pass):
@@ -294,64 +334,100 @@ class Backward(Pass):
     ) -> None:
         local = {"do": do_THE, "q": q_THD, "k": k_TGD, "v": v_TGE, "o": o_THE, "lse": lse_TH}
         super().__init__(attention, "backward", attention.routes.backward[attention.kept], local)
-        self._of_tasks: dict[Tasks, Columns] = {}
+        self._of_groups: dict[Group, Columns] = {}
+        self._totals: dict[tuple[Place, str], Tensor] = {}  # of all stages so far
         self._from_ranks: Columns = {}
         self._from_servers: list[Columns] = []
         self._repaired: tuple[Tensor, ...] | None = None
 
-    def take_kept(self, kept: Columns) -> None:
+    def take_kept(self, kept: KeptRows) -> None:
         """Have what the forward kept; to be called before what was received is computed."""
-        self.columns["received"].update(kept)
+        for (name, stage), rows_R in kept.items():
+            columns = self._received_keys.setdefault(stage, {}) if name in ("k", "v") else self.columns["received"]
+            columns[name] = rows_R
 
     def go_on(self) -> None:
         """See `Pass.go_on`."""
         super().go_on()
-        if not any(phase.run or phase.send for phase in self._left) and not self.routes.servers:
-            for tasks in (*self.routes.own_in_backward, "prefix"):
+        if not any(phase.run or phase.send for phase in self._left) and not self.routes.servers and self.columns:
+            # The memory goes back while the last rows travel; what is left to add up is there.
+            for tasks in self.routes.own_in_backward:
                 self._of(tasks)
-            self.columns.clear()  # the memory goes back while the last rows travel
+            self._dq_of_received_keys("local")
+            if self.routes.divided:
+                self._total("local", "dk"), self._total("local", "dv")
+            self.columns.clear()
+            self._received_keys.clear()
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq_THD, dk_TGD and dv_TGE, once all phases have run."""
         own = [self._of(tasks) for tasks in self.routes.own_in_backward]
         came = [self._from_ranks, *self._from_servers]
-        dq_THD = self.routes.query_sums.add_up([x["dq"] for x in (*own, self._of("prefix"), *came)])
+        dq = [*(x["dq"] for x in own), self._dq_of_received_keys("local"), *(x["dq"] for x in came)]
+        dq_THD = self.routes.query_sums.add_up(dq)
         dk_TGD, dv_TGE = (self.routes.key_sums.add_up([x[name] for x in (*own, *came)]) for name in ("dk", "dv"))
         if self._repaired is not None:
             for total, repaired in zip((dq_THD, dk_TGD, dv_TGE), self._repaired, strict=True):
                 total.add_(repaired)
         return dq_THD, dk_TGD, dv_TGE
 
-    def _of(self, tasks: Tasks) -> Columns:
+    def _of(self, tasks: Tasks, stage: int = 0) -> Columns:
         """The gradients of a kernel call; of no rows where the rank has no such tasks."""
-        if tasks not in self._of_tasks:
+        group = tasks, stage
+        if group not in self._of_groups:
             local = self.columns["local"]
-            self._of_tasks[tasks] = {f"d{x}": local[x].new_empty((0, *local[x].shape[1:])) for x in ("q", "k", "v")}
-        return self._of_tasks[tasks]
+            self._of_groups[group] = {f"d{x}": local[x].new_empty((0, *local[x].shape[1:])) for x in ("q", "k", "v")}
+        return self._of_groups[group]
+
+    def _dq_of_received_keys(self, place: Place) -> Tensor:
+        """dQ of the query rows at a place, as far as received keys give it."""
+        if self.routes.divided:
+            return self._total(place, "dq")
+        return self._of("prefix" if place == "local" else "visiting")["dq"]
+
+    def _total(self, place: Place, name: str) -> Tensor:
+        """The sum over stages so far of a gradient of all rows at a place, wider than they come."""
+        if (place, name) not in self._totals:
+            like = self.columns[place][name.removeprefix("d")]
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            self._totals[place, name] = like.new_zeros(like.shape, dtype=dtype)
+        return self._totals[place, name]
 
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
-        queries, keys = self.columns[call.queries], self.columns[call.keys]
+        queries, keys = self.columns[call.queries], self._keys_of(call)
         k_KGD, v_KGE = take(keys["k"], group.k_rows), take(keys["v"], group.k_rows)
         do_QHE, q_QHD, o_QHE, lse_QH = (take(queries[name], group.q_rows) for name in ("do", "q", "o", "lse"))
-        with self._recorded("kernel", call.tasks, group.pairs):
+        with self._recorded("kernel", call.name, group.pairs):
             gradients = self.attention.bound.kernel.backward(
                 do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, self._params(call)
             )
-        self._of_tasks[call.tasks] = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        columns = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        if call.group in self.routes.dq_sums:
+            self.routes.dq_sums[call.group].add_up([self._total(call.queries, "dq"), columns.pop("dq")])
+        self._of_groups[call.group] = columns
 
     def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
-        exchange, way_back = self.attention.bound.exchange, self.routes.messages[transfer.rows].way_back
+        exchange, way_back = self.attention.bound.exchange, self._messages(transfer).way_back
+        local = self.columns["local"]
         if transfer.rows == "queries":
-            return exchange.start([self._of("visiting")[name] for name in transfer.columns], way_back, role)
-        received = self.columns["received"]
-        types: list[Column] = [(received[name].shape[1:], received[name].dtype) for name in ("k", "v")]
-        message = exchange.open(types, way_back, role, received["k"].device)
+            dq_RHD = self._dq_of_received_keys("received").to(local["q"].dtype)
+            return exchange.start([dq_RHD], way_back, role)
+        stage = self.routes.stages[transfer.stage]
+        types: list[Column] = [(local[name].shape[1:], local[name].dtype) for name in ("k", "v")]
+        message = exchange.open(types, way_back, role, local["k"].device)
         for name, column_R in zip(transfer.columns, message.columns, strict=True):
-            parts = [self._of(tasks)[name] for tasks in ("visiting", "prefix")]
-            self.routes.received_sums.add_up(parts, out=column_R)
+            parts = [self._of(tasks, transfer.stage)[name] for tasks in stage.tasks]
+            stage.received_sums.add_up(parts, out=column_R)
+        if self.routes.divided:  # their dQ has been added up: the memory goes back
+            for tasks in stage.tasks:
+                del self._of_groups[tasks, transfer.stage]
         return message.send()
 
     def _add_from_ranks(self, transfer: Transfer, columns: Columns) -> None:
+        if transfer.rows == "keys" and self.routes.divided:
+            key_sums = self.routes.stages[transfer.stage].key_sums
+            assert key_sums is not None
+            columns = {name: key_sums.add_up([self._total("local", name), rows]) for name, rows in columns.items()}
         self._from_ranks.update(columns)
 
     def _add_from_servers(self, results: Mapping[int, Mapping[str, Tensor]], lost: frozenset[int]) -> None:

@@ -32,7 +32,7 @@ class ServerRows:
 
     def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
         self.server = server
-        q_rows, k_rows = (_rows_for(messages, ranks + server) for messages in (routes.queries, routes.keys))
+        q_rows, k_rows = (_rows_for(messages, ranks + server) for messages in (routes.queries, routes.stages[0].keys))
         self.q_rows, self.k_rows = row_index(q_rows, buffer), row_index(k_rows, buffer)
         self.q_count, self.k_count = len(q_rows), len(k_rows)
 

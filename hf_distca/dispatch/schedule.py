@@ -11,6 +11,9 @@ A core attention is cut in three by two pauses, at which the other nano-batch of
               and prefix tasks, send O and LSE     send dQ, dK and dV
     part 3    receive O and LSE                    receive dQ, dK and dV
 
+K and V may come in several stages. Two of them are on their way or in use at once: the first two are sent in part 1, a
+further one when the tasks of the one before the last have been computed. dK and dV of a stage go back in the same way.
+
 Own tasks need nothing from others. They are computed where they hide an exchange, see `OWN_TASKS`.
 """
 
@@ -29,9 +32,15 @@ Place = Literal["local", "received"]
 kernel call go to where its queries are; the gradients of queries to where these are, and those of keys and values to
 where those are."""
 
-Tasks = Literal["own", "own 1/2", "own 2/2", "prefix", "visiting"]
-"""Tasks of one kernel call, see `hf_distca.planner.routes.Routes`. Where own tasks alone have to hide the exchanges
-before and after, the backward computes them in two halves of about equal pairs."""
+Tasks = Literal["own", "own 1/2", "own 2/2", "prefix", "visiting", "visiting prefix"]
+"""Tasks of one kernel call, see `hf_distca.planner.routes`. Where own tasks alone have to hide the exchanges before and
+after, the backward computes them in two halves of about equal pairs."""
+
+Group = tuple[Tasks, int]
+"""Tasks of one kernel call and the stage of their K/V rows; 0 for own tasks."""
+
+IN_USE = 2
+"""Stages whose rows are on their way or in use at once."""
 
 TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
 """In the names of transfers, and of phases that begin and end a call to servers."""
@@ -65,7 +74,7 @@ class Transfer:
             both kinds, to dedicated servers.
         columns: tensors that travel, by the names of the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
         back: whether they go back to the ranks that hold the rows.
-        stage: of how many that are sent one after another, the number of this one.
+        stage: of K/V rows, the number of this one.
     """
 
     rows: Literal["queries", "keys", "servers"]
@@ -77,7 +86,7 @@ class Transfer:
     def name(self) -> str:
         """For people: what travels, and where servers are at the other end, which way."""
         at_servers = (FROM_SERVERS if self.back else TO_SERVERS) if self.rows == "servers" else ""
-        return " ".join(self.columns) + at_servers
+        return " ".join(self.columns) + at_servers + (f" [{self.stage}]" if self.stage else "")
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,8 @@ class KernelCall:
         queries: where their query rows are.
         keys: where their K/V rows are.
         causal: whether rows are aligned with keys at the end of each task; else every row sees all keys of its task.
-        first: whether the results are the first for their query rows; else they are merged with those before.
+        first: whether the results are the first for their query rows, and the last too if these are received; else
+            they are merged with those before.
         stage: of the K/V rows that are read.
     """
 
@@ -99,6 +109,16 @@ class KernelCall:
     causal: bool = True
     first: bool = True
     stage: int = 0
+
+    @property
+    def group(self) -> Group:
+        """Which of the rank's groups of tasks it computes."""
+        return self.tasks, self.stage
+
+    @cached_property
+    def name(self) -> str:
+        """For people."""
+        return self.tasks + (f" [{self.stage}]" if self.stage else "")
 
 
 @dataclass(frozen=True)
@@ -122,7 +142,7 @@ class Phase:
         """For people: "wait q, k v; run visiting; send o lse"."""
         parts: dict[str, Sequence[str]] = {
             "wait": [transfer.name for transfer in self.wait],
-            "run": [call.tasks for call in self.run],
+            "run": [call.name for call in self.run],
             "send": [transfer.name for transfer in self.send],
         }
         return "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts.items() if names)
@@ -136,8 +156,9 @@ def make_schedule(
     direction: Direction,
     turn: Turn,
     *,
-    tasks: frozenset[Tasks],
+    groups: frozenset[Group],
     windowed: bool,
+    stages: int = 1,
     servers: bool = False,
     kept: Kept = "nothing",
 ) -> Schedule:
@@ -148,75 +169,103 @@ def make_schedule(
     Args:
         direction: forward or backward.
         turn: of the nano-batch.
-        tasks: the groups of tasks that the rank has; it makes no kernel call for others.
+        groups: the groups of tasks that the rank has; it makes no kernel call for others.
         windowed: whether the layer attends by a sliding window: prefix tasks then have all keys of their rows, else
             those before the rows' own segment.
+        stages: in how many K/V rows come.
         servers: whether the plan has tasks for dedicated servers.
         kept: what the backward has already; the forward sends everything.
     """
     forward = direction == "forward"
-    there = _forward_there() if forward else _backward_there(kept)
-    if servers:
-        there += (Transfer("servers", ("q", "k", "v") if forward else ("q", "do", "o", "lse", "k", "v")),)
+    queries = Transfer("queries", _columns_of_queries(direction, kept))
+    keys_there = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(stages))
+    if not forward and kept != "nothing":
+        keys_there = ()
+    keys_back = () if forward else tuple(replace(_KEYS_BACK, stage=stage) for stage in range(stages))
+    to_servers = Transfer("servers", ("q", "k", "v") if forward else ("q", "do", "o", "lse", "k", "v"))
     results = ("o", "lse") if forward else ("dq",)
     queries_back = Transfer("queries", results, back=True)
-    keys_back = Transfer("keys", ("dk", "dv"), back=True)
-    servers_back = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
+    from_servers = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
 
-    visiting = _call(tasks, KernelCall("visiting", "received", "received"))
-    prefix = _call(tasks, KernelCall("prefix", "local", "received", causal=windowed, first=windowed))
-    own = _own_calls(direction, turn, tasks)
+    own = _own_calls(direction, turn, groups)
     phases = [
-        Phase(send=there),
+        Phase(send=(queries, *keys_there[:IN_USE], *((to_servers,) if servers else ()))),
         Phase(run=own.get("before pause", ()), pause=True),
         Phase(run=own.get("after pause", ())),
-        # Visitors first: their results have a way to go.
-        Phase(
-            wait=tuple(transfer for transfer in there if transfer.rows != "servers"),
-            run=visiting,
-            send=(queries_back,),
-        ),
-        Phase(run=prefix, send=() if forward else (keys_back,)),
+    ]
+    for stage in range(stages):
+        last = stage == stages - 1
+        phases += [
+            # Visitors first: their results have a way to go.
+            Phase(
+                wait=(*((queries,) if stage == 0 else ()), *keys_there[stage : stage + 1]),
+                run=_visiting_calls(groups, stage, divided=stages > 1 and not windowed),
+                send=(queries_back,) if last else (),
+            ),
+            Phase(
+                run=_calls(groups, KernelCall("prefix", "local", "received", windowed, windowed, stage)),
+                send=keys_there[stage + IN_USE : stage + IN_USE + 1] if forward else (),
+            ),
+            # What is sent back lies where that of IN_USE stages before did.
+            *([] if forward else [Phase(
+                wait=keys_back[stage - IN_USE : stage - IN_USE + 1] if stage >= IN_USE else (),
+                send=(*keys_back[stage : stage + 1], *keys_there[stage + IN_USE : stage + IN_USE + 1]),
+            )]),
+        ]
+    phases += [
         Phase(run=own.get("after prefix", ()), pause=True),
-        Phase(
-            wait=(queries_back, *(() if forward else (keys_back,)), *((servers_back,) if servers else ())),
-        ),
+        Phase(wait=(queries_back, *keys_back[-IN_USE:], *((from_servers,) if servers else ()))),
     ]
     return _joined(phases)
 
 
-def _forward_there() -> tuple[Transfer, ...]:
-    return Transfer("queries", ("q",)), Transfer("keys", ("k", "v"))
+_KEYS_BACK = Transfer("keys", ("dk", "dv"), back=True)
 
 
-def _backward_there(kept: Kept) -> tuple[Transfer, ...]:
-    if kept == "results":
-        return (Transfer("queries", ("do",)),)
-    if kept == "received":
-        return (Transfer("queries", ("do", "o", "lse")),)
-    return Transfer("queries", ("do", "o", "lse", "q")), Transfer("keys", ("k", "v"))
+def _columns_of_queries(direction: Direction, kept: Kept) -> tuple[str, ...]:
+    """What goes with queries to those who compute them."""
+    if direction == "forward":
+        return ("q",)
+    return {"nothing": ("do", "o", "lse", "q"), "received": ("do", "o", "lse"), "results": ("do",)}[kept]
 
 
-def _call(tasks: frozenset[Tasks], call: KernelCall) -> tuple[KernelCall, ...]:
-    return (call,) if call.tasks in tasks else ()
+def _calls(groups: frozenset[Group], *calls: KernelCall) -> tuple[KernelCall, ...]:
+    """Those of some kernel calls whose tasks the rank has."""
+    return tuple(call for call in calls if call.group in groups)
 
 
-def _own_calls(direction: Direction, turn: Turn, tasks: frozenset[Tasks]) -> dict[str, tuple[KernelCall, ...]]:
+def _visiting_calls(groups: frozenset[Group], stage: int, *, divided: bool) -> tuple[KernelCall, ...]:
+    """The kernel calls of received queries on a stage.
+
+    Args:
+        groups: that the rank has.
+        stage: of the keys.
+        divided: whether the keys of a query are in several stages.
+    """
+    call = KernelCall("visiting", "received", "received", first=not divided, stage=stage)
+    return _calls(groups, call, replace(call, tasks="visiting prefix", causal=False))
+
+
+def _own_calls(direction: Direction, turn: Turn, groups: frozenset[Group]) -> dict[str, tuple[KernelCall, ...]]:
     """The kernel calls of own tasks, by the place in the schedule."""
     places = OWN_TASKS[direction, turn]
     halves: tuple[Tasks, ...] = ("own 1/2", "own 2/2")
-    if "own 1/2" not in tasks or len(places) == 1:
-        return {places[0]: _call(tasks, KernelCall("own", "local", "local"))}
+    if ("own 1/2", 0) not in groups or len(places) == 1:
+        return {places[0]: _calls(groups, KernelCall("own", "local", "local"))}
     return {
-        place: _call(tasks, KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)
+        place: _calls(groups, KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)
     }
 
 
 def _joined(phases: list[Phase]) -> Schedule:
-    """Without empty phases: a pause of one is that of the phase before."""
+    """Phases with what can be done in one phase joined, and without empty ones: a pause of one is that of the phase
+    before."""
     joined: list[Phase] = []
     for phase in phases:
-        if phase.wait or phase.run or phase.send:
+        before = joined[-1] if joined else None
+        if before and not before.pause and not before.send and not phase.wait and not phase.run:
+            joined[-1] = replace(before, send=phase.send, pause=phase.pause)
+        elif phase.wait or phase.run or phase.send:
             joined.append(phase)
         elif phase.pause:
             joined[-1] = replace(joined[-1], pause=True)

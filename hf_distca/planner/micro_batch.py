@@ -13,6 +13,7 @@ from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import bytes_between, loads_of
 from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
+from hf_distca.planner.stages import EXCHANGE_BUFFER_BYTES, with_stages
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class PlanSettings:
         row_overhead: what the kernel spends on a query row besides its pairs, in pairs (`Kernel.row_overhead`).
         gather_cost: what gathering a byte of K and V on a rank costs, in bytes sent (`Kernel.gather_cost`).
         ping_pong: make two nano-batches of every micro-batch that can be divided.
+        exchange_buffer_bytes: the most bytes of K/V rows that a rank sends, and receives, at a time.
         kernel: name of the attention kernel, whose costs these are; "auto" for the one of the device that suits most
             models.
     """
@@ -45,6 +47,7 @@ class PlanSettings:
     row_overhead: int = 0
     gather_cost: float = 0.0
     ping_pong: bool = False
+    exchange_buffer_bytes: int = EXCHANGE_BUFFER_BYTES
     kernel: str = "auto"
 
     @property
@@ -119,8 +122,10 @@ def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:
     )
 
 
-def plan_tasks(layout: Layout, kind: AttentionKind, settings: PlanSettings, workers: Workers | None = None) -> Plan:
-    """Balance the core attention of one kind of layer on a layout.
+def plan_tasks(
+    layout: Layout, kind: AttentionKind, settings: PlanSettings, workers: Workers | None = None
+) -> Plan:
+    """Balance the core attention of one kind of layer on a layout, in one stage.
 
     Args:
         layout: where the rows are.
@@ -140,6 +145,19 @@ def plan_tasks(layout: Layout, kind: AttentionKind, settings: PlanSettings, work
     )
 
 
+def plan_stages(plan: Plan, kind: AttentionKind, settings: PlanSettings, *, alone: bool) -> Plan:
+    """The plan with its K/V rows divided into stages.
+
+    Args:
+        plan: of one kind of layer, in one stage.
+        kind: of the layer.
+        settings: see PlanSettings.
+        alone: whether its nano-batch is the only one of the micro-batch.
+    """
+    buffer_rows = max(settings.exchange_buffer_bytes // settings.row_bytes(kind).kv, 1)
+    return with_stages(plan, buffer_rows, alone=alone)
+
+
 def _plan(
     lengths: NDArray[np.int64],
     groups: Sequence[NDArray[np.int64]],
@@ -148,7 +166,10 @@ def _plan(
 ) -> MicroBatchPlan:
     nano_batches = []
     for group, layout in zip(groups, layouts, strict=True):
-        plans = {kind: plan_tasks(layout, kind, settings) for kind in settings.kinds}
+        plans = {
+            kind: plan_stages(plan_tasks(layout, kind, settings), kind, settings, alone=len(layouts) == 1)
+            for kind in settings.kinds
+        }
         nano_batches.append(NanoBatch(group, layout, plans))
     return MicroBatchPlan(tuple(nano_batches), _summary(lengths, nano_batches, settings))
 

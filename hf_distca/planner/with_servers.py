@@ -7,7 +7,7 @@ import numpy as np
 from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.metrics import bytes_between, loads_of, query_rows_of
-from hf_distca.planner.micro_batch import PlanSettings, plan_tasks
+from hf_distca.planner.micro_batch import PlanSettings, plan_stages, plan_tasks
 from hf_distca.planner.shifted import merged
 
 IDLE = 1e-9
@@ -54,7 +54,12 @@ def plan_with_servers(
         replace(
             nano,
             plans={
-                kind: balance_with_servers(nano.layout, kind, workers, settings, ranks_serve=ranks_serve)
+                kind: plan_stages(
+                    balance_with_servers(nano.layout, kind, workers, settings, ranks_serve=ranks_serve),
+                    kind,
+                    settings,
+                    alone=len(plan.nano_batches) == 1,
+                )
                 for kind in nano.plans
             },
         )

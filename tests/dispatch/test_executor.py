@@ -49,8 +49,9 @@ class Recorded:
 
 def attention_of(recorded: Recorded, schedule: tuple[Phase, ...], groups: dict) -> CoreAttention:
     traffic = SimpleNamespace(rows=slice(0, 2), traffic="there", way_back="back")
+    stage = SimpleNamespace(keys=traffic)
     routes = SimpleNamespace(
-        forward=schedule, groups=groups, messages={"queries": traffic, "keys": traffic}, servers=()
+        forward=schedule, groups=groups, queries=traffic, stages=(stage, stage), merges=False, servers=()
     )
     nano = SimpleNamespace(index=1, routes={KIND: routes})
     bound = SimpleNamespace(exchange=recorded, kernel=recorded, recorder=Recorder(CPU), device=CPU, remote=None)
@@ -72,7 +73,7 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
         shapes = TaskShapes.build([rows], [rows], CPU)
         return SimpleNamespace(shapes=shapes, q_rows=slice(0, rows), k_rows=slice(0, rows), pairs=10 * rows)
 
-    attention = attention_of(recorded, schedule, {"own": group(3), "visiting": group(2), "prefix": group(1)})
+    attention = attention_of(recorded, schedule, {("own", 0): group(3), ("visiting", 0): group(2), ("prefix", 0): group(1)})
     spans = attention.bound.recorder.listen("phase", "kernel", "wait")
     passed = Forward(attention, torch.ones(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
     ends = []
@@ -88,9 +89,9 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
     found = [(span.kind, span.part, span.pairs) for span in spans.take() if span.work == (5, 1, "forward")]
     assert [part for kind, part, _ in found if kind == "phase"] == [
         "send k v, q",
-        "run own; send k v",
+        "run own; send k v [1]",
         "wait q, k v; run visiting, prefix; send o lse",
-        "wait k v",
+        "wait k v [1]",
         "wait o lse",
     ]
     assert [(part, pairs) for kind, part, pairs in found if kind == "kernel"] == [
@@ -98,7 +99,7 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
         ("visiting", 20),
         ("prefix", 10),
     ]
-    assert [part for kind, part, _ in found if kind == "wait"] == ["q", "k v", "k v", "o lse"]
+    assert [part for kind, part, _ in found if kind == "wait"] == ["q", "k v", "k v [1]", "o lse"]
 
 
 FORWARDS = {
@@ -167,7 +168,7 @@ def _of_groups(schedule, groups):
     if schedule is None:
         return None
     return tuple(
-        Phase(phase.wait, tuple(call for call in phase.run if call.tasks in groups), phase.send, phase.pause)
+        Phase(phase.wait, tuple(call for call in phase.run if call.group in groups), phase.send, phase.pause)
         for phase in schedule
     )
 

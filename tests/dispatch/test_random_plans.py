@@ -23,7 +23,7 @@ MODELS = {
 }
 
 
-def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
+def cut_at_random(plan: MicroBatchPlan, seed: int, stage_rows: int | None = None) -> MicroBatchPlan:
     """The same layout, each document in up to five tasks for workers drawn at random."""
     random = np.random.default_rng(seed)
 
@@ -34,13 +34,17 @@ def cut_at_random(plan: MicroBatchPlan, seed: int) -> MicroBatchPlan:
             ends = [0, *sorted(inner), length]
             cut += [(document, start, stop, random.integers(plan.workers)) for start, stop in itertools.pairwise(ends)]
         table = np.array(cut, TASK)
-        return replace(plan, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
+        return replace(plan, stage_rows=stage_rows, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
 
     nano_batches = [
         replace(nano, plans={kind: tasks(of_kind) for kind, of_kind in nano.plans.items()})
         for nano in plan.nano_batches
     ]
     return replace(plan, nano_batches=tuple(nano_batches))
+
+
+STAGE_ROWS = (None, 40, 11)
+"""One stage, two or three, and seven or more."""
 
 
 def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong: bool) -> list[tuple[float, dict]]:
@@ -56,8 +60,8 @@ def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong:
     rows = ROWS[:ranks]
     documents = random_documents([length for row in rows for length in row])
     results = []
-    for seed in range(2):
-        plan = cut_at_random(plan_placed(rows, settings), seed)
+    for seed, stage_rows in enumerate(STAGE_ROWS):
+        plan = cut_at_random(plan_placed(rows, settings), seed, stage_rows)
         assert len(plan.nano_batches) == 1 + ping_pong
         model.zero_grad()
         loss = planned_step(model, plan, dispatcher, documents)

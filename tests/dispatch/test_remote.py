@@ -101,12 +101,12 @@ def compute(
     routes, kernel = make_routes(plan, worker), CpuKernel()
     counts = {
         kind: messages.recv_counts[: len(received)].tolist()
-        for kind, messages in (("q", routes.queries), ("k", routes.keys))
+        for kind, messages in (("q", routes.queries), ("k", routes.stages[0].keys))
     }
     assert [len(rank["q"]) for rank in received] == counts["q"]
     assert [len(rank["k"]) for rank in received] == counts["k"]
     rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
-    group = routes.visiting
+    group = routes.stages[0].visiting
     shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), CPU)
     q_rows, k_rows = torch.from_numpy(group.q_rows), torch.from_numpy(group.k_rows)
     k, v, q = rows["k"][k_rows], rows["v"][k_rows], rows["q"][q_rows]

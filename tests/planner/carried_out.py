@@ -26,13 +26,18 @@ def local_rows(plan, worker):
     }
 
 
-def exchange(routes, kind, values):
-    """What every worker receives of one kind, "queries" or "keys": {received row: (worker, local row, value)}.
+def messages_of(routes, stage):
+    """The messages of every worker: of queries, or of the keys of a stage."""
+    return [mine.queries if stage == "queries" else mine.stages[stage].keys for mine in routes]
+
+
+def exchange(routes, stage, values):
+    """What every worker receives, "queries" or the keys of a stage: {received row: (worker, local row, value)}.
 
     Args:
         values: for each worker {local row: value}.
     """
-    messages = [getattr(mine, kind) for mine in routes]
+    messages = messages_of(routes, stage)
     received = [{} for _ in routes]
     for source, theirs in enumerate(messages):
         assert theirs.send_counts.sum() == len(theirs.send_rows)
@@ -71,19 +76,24 @@ def carried_out(plan):
         For each rank {local row: K/V rows that its query saw} and {local row: queries that saw its K/V row}.
     """
     routes = routes_of(plan)
+    stages = range(len(routes[0].stages))
+    assert all(len(mine.stages) == len(stages) for mine in routes)
     local = [local_rows(plan, worker) for worker in range(plan.workers)]
-    queries, keys = (exchange(routes, kind, local) for kind in ("queries", "keys"))
+    queries, *keys = (exchange(routes, stage, local) for stage in ("queries", *stages))
     seen = [defaultdict(list) for _ in routes]
     seen_by = [defaultdict(list) for _ in routes]
     for worker, mine in enumerate(routes):
         assert mine.local_rows == len(local[worker])
         # (rank, local row, value) of what the numbers of a group stand for; results go to that rank and row.
         held = {row: (worker, row, value) for row, value in local[worker].items()}
-        for group, asking, asked, causal in (
-            (mine.own, held, held, True),
-            (mine.prefix, held, keys[worker], plan.window is not None),
-            (mine.visiting, queries[worker], keys[worker], True),
-        ):
+        calls = [(mine.own, held, held, True)]
+        for stage, theirs in zip(mine.stages, keys, strict=True):
+            calls += [
+                (stage.prefix, held, theirs[worker], plan.window is not None),
+                (stage.visiting, queries[worker], theirs[worker], True),
+                (stage.visiting_prefix, queries[worker], theirs[worker], False),
+            ]
+        for group, asking, asked, causal in calls:
             for q_rows, k_rows, pairs in tasks_of(group):
                 counted = 0
                 for query, key in visible(q_rows, k_rows, plan.window, causal):
@@ -94,10 +104,16 @@ def carried_out(plan):
                     counted += 1
                 assert pairs == counted
         # Nothing travels that is not used, and nothing twice.
-        assert set(mine.visiting.q_rows.tolist()) == set(queries[worker])
-        assert {*mine.visiting.k_rows.tolist(), *mine.prefix.k_rows.tolist()} == set(keys[worker])
-        for received in (queries, keys):
+        asking = {row for stage in mine.stages for row in (*stage.visiting.q_rows, *stage.visiting_prefix.q_rows)}
+        assert asking == set(queries[worker])
+        for stage, theirs in zip(mine.stages, keys, strict=True):
+            groups = (stage.visiting, stage.visiting_prefix, stage.prefix)
+            assert {row for group in groups for row in group.k_rows.tolist()} == set(theirs[worker])
+        for received in (queries, *keys):
             came = [(rank, row) for rank, row, _ in received[worker].values()]
+            assert len(set(came)) == len(came)
+        if plan.window is None:
+            came = [(rank, row) for theirs in keys for rank, row, _ in theirs[worker].values()]
             assert len(set(came)) == len(came)
         assert all(rank != worker for rank, *_ in queries[worker].values())
     return seen, seen_by

@@ -1,14 +1,16 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_between
 from hf_distca.planner.routes import TaskGroup, tasks_at_home
-from tests.planner.carried_out import local_rows, routes_of
+from tests.planner.carried_out import local_rows, messages_of, routes_of
 from tests.planner.drawn_plans import drawn_plans
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -47,23 +49,29 @@ def test_a_window_needs_the_rows_that_it_reaches_and_no_more():
     plan = Plan(fixed_layout([[6], []]), np.array([(0, 0, 5, 0), (0, 5, 6, 1)], TASK), 2, 2)
     giver, taker = routes_of(plan)
     assert giver.queries.send_rows.tolist() == [5]
-    assert giver.keys.send_rows.tolist() == [4, 5]
-    assert taker.keys.recv_counts.tolist() == [2, 0]
-    assert taker.visiting.k_lens.tolist() == [2]
+    assert giver.stages[0].keys.send_rows.tolist() == [4, 5]
+    assert taker.stages[0].keys.recv_counts.tolist() == [2, 0]
+    assert taker.stages[0].visiting.k_lens.tolist() == [2]
     assert giver.own.k_lens.tolist() == [5]
 
 
 @settings(max_examples=150)
-@given(drawn_plans())
-def test_routes_carry_the_bytes_that_are_counted(plan):
+@given(drawn_plans(), st.none() | st.integers(1, 12))
+def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
+    if plan.window is None:  # else rows that windows of two stages reach travel twice
+        plan = replace(plan, stage_rows=stage_rows)
     routes = routes_of(plan)
     ranks = range(plan.layout.ranks)
-    counts = {kind: np.array([getattr(mine, kind).send_counts for mine in routes]) for kind in ("queries", "keys")}
-    for kind, sent in counts.items():
+    counts = []
+    for stage in ("queries", *range(len(routes[0].stages))):
+        messages = messages_of(routes, stage)
+        sent = np.array([mine.send_counts for mine in messages])
         crosses = any(sent[one, other] for one, other in itertools.permutations(ranks, 2))
-        assert [getattr(mine, kind).crossing for mine in routes] == [crosses] * plan.workers
+        assert [mine.crossing for mine in messages] == [crosses] * plan.workers
         np.fill_diagonal(sent, 0)  # a rank's keys that it gathers for itself
-    moved = counts["queries"] * BYTES.q + counts["queries"].T * BYTES.o + counts["keys"] * BYTES.kv
+        counts.append(sent)
+    queries, *keys = counts
+    moved = queries * BYTES.q + queries.T * BYTES.o + sum(keys) * BYTES.kv
     assert [moved.sum(1).tolist(), moved.sum(0).tolist()] == bytes_between(plan, BYTES).tolist()
 
 
@@ -83,3 +91,39 @@ def test_tasks_of_lost_servers_go_to_the_ranks_that_hold_their_rows(plan):
         if worker in lost
     ]
     assert sorted(rows) == sorted(wanted)
+
+
+@given(drawn_plans(), st.integers(1, 12))
+def test_stages_hold_so_many_rows_and_servers_have_one(plan, stage_rows):
+    whole, routes = routes_of(plan), routes_of(replace(plan, stage_rows=stage_rows))
+    most_received = stage_rows if plan.window is None else max(stage_rows, 2 * plan.window - 1)
+    for rank, mine in enumerate(routes):
+        received = [int(stage.keys.recv_counts.sum()) for stage in mine.stages]
+        total = int(whole[rank].stages[0].keys.recv_counts.sum())
+        if rank >= plan.layout.ranks:
+            assert received == [total] + [0] * (len(received) - 1)
+            continue
+        assert max(received) <= most_received
+        if plan.window is None:
+            assert sum(received) == total
+            sent = [int(stage.keys.send_counts[: plan.layout.ranks].sum()) for stage in mine.stages]
+            assert max(sent) <= stage_rows
+
+
+def test_a_rank_whose_rows_all_others_need_sends_to_one_after_another():
+    # One document of 4 · 8 rows, a quarter on each rank, which computes its own rows.
+    layout = fixed_layout([[32]], 4)
+    tasks = np.array([(0, 8 * rank, 8 * rank + 8, rank) for rank in range(4)], TASK)
+    first, *_, last = routes_of(Plan(layout, tasks, 4, stage_rows=8))
+    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 8, 0, 0], [0, 0, 8, 0], [0, 0, 0, 8]]
+    assert [stage.keys.recv_counts.tolist() for stage in last.stages] == [[0, 0, 8, 0], [0, 8, 0, 0], [8, 0, 0, 0]]
+
+
+def test_keys_of_one_query_in_two_stages():
+    # Rank 1 computes row 3, whose keys all lie on rank 0: two a stage, the second with the query's own.
+    plan = Plan(fixed_layout([[4], []]), np.array([(0, 0, 3, 0), (0, 3, 4, 1)], TASK), 2, stage_rows=2)
+    first, second = routes_of(plan)[1].stages
+    assert (first.visiting_prefix.q_lens.tolist(), first.visiting_prefix.k_lens.tolist()) == ([1], [2])
+    assert (len(first.visiting.q_lens), len(second.visiting_prefix.q_lens)) == (0, 0)
+    assert (second.visiting.q_lens.tolist(), second.visiting.k_lens.tolist()) == ([1], [2])
+    assert (first.visiting_prefix.pairs, second.visiting.pairs) == (2, 2)

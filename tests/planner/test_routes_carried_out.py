@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
 from tests.planner.carried_out import carried_out, exchange, local_rows, routes_of
@@ -23,9 +26,9 @@ def check(plan):
 
 
 @settings(max_examples=300)
-@given(drawn_plans())
-def test_every_query_sees_its_keys_once_and_results_go_home(plan):
-    check(plan)
+@given(drawn_plans(), st.none() | st.integers(1, 12))
+def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
+    check(replace(plan, stage_rows=stage_rows))
 
 
 def test_a_document_on_two_ranks_and_a_server():
@@ -36,15 +39,15 @@ def test_a_document_on_two_ranks_and_a_server():
     check(plan)
     routes = routes_of(plan)
     local = [local_rows(plan, worker) for worker in range(3)]
-    queries, keys = (exchange(routes, kind, local) for kind in ("queries", "keys"))
+    queries, keys = (exchange(routes, kind, local) for kind in ("queries", 0))
     assert queries == [{0: (1, 0, (0, 2))}, {}, {0: (0, 2, (0, 4)), 1: (1, 1, (0, 3))}]
     # The keys of row 2 are rows 0 to 2; its worker gathers its own two.
     assert keys[0] == {0: (0, 0, (0, 0)), 1: (0, 1, (0, 1)), 2: (1, 0, (0, 2))}
     assert keys[2] == {
         0: (0, 0, (0, 0)), 1: (0, 1, (0, 1)), 2: (0, 2, (0, 4)), 3: (1, 0, (0, 2)), 4: (1, 1, (0, 3))
     }  # fmt: skip
-    assert [row.tolist() for row in (routes[2].visiting.q_lens, routes[2].visiting.k_lens)] == [[1, 1], [5, 4]]
-    assert [mine.visiting.pairs for mine in routes] == [3, 0, 9]
+    assert [row.tolist() for row in (routes[2].stages[0].visiting.q_lens, routes[2].stages[0].visiting.k_lens)] == [[1, 1], [5, 4]]
+    assert [mine.stages[0].visiting.pairs for mine in routes] == [3, 0, 9]
     assert [mine.own.pairs for mine in routes] == [3, 0, 0]
 
 
@@ -54,7 +57,7 @@ def test_a_window_across_segments():
     plan = Plan(Layout(np.array([6]), segments, 2), np.array([(0, 0, 3, 0), (0, 3, 4, 1), (0, 4, 6, 0)], TASK), 2, 2)
     check(plan)
     first, second = routes_of(plan)
-    assert (first.own.pairs, first.prefix.pairs, first.visiting.pairs) == (5, 0, 4)
-    assert (second.own.pairs, second.prefix.pairs, second.visiting.pairs) == (0, 2, 0)
-    assert second.prefix.k_rows.tolist() == [0, 1]
-    assert second.keys.recv_counts.tolist() == [1, 1]
+    assert (first.own.pairs, first.stages[0].prefix.pairs, first.stages[0].visiting.pairs) == (5, 0, 4)
+    assert (second.own.pairs, second.stages[0].prefix.pairs, second.stages[0].visiting.pairs) == (0, 2, 0)
+    assert second.stages[0].prefix.k_rows.tolist() == [0, 1]
+    assert second.stages[0].keys.recv_counts.tolist() == [1, 1]

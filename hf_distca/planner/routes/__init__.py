@@ -5,11 +5,12 @@ Made once per micro-batch and used by every layer. There are three kinds of row 
 - a row of a document: its position there, as in segments and tasks. It stays inside this package;
 - a local row: a row of the nano-batch on this rank (Segment.offset + position in the segment);
 - a received row: a row among those that came from elsewhere, in the order (owner, document, position). Q rows and
-  K/V rows are counted apart. K/V rows that the worker holds itself can be among them; these cross no link.
+  K/V rows of each stage are counted apart. K/V rows that the worker holds itself can be among them; these cross no
+  link.
 """
 
 from hf_distca.planner.routes.at_home import tasks_at_home
 from hf_distca.planner.routes.make import make_routes
-from hf_distca.planner.routes.tables import LocalRows, Messages, ReceivedRows, Routes, TaskGroup
+from hf_distca.planner.routes.tables import LocalRows, Messages, ReceivedRows, Routes, Stage, TaskGroup
 
-__all__ = ["LocalRows", "Messages", "ReceivedRows", "Routes", "TaskGroup", "make_routes", "tasks_at_home"]
+__all__ = ["LocalRows", "Messages", "ReceivedRows", "Routes", "Stage", "TaskGroup", "make_routes", "tasks_at_home"]

@@ -36,6 +36,13 @@ class CutTasks:
         home = segments[found.second]
         return cls(Moves.from_segments(found.rows, home, tasks["worker"][found.first]), home["start"])
 
+    def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "CutTasks":
+        return CutTasks(self.queries[index], self.segment_start[index])
+
+    def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "CutTasks":
+        """Parts of these tasks, see `Moves.pieces`."""
+        return CutTasks(self.queries.pieces(which, first, last), self.segment_start[which])
+
     @property
     def at_home(self) -> NDArray[np.bool_]:
         """[n] whether the rank that holds the query rows computes them."""
@@ -53,11 +60,32 @@ class KeysRead:
         local_first: the first of these rows.
         brought: whether it reads rows `brought_rows` of its document that are brought to the worker.
         brought_rows: these rows; no rows where it reads none.
-        brought_pairs: query-key pairs of them.
     """
 
     local: NDArray[np.bool_]
     local_first: IntArray
     brought: NDArray[np.bool_]
     brought_rows: Intervals
-    brought_pairs: IntArray
+
+    def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "KeysRead":
+        return KeysRead(self.local[index], self.local_first[index], self.brought[index], self.brought_rows[index])
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """Query rows and the K/V rows that arrive in one stage and that they see. All [n].
+
+    Attributes:
+        task: the cut task of the query rows.
+        queries: rows of its document.
+        keys: rows of the same document.
+        pairs: query-key pairs that are computed.
+    """
+
+    task: IntArray
+    queries: Intervals
+    keys: Intervals
+    pairs: IntArray
+
+    def __getitem__(self, index: NDArray[np.bool_]) -> "Reads":
+        return Reads(self.task[index], self.queries[index], self.keys[index], self.pairs[index])

@@ -5,12 +5,11 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import Intervals, by_document, expand, union
-from hf_distca.planner.routes.cut_tasks import CutTasks, KeysRead
-from hf_distca.planner.routes.full import full_keys
+from hf_distca.planner.intervals import expand
+from hf_distca.planner.routes.arrivals import Arrivals
+from hf_distca.planner.routes.cut_tasks import Reads
 from hf_distca.planner.routes.moves import Moves, Received, any_key_crosses, any_query_crosses
-from hf_distca.planner.routes.tables import IntArray, LocalRows, ReceivedRows, Routes, TaskGroup
-from hf_distca.planner.routes.windowed import windowed_keys
+from hf_distca.planner.routes.tables import IntArray, LocalRows, ReceivedRows, Routes, Stage, TaskGroup
 
 
 def make_routes(plan: Plan, rank: int) -> Routes:
@@ -20,29 +19,44 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         plan: the plan of one kind of attention layer.
         rank: a worker; one at or above plan.layout.ranks is a dedicated server and holds no rows.
     """
-    # 1. The tasks of documents that this rank holds or works on, cut so that the queries of each have one owner.
-    segments = by_document(plan.layout.segments)
-    tasks = CutTasks.of(plan, _tasks_concerning(plan, rank), segments)
-    keys = full_keys(tasks) if plan.window is None else windowed_keys(tasks, plan.window)
+    # 1. Tasks, cut so that the queries of each have one owner, of documents that this rank holds or works on; and the
+    #    K/V rows that move for them, every one once per worker that reads it.
+    arrivals = Arrivals.of(plan, _tasks_concerning(plan, rank) if plan.stage_rows is None else plan.tasks)
+    tasks, keys = arrivals.tasks, arrivals.keys
 
-    # 2. What moves: queries that are computed elsewhere, and every K/V row once per worker that reads it.
-    moved_queries = tasks.queries[~tasks.at_home]
-    moved_keys = _brought(tasks, keys, segments)
-
-    # 3. The three kernel calls of this worker.
+    # 2. The tasks of this worker: those that read where queries lie, those at home that also or instead read what is
+    #    brought, and those of received queries, in the order in which these come.
     here = tasks.queries.target == rank
-    received = Received(moved_keys[moved_keys.target == rank])
-    groups = _Groups(tasks, keys, received, plan.window)
+    own = np.flatnonzero(here & keys.local)
+    prefix = np.flatnonzero(here & tasks.at_home & keys.brought)
     visiting = np.flatnonzero(here & ~tasks.at_home)
     visitors = tasks.queries[visiting]
     visiting = visiting[np.lexsort((visitors.rows.start, visitors.rows.document, visitors.source))]
+    visitors = tasks.queries[visiting]
+    received_queries = np.cumsum(visitors.rows.lengths) - visitors.rows.lengths
+
+    # 3. Stage after stage: what arrives, and the kernel calls on it.
+    stages = []
+    at_home = tasks.queries[prefix]
+    for moves, of_home, of_visitors in zip(
+        arrivals.stages, arrivals.reads(prefix, rank), arrivals.reads(visiting, rank), strict=True
+    ):
+        received = Received(moves[moves.target == rank])
+        home_up_to, home_before = of_home
+        visiting_up_to, visiting_before = of_visitors
+        stages.append(
+            Stage(
+                keys=moves.messages(rank, plan.workers, _crosses(plan, moves)),
+                prefix=_group(home_before if plan.window is None else home_up_to, at_home, at_home.local, received),
+                visiting=_group(visiting_up_to, visitors, received_queries, received),
+                visiting_prefix=_group(visiting_before, visitors, received_queries, received),
+            )
+        )
     return Routes(
         local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
-        queries=moved_queries.messages(rank, plan.workers, any_query_crosses(plan)),
-        keys=moved_keys.messages(rank, plan.workers, any_key_crosses(plan)),
-        own=groups.own(np.flatnonzero(here & keys.local)),
-        prefix=groups.prefix(np.flatnonzero(here & tasks.at_home & keys.brought)),
-        visiting=groups.visiting(visiting),
+        queries=tasks.queries[~tasks.at_home].messages(rank, plan.workers, any_query_crosses(plan)),
+        own=_own(tasks.queries[own], keys.local_first[own], plan.window),
+        stages=tuple(stages),
     )
 
 
@@ -55,51 +69,37 @@ def _tasks_concerning(plan: Plan, rank: int) -> NDArray[np.void]:
     return tasks
 
 
-def _brought(tasks: CutTasks, keys: KeysRead, segments: NDArray[np.void]) -> Moves:
-    """K/V rows to bring to each worker: the union of what its tasks read, each row once per worker."""
-    worker, rows = union(tasks.queries.target, keys.brought_rows)
-    found = rows.overlaps(Intervals.of(segments))
-    return Moves.from_segments(found.rows, segments[found.second], worker[found.first])
+def _crosses(plan: Plan, moves: Moves) -> bool:
+    """Whether some rank receives K/V rows of a stage from another one; the same on every rank."""
+    if plan.stage_rows is None:
+        return any_key_crosses(plan)
+    return bool(np.any((moves.source != moves.target) & (moves.target < plan.layout.ranks)))
 
 
-class _Groups:
-    """Groups of tasks of one worker.
+def _own(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
+    """Tasks that read keys in the segment of their queries.
 
     Args:
-        tasks: the tasks.
-        keys: the K/V rows that they read.
-        received: the K/V rows that are brought to the worker.
-        window: width of the sliding window; None for full causal attention.
+        queries: [n] their query rows.
+        first: [n] the first row of the document that each reads.
+        window: of the plan.
     """
+    q_lens = queries.rows.lengths
+    k_lens = queries.rows.stop - first
+    first_local = queries.local - queries.rows.start + first
+    task_pairs = pairs(k_lens - q_lens, k_lens, window)
+    return TaskGroup(q_lens, k_lens, expand(queries.local, q_lens), expand(first_local, k_lens), task_pairs)
 
-    def __init__(self, tasks: CutTasks, keys: KeysRead, received: Received, window: int | None) -> None:
-        self._queries, self._keys, self._received, self._window = tasks.queries, keys, received, window
 
-    def own(self, which: IntArray) -> TaskGroup:
-        """Tasks that read keys in the segment of their queries."""
-        queries = self._queries[which]
-        q_lens = queries.rows.lengths
-        k_lens = queries.rows.stop - self._keys.local_first[which]
-        first_local = queries.local - queries.rows.start + self._keys.local_first[which]
-        task_pairs = pairs(k_lens - q_lens, k_lens, self._window)
-        return TaskGroup(q_lens, k_lens, expand(queries.local, q_lens), expand(first_local, k_lens), task_pairs)
+def _group(reads: Reads, tasks: Moves, place: LocalRows | ReceivedRows, received: Received) -> TaskGroup:
+    """Queries against K/V rows of a stage.
 
-    def prefix(self, which: IntArray) -> TaskGroup:
-        """Local queries against keys that are brought here."""
-        queries = self._queries[which]
-        return self._against_brought(which, expand(queries.local, queries.rows.lengths))
-
-    def visiting(self, which: IntArray) -> TaskGroup:
-        """Received queries, in the order in which they come."""
-        received = int(self._queries[which].rows.lengths.sum())
-        return self._against_brought(which, np.arange(received, dtype=np.int64))
-
-    def _against_brought(self, which: IntArray, q_rows: LocalRows | ReceivedRows) -> TaskGroup:
-        brought = self._keys.brought_rows[which]
-        return TaskGroup(
-            self._queries[which].rows.lengths,
-            brought.lengths,
-            q_rows,
-            self._received.find(brought),
-            self._keys.brought_pairs[which],
-        )
+    Args:
+        reads: which queries, and which rows.
+        tasks: [n] the tasks that `reads.task` counts.
+        place: [n] where the first query row of each is.
+        received: the K/V rows of the stage.
+    """
+    q_lens = reads.queries.lengths
+    first = place[reads.task] + reads.queries.start - tasks.rows.start[reads.task]
+    return TaskGroup(q_lens, reads.keys.lengths, expand(first, q_lens), received.find(reads.keys), reads.pairs)

@@ -40,6 +40,18 @@ class Moves:
     def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "Moves":
         return Moves(self.rows[index], self.source[index], self.target[index], self.local[index])
 
+    def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "Moves":
+        """Parts of these moves.
+
+        Args:
+            which: [pieces] the move of each.
+            first: [pieces] its first row that is in the piece, counted from the first row of the move.
+            last: [pieces] one past the last.
+        """
+        rows = self.rows[which]
+        rows = Intervals(rows.document, rows.start + first, rows.start + last)
+        return Moves(rows, self.source[which], self.target[which], self.local[which] + first)
+
     def ordered(self, peer: IntArray) -> "Moves":
         """These moves by (peer, document, start), as both ends order the rows of a message."""
         return self[np.lexsort((self.rows.start, self.rows.document, peer))]

@@ -73,24 +73,38 @@ class Messages:
 
 
 @dataclass(frozen=True, eq=False)
+class Stage:
+    """K/V rows that travel in one exchange, and the tasks that see them.
+
+    Attributes:
+        keys: exchange of the K/V rows.
+        prefix: local queries against keys that come from elsewhere: q_rows local, k_rows received. With
+            full attention these are rows before the segment, all of them visible, and the result is
+            merged with that of `own`; with a window the task's whole window, bottom-right causal.
+        visiting: other ranks' queries: q_rows are received query rows, k_rows received key rows, bottom-right causal.
+        visiting_prefix: other ranks' queries against keys before them, all of them visible; none where there is one
+            stage, or a window.
+    """
+
+    keys: Messages
+    prefix: TaskGroup
+    visiting: TaskGroup
+    visiting_prefix: TaskGroup
+
+
+@dataclass(frozen=True, eq=False)
 class Routes:
     """The routes of one rank for one plan.
 
     Attributes:
         local_rows: how many rows this rank holds.
         queries: exchange of Q rows (and of O, dO, dQ rows the other way); never to the rank itself.
-        keys: exchange of K/V rows.
         own: tasks whose queries and keys lie in one segment of this rank: q_rows and k_rows are local.
-        prefix: local queries against keys that come from elsewhere: q_rows local, k_rows received. With
-            full attention these are the rows before the segment, all of them visible, and the result is
-            merged with that of `own`; with a window the task's whole window, bottom-right causal.
-        visiting: tasks of other ranks' queries: q_rows are the received query rows in order, k_rows
-            received key rows.
+        stages: exchanges of K/V rows, one after another, with the tasks of each. Received key rows of each are
+            counted apart. Servers have theirs in the first.
     """
 
     local_rows: int
     queries: Messages
-    keys: Messages
     own: TaskGroup
-    prefix: TaskGroup
-    visiting: TaskGroup
+    stages: tuple[Stage, ...]

@@ -1,14 +1,15 @@
 """Which K/V rows tasks of sliding-window attention read, and from where.
 
 A task reads rows [first, stop), first the row that its first query's window reaches. They are either all in the
-segment of its queries, which then computes them where they lie, or all are brought to the worker.
+segment of its queries, which then computes them where they lie, or all are brought to the worker, in one stage.
 """
 
 import numpy as np
 
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.intervals import Intervals
-from hf_distca.planner.routes.cut_tasks import CutTasks, KeysRead
+from hf_distca.planner.routes.cut_tasks import CutTasks, KeysRead, Reads
+from hf_distca.planner.routes.tables import IntArray
 
 
 def windowed_keys(tasks: CutTasks, window: int) -> KeysRead:
@@ -26,5 +27,16 @@ def windowed_keys(tasks: CutTasks, window: int) -> KeysRead:
         local_first=first,
         brought=~inside,
         brought_rows=Intervals(rows.document, first, np.where(inside, first, rows.stop)),
-        brought_pairs=pairs(rows.start, rows.stop, window),
     )
+
+
+def within_window(task: IntArray, queries: Intervals, keys: Intervals, window: int) -> Reads:
+    """Queries with all rows that their windows reach.
+
+    Args:
+        task: [n] the cut task of each.
+        queries: [n] its query rows.
+        keys: [n] the rows that it reads.
+        window: see `windowed_keys`.
+    """
+    return Reads(task, queries, keys, pairs(queries.start, queries.stop, window))

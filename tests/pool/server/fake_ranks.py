@@ -139,7 +139,7 @@ class FakeRank:
         """Send the rows that the server needs of this rank; None if there are none."""
         routes = make_routes(plan, self.rank)
         rows = {}
-        for kind, messages in (("queries", routes.queries), ("keys", routes.keys)):
+        for kind, messages in (("queries", routes.queries), ("keys", routes.stages[0].keys)):
             stop = int(messages.send_counts[: self.worker + 1].sum())
             rows[kind] = torch.from_numpy(messages.send_rows[stop - int(messages.send_counts[self.worker]) : stop])
         if not len(rows["queries"]) and not len(rows["keys"]):

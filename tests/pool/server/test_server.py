@@ -52,7 +52,7 @@ def nano_batches():
 def both(plan):
     """Whether both ranks have rows for the server."""
     routes = make_routes(plan, 2)
-    return ((routes.queries.recv_counts + routes.keys.recv_counts)[:2] > 0).all()
+    return ((routes.queries.recv_counts + routes.stages[0].keys.recv_counts)[:2] > 0).all()
 
 
 def test_results_are_those_of_the_reference(server, ranks, nano_batches):

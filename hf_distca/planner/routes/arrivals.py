@@ -1,0 +1,92 @@
+"""The K/V rows that come to workers, stage by stage, and the tasks that read them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import Plan
+from hf_distca.planner.intervals import Intervals, by_document, union
+from hf_distca.planner.routes.cut_tasks import CutTasks, KeysRead, Reads
+from hf_distca.planner.routes.full import before_queries, full_keys, up_to_queries
+from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.stages import moves_by_stage, stage_intervals, tasks_by_stage
+from hf_distca.planner.routes.tables import IntArray
+from hf_distca.planner.routes.windowed import windowed_keys, within_window
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Tasks of a plan and the K/V rows that are brought to their workers.
+
+    Attributes:
+        window: of the plan.
+        tasks: [n] the tasks, cut; with a window also so that each has its keys in one stage.
+        keys: [n] which K/V rows they read.
+        stages: in each stage, what comes to all workers; a row once per worker, with a window once per worker and
+            stage.
+        stage: [n] with a window, in which stage a task's keys come.
+    """
+
+    window: int | None
+    tasks: CutTasks
+    keys: KeysRead
+    stages: tuple[Moves, ...]
+    stage: IntArray
+
+    @classmethod
+    def of(cls, plan: Plan, tasks: NDArray[np.void]) -> "Arrivals":
+        """What comes for some tasks of a plan.
+
+        Args:
+            plan: the plan.
+            tasks: those of its tasks; all of them with stages, which depend on all that ranks send and receive.
+        """
+        ranks = plan.layout.ranks
+        segments = by_document(plan.layout.segments)
+        cut = CutTasks.of(plan, tasks, segments)
+        stage = np.zeros_like(cut.segment_start)
+        if plan.window is None:
+            keys = full_keys(cut)
+            brought = _brought(cut, keys, segments)
+            stages = (brought,) if plan.stage_rows is None else moves_by_stage(brought, plan.stage_rows, ranks)
+            return cls(plan.window, cut, keys, stages, stage)
+        keys = windowed_keys(cut, plan.window)
+        if plan.stage_rows is not None:
+            cut, stage = tasks_by_stage(cut, keys, plan.stage_rows, plan.window, ranks)
+            keys = windowed_keys(cut, plan.window)
+        of_stages = [stage == number for number in range(stage.max(initial=0) + 1)]
+        stages = tuple(_brought(cut[these], keys[these], segments) for these in of_stages)
+        return cls(plan.window, cut, keys, stages, stage)
+
+    def reads(self, which: IntArray, rank: int) -> Iterator[tuple[Reads, Reads]]:
+        """For each stage, what tasks of one worker read of it: up to their own rows, and all of it before them.
+
+        Args:
+            which: the tasks.
+            rank: the worker.
+        """
+        queries, keys = self.tasks.queries.rows[which], self.keys.brought_rows[which]
+        if self.window is not None:
+            place = np.arange(len(which))
+            for number in range(len(self.stages)):
+                found = np.flatnonzero(self.stage[which] == number)
+                yield (
+                    within_window(place[found], queries[found], keys[found], self.window),
+                    before_queries(place[:0], queries[:0], keys[:0]),
+                )
+            return
+        stage, rows = stage_intervals([moves[moves.target == rank] for moves in self.stages])
+        overlaps = keys.overlaps(rows)
+        for number in range(len(self.stages)):
+            found = np.flatnonzero(stage[overlaps.second] == number)
+            task, read = overlaps.first[found], overlaps.rows[found]
+            yield up_to_queries(task, queries[task], read), before_queries(task, queries[task], read)
+
+
+def _brought(tasks: CutTasks, keys: KeysRead, segments: NDArray[np.void]) -> Moves:
+    """K/V rows to bring to each worker: the union of what its tasks read, each row once per worker."""
+    worker, rows = union(tasks.queries.target, keys.brought_rows)
+    found = rows.overlaps(Intervals.of(segments))
+    return Moves.from_segments(found.rows, segments[found.second], worker[found.first])

@@ -1,0 +1,149 @@
+"""Dividing the K/V rows that ranks send and receive into stages, so that few of them are in memory at once.
+
+The rows of a stage are sent in one exchange; while they are computed with, those of the next are on their way. What a
+dedicated server receives is not divided: all of it is in the first stage.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_distca.planner.intervals import Intervals, expand
+from hf_distca.planner.routes.cut_tasks import CutTasks, KeysRead
+from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.tables import IntArray
+
+GRAIN = 128
+"""Rows, a kernel block. What goes from one rank to another is divided at multiples of it, if stages are much larger."""
+_WHOLE = 1 << 40
+"""Size of a stage that holds everything."""
+
+
+def moves_by_stage(moves: Moves, stage_rows: int, ranks: int) -> tuple[Moves, ...]:
+    """K/V rows in the stages in which they travel.
+
+    Args:
+        moves: the K/V rows of all workers.
+        stage_rows: so many rows of a stage a rank sends at most, and receives at most.
+        ranks: number of ranks; workers from this number on are servers.
+
+    Returns:
+        What travels in each stage; at least one stage.
+    """
+    moves = moves[np.lexsort((moves.rows.start, moves.rows.document, moves.source, moves.target))]
+    rows = moves.rows.lengths
+    between = np.zeros((int(moves.target.max(initial=ranks - 1)) + 1, ranks), np.int64)
+    np.add.at(between, (moves.target, moves.source), rows)
+    stages = _rows_by_stage(between[:ranks], stage_rows)
+    stages[0] = np.concatenate([stages[0], between[ranks:]])
+
+    # In the order of target and source, moves and the parts that travel in a stage are two divisions of the same rows.
+    target, source, stage, part_rows = _nonzero(stages)
+    order = np.lexsort((stage, source, target))
+    stage, part_rows = stage[order], part_rows[order]
+    part_stop, stop = np.cumsum(part_rows), np.cumsum(rows)
+    start = stop - rows
+    low = np.searchsorted(part_stop, start, side="right")
+    counts = np.searchsorted(part_stop, stop - 1, side="right") - low + 1
+    which, part = np.repeat(np.arange(len(rows)), counts), expand(low, counts)
+    first = np.maximum(part_stop[part] - part_rows[part] - start[which], 0)
+    pieces = moves.pieces(which, first, np.minimum(part_stop[part], stop[which]) - start[which])
+    return tuple(pieces[stage[part] == number] for number in range(len(stages)))
+
+
+def _rows_by_stage(between: IntArray, stage_rows: int) -> list[IntArray]:
+    """How many rows go from rank to rank in each stage.
+
+    In each stage a rank sends as much as it may to the ranks after it, the nearest first: so each rank sends to
+    another one, and a rank whose rows all others need is not asked by all at once.
+
+    Args:
+        between: [ranks, ranks] rows by the rank that receives them and the rank that holds them.
+        stage_rows: see `moves_by_stage`.
+
+    Returns:
+        For each stage rows as in `between`; at least one stage.
+    """
+    ranks = len(between)
+    grain = max(min(GRAIN, stage_rows // 8), 1)
+    source = np.arange(ranks)
+    left, stages = between.copy(), []
+    distances = [d for d in range(ranks) if between[(source + d) % ranks, source].any()]
+    while distances or not stages:
+        travels = np.zeros_like(between)
+        to_send, to_receive = np.full(ranks, stage_rows), np.full(ranks, stage_rows)
+        for distance in distances:
+            target = (source + distance) % ranks
+            rest = left[target, source]
+            room = np.minimum(to_send, to_receive[target])
+            rows = np.where(rest <= room, rest, room // grain * grain)
+            travels[target, source] = rows
+            to_send -= rows
+            to_receive[target] -= rows
+        left -= travels
+        stages.append(travels)
+        distances = [d for d in distances if left[(source + d) % ranks, source].any()]
+    return stages
+
+
+def _nonzero(stages: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """What travels in some stages: target, source, stage and rows of each part."""
+    found = [np.nonzero(travels) for travels in stages]
+    target, source = (np.concatenate([where[axis] for where in found]) for axis in (0, 1))
+    rows = np.concatenate([travels[where] for travels, where in zip(stages, found, strict=True)])
+    return target, source, np.repeat(np.arange(len(stages)), [len(where[0]) for where in found]), rows
+
+
+def tasks_by_stage(
+    tasks: CutTasks, keys: KeysRead, stage_rows: int, window: int, ranks: int
+) -> tuple[CutTasks, IntArray]:
+    """Tasks of windowed attention, cut so that each has all its keys in one stage.
+
+    What the windows of two stages reach travels in both of them.
+
+    Args:
+        tasks: the tasks of all workers.
+        keys: the K/V rows that they read.
+        stage_rows: so many rows of a stage a rank receives at most, or two windows where that is more.
+        window: width of the window.
+        ranks: number of ranks; workers from this number on are servers.
+
+    Returns:
+        The tasks, and the stage of each; 0 for those to which nothing is brought.
+    """
+    rows = tasks.queries.rows
+    order = np.lexsort((rows.start, rows.document, tasks.queries.target))
+    tasks, brought, is_brought = tasks[order], keys.brought_rows[order], keys.brought[order]
+    rows, target = tasks.queries.rows, tasks.queries.target
+    # A query is where its own key is among the rows that are brought to the worker's tasks, one task after another.
+    before = np.cumsum(brought.lengths) - brought.lengths
+    place = before - before[np.searchsorted(target, target)] + rows.start - brought.start
+    # The first queries of a stage reach rows of the one before.
+    size = np.where(is_brought & (target < ranks), max(stage_rows - window + 1, window), _WHOLE)
+    first_stage, last_stage = place // size, (place + rows.lengths - 1) // size
+    counts = last_stage - first_stage + 1
+    which, stage = np.repeat(np.arange(len(place)), counts), expand(first_stage, counts)
+    begin = stage * size[which] - place[which]
+    first, last = np.maximum(begin, 0), np.minimum(begin + size[which], rows.lengths[which])
+    return tasks.pieces(which, first, last), stage
+
+
+def stage_intervals(arriving: Sequence[Moves]) -> tuple[IntArray, Intervals]:
+    """Rows of one worker that arrive stage by stage, those that touch within a stage joined.
+
+    Args:
+        arriving: what arrives in each stage; no row twice.
+
+    Returns:
+        The stage of each interval, and the intervals, by (document, start).
+    """
+    stage = np.repeat(np.arange(len(arriving)), [len(moves.target) for moves in arriving])
+    document, start, stop = (
+        np.concatenate([getattr(moves.rows, name) for moves in arriving]) for name in ("document", "start", "stop")
+    )
+    order = np.lexsort((start, document))
+    stage, document, start, stop = stage[order], document[order], start[order], stop[order]
+    touches = (stage[1:] == stage[:-1]) & (document[1:] == document[:-1]) & (start[1:] == stop[:-1])
+    first = np.flatnonzero(np.append(True, ~touches)[: len(stage)])
+    last = np.append(first[1:], len(stage))[: len(first)] - 1
+    return stage[first], Intervals(document[first], start[first], stop[last])

@@ -74,9 +74,9 @@ class DistCAConfig:
     exchange_buffer_bytes: int = field(
         default=128 * 2**20,
         metadata={
-            "help": "The most bytes of K and V rows that a rank sends, and receives, at a time. Where the end of a long "
-            "document needs more, they travel in stages, each while the one before is computed with. Memory for "
-            "exchanges is at most about eight times this, and twice that with ping-pong."
+            "help": "The most bytes of K and V rows that a rank sends, and receives, at a time. Where the end of a "
+            "long document needs more, they travel in stages, each while the one before is computed with. Memory for "
+            "K, V and their gradients is at most eight times this, and sixteen times with ping-pong."
         },
     )
     keep_core_attention: bool = field(

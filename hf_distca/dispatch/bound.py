@@ -1,6 +1,6 @@
 """A plan bound to one rank: its routes as index tensors on the device and its schedules, ready for every layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -18,7 +18,7 @@ from hf_distca.dispatch.schedule import Group, Kept, Schedule, Tasks, Turn, make
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
-from hf_distca.planner.routes import Messages, Routes, Stage, TaskGroup, make_routes, tasks_at_home
+from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes, tasks_at_home
 
 
 class BoundGroup:
@@ -110,8 +110,6 @@ class BoundRoutes:
         merges: whether keys of a query come in several stages, so that results of several calls are merged.
         servers: the dedicated servers that have tasks of the plan; the same on every rank.
         own_in_backward: own tasks as the backward computes them.
-        dq_sums: where there are stages: how dQ of each group that reads received rows is added to that of earlier
-            stages.
         query_sums: how dQ of local rows is added up: of own_in_backward, prefix, rows that come back, and servers.
         key_sums: how dK and dV of local rows are: of own_in_backward, rows that come back, and servers.
         forward: the phases of the forward.
@@ -134,8 +132,7 @@ class BoundRoutes:
             groups["visiting prefix", number] = stage.visiting_prefix
             groups["prefix", number] = stage.prefix
         groups = {group: tasks for group, tasks in groups.items() if len(tasks.q_lens)}
-        self.dq_sums = self._dq_sums(groups, routes, buffer) if divided else {}
-        own = {"own": routes.own}
+        own: dict[Tasks, TaskGroup] = {"own": routes.own}
         self.own_in_backward: tuple[Tasks, ...] = ("own",)
         if turn == "alone" and groups:
             self.own_in_backward = ("own 1/2", "own 2/2")
@@ -175,7 +172,13 @@ class BoundRoutes:
         )
         self.backward: dict[Kept, Schedule] = {
             kept: make_schedule(
-                "backward", turn, groups=names, windowed=windowed, stages=len(routes.stages), servers=servers, kept=kept
+                "backward",
+                turn,
+                groups=names,
+                windowed=windowed,
+                stages=len(routes.stages),
+                servers=servers,
+                kept=kept,
             )
             for kept in get_args(Kept)
         }
@@ -184,14 +187,6 @@ class BoundRoutes:
     def divided(self) -> bool:
         """Whether K/V rows come in several stages."""
         return len(self.stages) > 1
-
-    @staticmethod
-    def _dq_sums(groups: Mapping[Group, TaskGroup], routes: Routes, buffer: IndexBuffer) -> dict[Group, RowSum]:
-        received = int(routes.queries.recv_counts.sum())
-        return {
-            (tasks, stage): _onto(routes.local_rows if tasks == "prefix" else received, group.q_rows, buffer)
-            for (tasks, stage), group in groups.items()
-        }
 
 
 class BoundNanoBatch:

@@ -20,7 +20,7 @@ from hf_distca.dispatch.bound import BoundGroup, BoundMessages, BoundNanoBatch, 
 from hf_distca.dispatch.exchange import Column, PendingRows
 from hf_distca.dispatch.recorder import NOT_MEASURED, Kind, Work
 from hf_distca.dispatch.remote import RemoteCall, ServerRows
-from hf_distca.dispatch.rows import RowIndex, merge_rows, put, take
+from hf_distca.dispatch.rows import RowIndex, add_rows, merge_rows, put, take
 from hf_distca.dispatch.schedule import IN_USE, Group, Kept, KernelCall, Phase, Place, Schedule, Tasks, Transfer
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
@@ -355,7 +355,8 @@ class Backward(Pass):
                 self._of(tasks)
             self._dq_of_received_keys("local")
             if self.routes.divided:
-                self._total("local", "dk"), self._total("local", "dv")
+                for name in ("dk", "dv"):
+                    self._total("local", name)
             self.columns.clear()
             self._received_keys.clear()
 
@@ -402,8 +403,8 @@ class Backward(Pass):
                 do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, self._params(call)
             )
         columns = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        if call.group in self.routes.dq_sums:
-            self.routes.dq_sums[call.group].add_up([self._total(call.queries, "dq"), columns.pop("dq")])
+        if self.routes.divided and call.keys == "received":
+            add_rows(self._total(call.queries, "dq"), group.q_rows, columns.pop("dq"))
         self._of_groups[call.group] = columns
 
     def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:

@@ -57,6 +57,15 @@ def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
         x[run] = part
 
 
+def add_rows(x: Tensor, index: RowIndex, rows: Tensor) -> None:
+    """Add rows to those that the index names, in the dtype of x; the index names no row twice."""
+    if isinstance(index, Tensor):
+        x.index_add_(0, index, rows.to(x.dtype))
+        return
+    for run, part in run_by_run(index, rows):
+        x[run].add_(part)
+
+
 def merge_rows(o_THE: Tensor, lse_TH: Tensor, index: RowIndex, o_part_QHE: Tensor, lse_part_QH: Tensor) -> None:
     """Merge attention of rows to further keys into O and LSE where the index says, see `merge_into`.
 

@@ -33,8 +33,8 @@ kernel call go to where its queries are; the gradients of queries to where these
 where those are."""
 
 Tasks = Literal["own", "own 1/2", "own 2/2", "prefix", "visiting", "visiting prefix"]
-"""Tasks of one kernel call, see `hf_distca.planner.routes`. Where own tasks alone have to hide the exchanges before and
-after, the backward computes them in two halves of about equal pairs."""
+"""Tasks of one kernel call, see `hf_distca.planner.routes`. Where own tasks alone have to hide the exchanges before
+and after, the backward computes them in two halves of about equal pairs."""
 
 Group = tuple[Tasks, int]
 """Tasks of one kernel call and the stage of their K/V rows; 0 for own tasks."""
@@ -207,10 +207,16 @@ def make_schedule(
                 send=keys_there[stage + IN_USE : stage + IN_USE + 1] if forward else (),
             ),
             # What is sent back lies where that of IN_USE stages before did.
-            *([] if forward else [Phase(
-                wait=keys_back[stage - IN_USE : stage - IN_USE + 1] if stage >= IN_USE else (),
-                send=(*keys_back[stage : stage + 1], *keys_there[stage + IN_USE : stage + IN_USE + 1]),
-            )]),
+            *(
+                []
+                if forward
+                else [
+                    Phase(
+                        wait=keys_back[stage - IN_USE : stage - IN_USE + 1] if stage >= IN_USE else (),
+                        send=(*keys_back[stage : stage + 1], *keys_there[stage + IN_USE : stage + IN_USE + 1]),
+                    )
+                ]
+            ),
         ]
     phases += [
         Phase(run=own.get("after prefix", ()), pause=True),

@@ -122,9 +122,7 @@ def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:
     )
 
 
-def plan_tasks(
-    layout: Layout, kind: AttentionKind, settings: PlanSettings, workers: Workers | None = None
-) -> Plan:
+def plan_tasks(layout: Layout, kind: AttentionKind, settings: PlanSettings, workers: Workers | None = None) -> Plan:
     """Balance the core attention of one kind of layer on a layout, in one stage.
 
     Args:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
 from hf_distca.planner.routes.arrivals import Arrivals
@@ -24,11 +25,23 @@ def with_stages(plan: Plan, buffer_rows: int, *, alone: bool) -> Plan:
         buffer_rows: K/V rows that a rank may send, and receive, at a time.
         alone: whether no other nano-batch hides the exchange.
     """
-    (moves,) = Arrivals.of(plan, plan.tasks).stages
-    among_ranks = moves[moves.target < plan.layout.ranks]
-    rows = among_ranks.rows.lengths
-    most = max(int(np.bincount(end, weights=rows, minlength=1).max()) for end in (among_ranks.source, among_ranks.target))
+    most = int(rows_by_stage(plan).max(initial=0))
     stage_rows = buffer_rows
     if alone:
         stage_rows = min(buffer_rows, max(-(-most // STAGES_ALONE), SMALLEST_STAGE))
     return replace(plan, stage_rows=stage_rows) if most > stage_rows else plan
+
+
+def rows_by_stage(plan: Plan) -> NDArray[np.int64]:
+    """[stages, 2, ranks] int64: K/V rows that each rank sends and receives in each stage.
+
+    Rows that a rank gathers for itself are counted on both sides; what servers receive is not counted.
+    """
+    ranks = plan.layout.ranks
+    stages = Arrivals.of(plan, plan.tasks).stages
+    rows = np.zeros((len(stages), 2, ranks), np.int64)
+    for moves, (sent, received) in zip(stages, rows, strict=True):
+        among_ranks = moves[moves.target < ranks]
+        np.add.at(sent, among_ranks.source, among_ranks.rows.lengths)
+        np.add.at(received, among_ranks.target, among_ranks.rows.lengths)
+    return rows

@@ -73,7 +73,9 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
         shapes = TaskShapes.build([rows], [rows], CPU)
         return SimpleNamespace(shapes=shapes, q_rows=slice(0, rows), k_rows=slice(0, rows), pairs=10 * rows)
 
-    attention = attention_of(recorded, schedule, {("own", 0): group(3), ("visiting", 0): group(2), ("prefix", 0): group(1)})
+    attention = attention_of(
+        recorded, schedule, {("own", 0): group(3), ("visiting", 0): group(2), ("prefix", 0): group(1)}
+    )
     spans = attention.bound.recorder.listen("phase", "kernel", "wait")
     passed = Forward(attention, torch.ones(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
     ends = []

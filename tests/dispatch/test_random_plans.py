@@ -34,7 +34,9 @@ def cut_at_random(plan: MicroBatchPlan, seed: int, stage_rows: int | None = None
             ends = [0, *sorted(inner), length]
             cut += [(document, start, stop, random.integers(plan.workers)) for start, stop in itertools.pairwise(ends)]
         table = np.array(cut, TASK)
-        return replace(plan, stage_rows=stage_rows, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))])
+        return replace(
+            plan, stage_rows=stage_rows, tasks=table[np.lexsort((table["start"], table["document"], table["worker"]))]
+        )
 
     nano_batches = [
         replace(nano, plans={kind: tasks(of_kind) for kind, of_kind in nano.plans.items()})

@@ -133,7 +133,9 @@ def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
         assert len(found) == 1
 
 
-DIVIDED = frozenset([("own", 0), *((tasks, stage) for tasks in ("prefix", "visiting", "visiting prefix") for stage in range(4))])
+DIVIDED = frozenset(
+    [("own", 0), *((tasks, stage) for tasks in ("prefix", "visiting", "visiting prefix") for stage in range(4))]
+)
 
 
 def test_stages_of_a_forward_written_out():
@@ -190,4 +192,6 @@ def test_what_is_sent_is_waited_for_and_two_stages_are_in_use_at_most(direction)
         assert {transfer for transfer in sent if transfer.rows != "servers"} == {
             transfer for transfer in waited if transfer.rows != "servers"
         }
-        assert len([transfer for transfer in sent if transfer.rows == "keys"]) == stages * (1 + (direction == "backward"))
+        assert len([transfer for transfer in sent if transfer.rows == "keys"]) == stages * (
+            1 + (direction == "backward")
+        )

@@ -46,7 +46,10 @@ def test_a_document_on_two_ranks_and_a_server():
     assert keys[2] == {
         0: (0, 0, (0, 0)), 1: (0, 1, (0, 1)), 2: (0, 2, (0, 4)), 3: (1, 0, (0, 2)), 4: (1, 1, (0, 3))
     }  # fmt: skip
-    assert [row.tolist() for row in (routes[2].stages[0].visiting.q_lens, routes[2].stages[0].visiting.k_lens)] == [[1, 1], [5, 4]]
+    assert [row.tolist() for row in (routes[2].stages[0].visiting.q_lens, routes[2].stages[0].visiting.k_lens)] == [
+        [1, 1],
+        [5, 4],
+    ]
     assert [mine.stages[0].visiting.pairs for mine in routes] == [3, 0, 9]
     assert [mine.own.pairs for mine in routes] == [3, 0, 0]
 

@@ -69,12 +69,12 @@ class Arrivals:
         """
         queries, keys = self.tasks.queries.rows[which], self.keys.brought_rows[which]
         if self.window is not None:
-            place = np.arange(len(which))
+            none = which[:0]
             for number in range(len(self.stages)):
-                found = np.flatnonzero(self.stage[which] == number)
+                task = np.flatnonzero(self.stage[which] == number)
                 yield (
-                    within_window(place[found], queries[found], keys[found], self.window),
-                    before_queries(place[:0], queries[:0], keys[:0]),
+                    within_window(task, queries[task], keys[task], self.window),
+                    before_queries(none, queries[none], keys[none]),
                 )
             return
         stage, rows = stage_intervals([moves[moves.target == rank] for moves in self.stages])

@@ -14,7 +14,7 @@ from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.tables import IntArray
 
 GRAIN = 128
-"""Rows, a kernel block. What goes from one rank to another is divided at multiples of it, if stages are much larger."""
+"""Rows, a kernel block. What goes from one rank to another is divided at multiples of it if stages are far larger."""
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""
 
@@ -67,7 +67,8 @@ def _rows_by_stage(between: IntArray, stage_rows: int) -> list[IntArray]:
     ranks = len(between)
     grain = max(min(GRAIN, stage_rows // 8), 1)
     source = np.arange(ranks)
-    left, stages = between.copy(), []
+    left = between.copy()
+    stages: list[IntArray] = []
     distances = [d for d in range(ranks) if between[(source + d) % ranks, source].any()]
     while distances or not stages:
         travels = np.zeros_like(between)

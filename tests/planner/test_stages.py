@@ -1,0 +1,71 @@
+"""How large stages are, and what ranks send and receive in each."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca.plan import TASK, Plan
+from hf_distca.planner.layout import fixed_layout
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
+from tests.planner.drawn_plans import drawn_plans
+
+
+def quarters(length, ranks=4):
+    """One document, an equal part on each rank, which computes its own rows."""
+    part = length // ranks
+    tasks = np.array([(0, part * rank, part * (rank + 1), rank) for rank in range(ranks)], TASK)
+    return Plan(fixed_layout([[length]], ranks), tasks, ranks)
+
+
+def test_rows_by_stage():
+    # Rank 0 sends its 8 rows to three ranks, rank 3 receives those of three.
+    assert rows_by_stage(quarters(32)).tolist() == [[[24, 16, 8, 0], [0, 8, 16, 24]]]
+    assert rows_by_stage(replace(quarters(32), stage_rows=8)).tolist() == [
+        [[8, 8, 8, 0], [0, 8, 8, 8]],
+        [[8, 8, 0, 0], [0, 0, 8, 8]],
+        [[8, 0, 0, 0], [0, 0, 0, 8]],
+    ]
+
+
+@pytest.mark.parametrize(("buffer_rows", "stage_rows"), [(24, None), (23, 23), (8, 8), (1, 1)])
+def test_what_fits_travels_at_once(buffer_rows, stage_rows):
+    assert with_stages(quarters(32), buffer_rows, alone=False).stage_rows == stage_rows
+
+
+def test_a_nano_batch_alone_has_stages_that_hide_its_exchange():
+    plan = with_stages(quarters(32768), 2**20, alone=True)
+    assert plan.stage_rows == 24576 // STAGES_ALONE
+    assert len(rows_by_stage(plan)) == STAGES_ALONE
+    assert with_stages(quarters(32768), 1000, alone=True).stage_rows == 1000
+    # Small ones have none that are not worth it.
+    assert with_stages(quarters(4096), 2**20, alone=True).stage_rows == SMALLEST_STAGE
+    assert with_stages(quarters(1024), 2**20, alone=True).stage_rows is None
+
+
+@given(drawn_plans(), st.integers(1, 12))
+def test_no_rank_sends_or_receives_more_than_fits(plan, buffer_rows):
+    staged = with_stages(plan, buffer_rows, alone=False)
+    rows, whole = rows_by_stage(staged), rows_by_stage(plan)
+    assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
+    if plan.window is None:
+        assert rows.max(initial=0) <= buffer_rows
+        assert rows.sum(0).tolist() == whole.sum(0).tolist()
+    else:
+        assert rows[:, 1].max(initial=0) <= max(buffer_rows, 2 * plan.window - 1)
+
+
+def test_settings_say_how_many_bytes_travel_at_a_time():
+    # One document on both ranks; rows of K and V of 4096 bytes.
+    def planned(**settings):
+        (nano,) = plan_micro_batch([8192], PlanSettings(2, 4096, **settings)).nano_batches
+        (plan,) = nano.plans.values()
+        return plan
+
+    most = int(rows_by_stage(replace(planned(), stage_rows=None)).max())
+    assert planned().stage_rows == max(-(-most // STAGES_ALONE), SMALLEST_STAGE)
+    assert planned(exchange_buffer_bytes=512 * 4096).stage_rows == 512
+    assert planned(exchange_buffer_bytes=1).stage_rows == 1

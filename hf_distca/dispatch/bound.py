@@ -111,7 +111,10 @@ class BoundRoutes:
         servers: the dedicated servers that have tasks of the plan; the same on every rank.
         own_in_backward: own tasks as the backward computes them.
         query_sums: how dQ of local rows is added up: of own_in_backward, prefix, rows that come back, and servers.
-        key_sums: how dK and dV of local rows are: of own_in_backward, rows that come back, and servers.
+            Where there are stages: of what has been added up so far, rows that come back, and servers.
+        key_sums: how dK and dV of local rows are: of own_in_backward, rows that come back, and servers. Where there
+            are stages: of what has been added up so far, and servers.
+        own_key_sums: where there are stages: how dK and dV of own tasks are added to those of all local rows.
         forward: the phases of the forward.
         backward: those of the backward, by what the forward leaves to it.
     """
@@ -143,29 +146,19 @@ class BoundRoutes:
 
         # What goes to ranks comes back first, in the same order, then what goes to servers. What has been added up
         # over stages has all rows.
-        every_row = np.arange(routes.local_rows)
+        so_far = [np.arange(routes.local_rows)]
         first_keys = routes.stages[0].keys
         query_rows, key_rows = _rows_of_ranks(routes.queries, ranks), _rows_of_ranks(first_keys, ranks)
         own_parts = [own[tasks] for tasks in self.own_in_backward]
+        self.own_key_sums: dict[Tasks, RowSum] = {
+            tasks: _onto(routes.local_rows, own[tasks].k_rows, buffer) for tasks in self.own_in_backward if divided
+        }
+        dq_so_far = so_far if divided else [*(group.q_rows for group in own_parts), routes.stages[0].prefix.q_rows]
+        dk_so_far = so_far if divided else [*(group.k_rows for group in own_parts), key_rows]
         self.query_sums = RowSum(
-            [
-                *(group.q_rows for group in own_parts),
-                every_row if divided else routes.stages[0].prefix.q_rows,
-                query_rows,
-                routes.queries.send_rows[len(query_rows) :],
-            ],
-            routes.local_rows,
-            buffer,
+            [*dq_so_far, query_rows, routes.queries.send_rows[len(query_rows) :]], routes.local_rows, buffer
         )
-        self.key_sums = RowSum(
-            [
-                *(group.k_rows for group in own_parts),
-                every_row if divided else key_rows,
-                first_keys.send_rows[len(key_rows) :],
-            ],
-            routes.local_rows,
-            buffer,
-        )
+        self.key_sums = RowSum([*dk_so_far, first_keys.send_rows[len(key_rows) :]], routes.local_rows, buffer)
         names, windowed, servers = frozenset(self.groups), plan.window is not None, bool(self.servers)
         self.forward = make_schedule(
             "forward", turn, groups=names, windowed=windowed, stages=len(routes.stages), servers=servers

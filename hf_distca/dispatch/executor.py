@@ -334,6 +334,7 @@ class Backward(Pass):
     ) -> None:
         local = {"do": do_THE, "q": q_THD, "k": k_TGD, "v": v_TGE, "o": o_THE, "lse": lse_TH}
         super().__init__(attention, "backward", attention.routes.backward[attention.kept], local)
+        self._dtype = q_THD.dtype
         self._of_groups: dict[Group, Columns] = {}
         self._totals: dict[tuple[Place, str], Tensor] = {}  # of all stages so far
         self._from_ranks: Columns = {}
@@ -350,27 +351,30 @@ class Backward(Pass):
         """See `Pass.go_on`."""
         super().go_on()
         if not any(phase.run or phase.send for phase in self._left) and not self.routes.servers and self.columns:
-            # The memory goes back while the last rows travel; what is left to add up is there.
-            for tasks in self.routes.own_in_backward:
-                self._of(tasks)
-            self._dq_of_received_keys("local")
-            if self.routes.divided:
-                for name in ("dk", "dv"):
-                    self._total("local", name)
-            self.columns.clear()
+            for name in ("dq", "dk", "dv"):  # what has not begun yet is as long as the columns
+                self._so_far(name)
+            self.columns.clear()  # the memory goes back while the last rows travel
             self._received_keys.clear()
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq_THD, dk_TGD and dv_TGE, once all phases have run."""
-        own = [self._of(tasks) for tasks in self.routes.own_in_backward]
         came = [self._from_ranks, *self._from_servers]
-        dq = [*(x["dq"] for x in own), self._dq_of_received_keys("local"), *(x["dq"] for x in came)]
-        dq_THD = self.routes.query_sums.add_up(dq)
-        dk_TGD, dv_TGE = (self.routes.key_sums.add_up([x[name] for x in (*own, *came)]) for name in ("dk", "dv"))
+        dq_THD = self.routes.query_sums.add_up([*self._so_far("dq"), *(x["dq"] for x in came)])
+        came = self._from_servers if self.routes.divided else came
+        dk_TGD, dv_TGE = (
+            self.routes.key_sums.add_up([*self._so_far(name), *(x[name] for x in came)]) for name in ("dk", "dv")
+        )
         if self._repaired is not None:
             for total, repaired in zip((dq_THD, dk_TGD, dv_TGE), self._repaired, strict=True):
                 total.add_(repaired)
-        return dq_THD, dk_TGD, dv_TGE
+        return dq_THD.to(self._dtype), dk_TGD.to(self._dtype), dv_TGE.to(self._dtype)
+
+    def _so_far(self, name: str) -> list[Tensor]:
+        """What this rank has found of a gradient of its rows: the total of all stages, or what each kernel call gave."""
+        if self.routes.divided:
+            return [self._total("local", name)]
+        calls = (*self.routes.own_in_backward, "prefix") if name == "dq" else self.routes.own_in_backward
+        return [self._of(tasks)[name] for tasks in calls]
 
     def _of(self, tasks: Tasks, stage: int = 0) -> Columns:
         """The gradients of a kernel call; of no rows where the rank has no such tasks."""
@@ -379,12 +383,6 @@ class Backward(Pass):
             local = self.columns["local"]
             self._of_groups[group] = {f"d{x}": local[x].new_empty((0, *local[x].shape[1:])) for x in ("q", "k", "v")}
         return self._of_groups[group]
-
-    def _dq_of_received_keys(self, place: Place) -> Tensor:
-        """dQ of the query rows at a place, as far as received keys give it."""
-        if self.routes.divided:
-            return self._total(place, "dq")
-        return self._of("prefix" if place == "local" else "visiting")["dq"]
 
     def _total(self, place: Place, name: str) -> Tensor:
         """The sum over stages so far of a gradient of all rows at a place, wider than they come."""
@@ -403,16 +401,25 @@ class Backward(Pass):
                 do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, self._params(call)
             )
         columns = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        if self.routes.divided and call.keys == "received":
-            add_rows(self._total(call.queries, "dq"), group.q_rows, columns.pop("dq"))
         self._of_groups[call.group] = columns
+        if self.routes.divided:
+            self._add_to_totals(call, group)
+
+    def _add_to_totals(self, call: KernelCall, group: BoundGroup) -> None:
+        """Add the gradients of a kernel call to those of the calls before, and let them go; dK and dV of received
+        rows are sent back first."""
+        columns = self._of_groups[call.group]
+        add_rows(self._total(call.queries, "dq"), group.q_rows, columns.pop("dq"))
+        if call.keys == "local":
+            for name in ("dk", "dv"):
+                self.routes.own_key_sums[call.tasks].add_up([self._total("local", name), columns.pop(name)])
 
     def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
         exchange, way_back = self.attention.bound.exchange, self._messages(transfer).way_back
         local = self.columns["local"]
         if transfer.rows == "queries":
-            dq_RHD = self._dq_of_received_keys("received").to(local["q"].dtype)
-            return exchange.start([dq_RHD], way_back, role)
+            dq_RHD = self._total("received", "dq") if self.routes.divided else self._of("visiting")["dq"]
+            return exchange.start([dq_RHD.to(local["q"].dtype)], way_back, role)
         stage = self.routes.stages[transfer.stage]
         types: list[Column] = [(local[name].shape[1:], local[name].dtype) for name in ("k", "v")]
         message = exchange.open(types, way_back, role, local["k"].device)
@@ -428,8 +435,10 @@ class Backward(Pass):
         if transfer.rows == "keys" and self.routes.divided:
             key_sums = self.routes.stages[transfer.stage].key_sums
             assert key_sums is not None
-            columns = {name: key_sums.add_up([self._total("local", name), rows]) for name, rows in columns.items()}
-        self._from_ranks.update(columns)
+            for name, rows_T in columns.items():
+                key_sums.add_up([self._total("local", name), rows_T])
+        else:
+            self._from_ranks.update(columns)
 
     def _add_from_servers(self, results: Mapping[int, Mapping[str, Tensor]], lost: frozenset[int]) -> None:
         if lost:

@@ -1,0 +1,161 @@
+"""Core attention of one document over ranks, forward and backward, without a model around it.
+
+Shape suffixes: L rows of the document, T local rows, S sampled rows, C rows of a chunk, H query heads, D head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_distca.dispatch.attention import disaggregated_attention
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.kernels import AttentionParams
+from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+
+from .memory import forget_peak, peak_bytes, resident_bytes, return_freed_memory
+
+
+@dataclass(frozen=True)
+class OneDocument:
+    """One document in float32, as many key-value heads as query heads.
+
+    Attributes:
+        tokens: its length.
+        ranks: that it lies on.
+        heads: query heads.
+        head_dim: numbers of a head.
+        buffer_bytes: K/V rows that travel at a time; None: all.
+        with_gradient: of O, every so many rows have one: those whose number is divisible by this.
+    """
+
+    tokens: int
+    ranks: int
+    heads: int
+    head_dim: int
+    buffer_bytes: int | None
+    with_gradient: int = 1
+
+    @property
+    def kind(self) -> AttentionKind:
+        """Of the layer."""
+        return AttentionKind(None, self.heads, self.heads, self.head_dim, self.head_dim)
+
+    @property
+    def settings(self) -> PlanSettings:
+        """With which it is planned."""
+        buffer = {} if self.buffer_bytes is None else {"exchange_buffer_bytes": self.buffer_bytes}
+        return PlanSettings(self.ranks, -(-self.tokens // self.ranks), (self.kind,), bytes_per_value=4, **buffer)
+
+    def plan(self) -> MicroBatchPlan:
+        """The document's plan."""
+        plan = plan_micro_batch([self.tokens], self.settings)
+        if self.buffer_bytes is not None:
+            return plan
+        (nano,) = plan.nano_batches
+        whole = {kind: replace(of_kind, stage_rows=None) for kind, of_kind in nano.plans.items()}
+        return replace(plan, nano_batches=(replace(nano, plans=whole),))
+
+    @property
+    def params(self) -> AttentionParams:
+        """Of the layer."""
+        return AttentionParams(scale=self.head_dim**-0.5)
+
+    def rows(self, name: str, numbers: Tensor) -> Tensor:
+        """Rows of q, k, v or do, [len(numbers), heads, head_dim]; any rank makes any of them.
+
+        Rows come in blocks of 4096, each from a generator of its own.
+        """
+        found = torch.empty(len(numbers), self.heads, self.head_dim)
+        blocks = numbers // BLOCK
+        for block in blocks.unique().tolist():
+            generator = torch.Generator().manual_seed(4 * block + ("q", "k", "v", "do").index(name))
+            drawn = torch.randn(BLOCK, self.heads, self.head_dim, generator=generator)
+            here = blocks == block
+            found[here] = drawn[numbers[here] % BLOCK]
+        if name == "do":
+            found[numbers % self.with_gradient != 0] = 0
+        return found
+
+
+BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one rank found.
+
+    Attributes:
+        peak_bytes: the most memory above what was there with q, k, v and do.
+        stages: exchanges of K/V rows.
+        rows: [T] numbers of the sampled rows that it holds.
+        results: o, dq, dk and dv of these rows by name.
+    """
+
+    peak_bytes: int
+    stages: int
+    rows: Tensor
+    results: dict[str, Tensor]
+
+
+def take_one_document(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
+    """Forward and backward on this rank.
+
+    Args:
+        case: the document.
+        sampled: rows of which results are wanted.
+    """
+    return_freed_memory()
+    dispatcher = Dispatcher(case.settings, torch.device("cpu"))
+    plan = case.plan()
+    numbers_T = torch.cat([torch.arange(start, stop) for _, start, stop in plan.held_by(dist.get_rank())])
+    q_THD, k_THD, v_THD = (case.rows(name, numbers_T).requires_grad_() for name in ("q", "k", "v"))
+    do_THD = case.rows("do", numbers_T)
+    dist.barrier()
+    forget_peak()
+    before = resident_bytes()
+    bound = dispatcher.bind(plan)
+    o_THD = disaggregated_attention(q_THD, k_THD, v_THD, None, bound, case.params)
+    o_THD.backward(do_THD)
+    peak = peak_bytes() - before
+    mine = torch.from_numpy(np.flatnonzero(np.isin(numbers_T.numpy(), sampled)))
+    gradients = (q_THD.grad, k_THD.grad, v_THD.grad)
+    results = {"o": o_THD.detach()[mine]}
+    results |= {
+        name: x_THD[mine] for name, x_THD in zip(("dq", "dk", "dv"), gradients, strict=True) if x_THD is not None
+    }
+    return Taken(peak, len(bound.nano_batches[0].routes[case.kind].stages), numbers_T[mine], results)
+
+
+def reference(case: OneDocument, sampled: Sequence[int], chunk: int = 512) -> dict[str, Tensor]:
+    """o, dq, dk and dv of sampled rows in float64, from the definition of softmax(QK^T)V, chunk by chunk of queries.
+
+    Only queries that are sampled or have a gradient are computed.
+    """
+    every = torch.arange(case.tokens)
+    k_LHD, v_LHD = (case.rows(name, every).double() for name in ("k", "v"))
+    sampled_S = torch.tensor(sorted(sampled))
+    queries = torch.cat([every[every % case.with_gradient == 0], sampled_S]).unique()
+    found = {name: torch.zeros(len(sampled_S), case.heads, case.head_dim).double() for name in ("o", "dq", "dk", "dv")}
+    for rows_C in queries.split(chunk):
+        q_CHD, do_CHD = (case.rows(name, rows_C).double() for name in ("q", "do"))
+        keys = slice(0, int(rows_C[-1]) + 1)
+        visible_CL = every[keys] <= rows_C[:, None]
+        for head in range(case.heads):
+            k_LD, v_LD, do_CD = k_LHD[keys, head], v_LHD[keys, head], do_CHD[:, head]
+            p_CL = (case.params.scale * q_CHD[:, head] @ k_LD.T).masked_fill_(~visible_CL, -torch.inf).softmax(-1)
+            o_CD = p_CL @ v_LD
+            ds_CL = p_CL * (do_CD @ v_LD.T - (do_CD * o_CD).sum(-1, keepdim=True)) * case.params.scale
+            seen = sampled_S < keys.stop
+            columns = sampled_S[seen]
+            found["dk"][seen, head] += ds_CL[:, columns].T @ q_CHD[:, head]
+            found["dv"][seen, head] += p_CL[:, columns].T @ do_CD
+            here = torch.isin(sampled_S, rows_C)
+            of_chunk = torch.searchsorted(rows_C, sampled_S[here])
+            found["o"][here, head] = o_CD[of_chunk]
+            found["dq"][here, head] = (ds_CL[of_chunk]) @ k_LD
+    return found

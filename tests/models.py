@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, MicroBatchPlan
 
 SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
 SMALL = {
@@ -29,6 +29,15 @@ SMALL = {
 def small_kinds(*windows: int | None) -> tuple[AttentionKind, ...]:
     """The kinds of attention of a small model with layers of these windows, by default full attention."""
     return tuple(replace(SMALL_KIND, window=window) for window in windows or (None,))
+
+
+def in_stages(plan: MicroBatchPlan, stage_rows: int | None) -> MicroBatchPlan:
+    """The plan with so many K/V rows a rank and stage, None for one stage, whatever it was made with."""
+    nano_batches = [
+        replace(nano, plans={kind: replace(only, stage_rows=stage_rows) for kind, only in nano.plans.items()})
+        for nano in plan.nano_batches
+    ]
+    return replace(plan, nano_batches=tuple(nano_batches))
 
 
 def small_model(model_type: str = "llama", implementation: str = "distca", **config: Any) -> PreTrainedModel:

@@ -370,7 +370,7 @@ class Backward(Pass):
         return dq_THD.to(self._dtype), dk_TGD.to(self._dtype), dv_TGE.to(self._dtype)
 
     def _so_far(self, name: str) -> list[Tensor]:
-        """What this rank has found of a gradient of its rows: the total of all stages, or what each kernel call gave."""
+        """What this rank has found of a gradient of its rows: the total of stages, or what each kernel call gave."""
         if self.routes.divided:
             return [self._total("local", name)]
         calls = (*self.routes.own_in_backward, "prefix") if name == "dq" else self.routes.own_in_backward

@@ -8,10 +8,12 @@ from transformers import PreTrainedModel
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
 
 # Models cannot run on no rows at all: a rank without documents holds one token without a target.
 FILLER = [1]
+STAGE_ROWS = (None, 70, 20)
+"""One stage, two, and seven or so."""
 
 
 def cut_rows(plan: MicroBatchPlan, rank: int, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -55,8 +57,8 @@ def run_case(
     layout: str,
     windows: tuple[int | None, ...],
     options: dict,
-) -> tuple[float, dict[str, torch.Tensor], float]:
-    """One planned step on every rank."""
+) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Planned steps on every rank, one for each of STAGE_ROWS."""
     ranks = dist.get_world_size()
     kinds = small_kinds(*windows)
     settings = PlanSettings(
@@ -71,9 +73,12 @@ def run_case(
         plan = plan_placed(rows, settings)
         flat = [length for row in rows for length in row]
     model = small_model(model_type, **config)
-    loss = planned_step(model, plan, dispatcher, random_documents(flat))
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return loss, grads, dispatcher.recorder.seconds("wait")
+    steps = []
+    for stage_rows in STAGE_ROWS:
+        model.zero_grad()
+        loss = planned_step(model, in_stages(plan, stage_rows), dispatcher, random_documents(flat))
+        steps.append((loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+    return steps
 
 
 def assert_equal_to_single_process(
@@ -85,11 +90,13 @@ def assert_equal_to_single_process(
         small_model(model_type, "sdpa" if model_type != "gemma2" else "eager", **config),
         random_documents(flat),
     )
-    for got_loss, got, _ in rank_pools[ranks].run(run_case, model_type, config, lengths, layout, windows, options):
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        assert got.keys() == grads.keys()
-        for name in grads:
-            assert relative_error(got[name], grads[name]) < 1e-5, name
+    for steps in rank_pools[ranks].run(run_case, model_type, config, lengths, layout, windows, options):
+        assert len(steps) == len(STAGE_ROWS)
+        for got_loss, got in steps:
+            assert got_loss == pytest.approx(loss, rel=1e-6)
+            assert got.keys() == grads.keys()
+            for name in grads:
+                assert relative_error(got[name], grads[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -23,6 +23,7 @@ from tests.counting import (
     fake_group,
     without_numbers,
 )
+from tests.models import in_stages
 
 CPU = torch.device("cpu")
 RANKS, RANK, BLOCK = 4, 1, 16
@@ -55,7 +56,7 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield group
 
 
-def small_plan(model: PreTrainedModel, layout: str, turns: bool) -> MicroBatchPlan:
+def small_plan(model: PreTrainedModel, layout: str, turns: bool, stage_rows: int | None = None) -> MicroBatchPlan:
     settings = PlanSettings(
         RANKS,
         sum(LENGTHS) // RANKS,
@@ -65,7 +66,7 @@ def small_plan(model: PreTrainedModel, layout: str, turns: bool) -> MicroBatchPl
         row_overhead=MetaKernel.row_overhead,
         ping_pong=turns,
     )
-    return plan_micro_batch(LENGTHS, settings)
+    return in_stages(plan_micro_batch(LENGTHS, settings), stage_rows)
 
 
 def run(
@@ -75,9 +76,10 @@ def run(
     turns: bool,
     checkpoint: str = "none",
     device: torch.device = META,
+    stage_rows: int | None = None,
 ) -> tuple[Counting, MetaKernel]:
     """One step of a model; to be called inside `without_numbers`."""
-    bound = bound_plan(small_plan(model, layout, turns), RANK, group, device)
+    bound = bound_plan(small_plan(model, layout, turns, stage_rows), RANK, group, device)
     if turns:
         plan_layers(model)
     if checkpoint != "none":
@@ -138,6 +140,26 @@ def test_layer(group, case):
     check_rows(kernel)
     for kind, bounds in ((row[1], tuple(map(int, row[5:]))) for row in ROWS if (row[0], *row[2:5]) == case):
         assert_within(inner_layer(mode, kind), bounds)
+
+
+STAGE_ROWS = 200
+STAGED_BOUNDS = """
+llama        full     joint   1                        94        48       115        19        19    183715
+llama        full     joint   2                       113        65       182        16        25    211227
+gpt_oss      full     joint   1                       134        75       216        21        19    270932
+gpt_oss      sliding  joint   1                        98        56       238         9        19    185353
+"""
+
+
+@pytest.mark.parametrize("row", STAGED_BOUNDS.strip().splitlines())
+def test_layer_in_stages(group, row):
+    """The same with K/V rows that come in five stages, six with two nano-batches."""
+    model_type, kind, layout, halves, *bounds = row.split()
+    with without_numbers():
+        model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
+        mode, kernel = run(model, group, layout, halves == "2", stage_rows=STAGE_ROWS)
+    check_rows(kernel)
+    assert_within(inner_layer(mode, kind), tuple(map(int, bounds)))
 
 
 def assert_within(counts: tuple[int, ...], bounds: tuple[int, ...]) -> None:

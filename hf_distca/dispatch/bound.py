@@ -292,6 +292,11 @@ class BoundPlan:
         return sum(nano.rows for nano in self.nano_batches)
 
     @property
+    def stages(self) -> int:
+        """In how many stages K/V rows travel, in the nano-batch and the kind of attention that have the most."""
+        return max((len(routes.stages) for nano in self.nano_batches for routes in nano.routes.values()), default=1)
+
+    @property
     def is_part(self) -> bool:
         """Whether the plan is that of one nano-batch of two."""
         return len(self.nano_batches) < len(self.plan.nano_batches)

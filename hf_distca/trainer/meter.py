@@ -31,7 +31,7 @@ class StepMeter(TrainerCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._counted: list[tuple[MicroBatchPlan, Ran]] = []
+        self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
         self._since = time.perf_counter()
         self._waited_before = self._waited()
 
@@ -49,7 +49,7 @@ class StepMeter(TrainerCallback):
 
     def count(self, bound: BoundPlan) -> None:
         """Take note of a micro-batch that is about to run."""
-        self._counted.append((bound.plan, bound.ran))
+        self._counted.append((bound.plan, bound.ran, bound.stages))
 
     def figures(self) -> dict[str, float]:
         """Figures since the last call. A collective: every rank calls it when every other does.
@@ -63,6 +63,8 @@ class StepMeter(TrainerCallback):
             ping_pong_share: share of the decoder layers' runs in which two nano-batches took turns; none do in a
                 micro-batch with a document of more than half of its tokens, or where a hook inside a layer is to see
                 all rows.
+            exchange_stages: in how many stages K/V rows travel, those of the layers with the most; a micro-batch that
+                cannot be divided in two has several, so that its exchange hides behind its computation too.
             exchange_wait_seconds: time that the rank which waited longest stood in waits, for ranks and servers.
             attention_servers: dedicated servers that take part now, where there may be any.
             memory_peak_bytes, memory_reserved_bytes: on CUDA, of this rank: most memory in use since the last
@@ -73,7 +75,7 @@ class StepMeter(TrainerCallback):
         elapsed = time.perf_counter() - self._since
         waited_here = self._waited() - self._waited_before
         waited = max(self._dispatcher.groups.all_gather(waited_here))
-        plans, runs = zip(*self._counted, strict=True)
+        plans, runs, stages = zip(*self._counted, strict=True)
         summaries = [plan.summary for plan in plans]
         count = len(summaries)
         figures = {
@@ -82,6 +84,7 @@ class StepMeter(TrainerCallback):
             "pairs_max_over_mean": sum(s.max_over_mean for s in summaries) / count,
             "exchange_bytes": sum(s.bytes_bottleneck for s in summaries) / count,
             "ping_pong_share": sum(ran.layers_in_turns for ran in runs) / max(sum(ran.layers for ran in runs), 1),
+            "exchange_stages": sum(stages) / count,
             "exchange_wait_seconds": waited,
         }
         if self._pool is not None:

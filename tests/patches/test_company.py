@@ -18,7 +18,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from tests.dispatch.test_equality import cut_rows, planned_step
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
 
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 
@@ -112,7 +112,7 @@ def _step_in_company(strategy: str, lora: bool) -> tuple[float, dict, set[bool]]
 
         setattr(kernel, direction, watched)
     with torch.autocast("cpu", torch.bfloat16):
-        plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+        plan = in_stages(plan_micro_batch(LENGTHS, dispatcher.settings), 30)
         loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
     return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}, autocast
 

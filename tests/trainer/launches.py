@@ -35,7 +35,7 @@ CHECKPOINTING = next(
     for name in ("activation_checkpointing", "gradient_checkpointing")
     if name in TrainingArguments.__dataclass_fields__
 )
-FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True}
+FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True, "exchange_buffer_bytes": 2048}  # 16 rows, or 32
 PLAIN = {**FEW, CHECKPOINTING: False}
 FSDP_CHECKPOINTS = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
 LORA = {**FEW, "max_steps": 8, "learning_rate": 3e-2}

@@ -94,6 +94,7 @@ def test_resuming(strategy, name, launched):
 def test_few_steps(strategy, name, launched, expected):
     result = launched(strategy)[name]
     assert max(entry.get("ping_pong_share", 0.0) for entry in result["history"]) > 0.0
+    assert max(entry.get("exchange_stages", 0.0) for entry in result["history"]) > 1.0
     assert result["losses"] == pytest.approx(expected(name)["losses"], rel=2e-5)
     assert result["evaluations"] == pytest.approx(expected(name)["evaluations"], rel=2e-5)
 

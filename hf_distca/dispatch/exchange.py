@@ -33,15 +33,17 @@ class Traffic:
         sent: rows to each rank, in the order of the ranks.
         received: rows from each rank.
         crossing: whether any rank sends such rows to another; the same on every rank.
+        back: whether the rows have gone the other way before.
     """
 
     sent: list[int]
     received: list[int]
     crossing: bool
+    back: bool = False
 
     def reversed(self) -> "Traffic":
         """The same rows on their way back."""
-        return Traffic(self.received, self.sent, self.crossing)
+        return Traffic(self.received, self.sent, self.crossing, not self.back)
 
 
 class _Size:
@@ -63,9 +65,15 @@ class _Size:
         if traffic.crossing:  # else what goes anywhere goes to the rank itself: one buffer is both
             self.rows["received"] = sum(traffic.received)
 
+    def place(self, name: str) -> str:
+        """Where in a role's memory a buffer lies."""
+        return {"sent": "received", "received": "sent"}[name] if self.traffic.back and self.traffic.crossing else name
+
 
 class _Buffers:
     """What one role's exchanges of one size send from and receive to; every layer of a plan uses it again.
+
+    Rows that go back are sent from where they were received, and received where they were sent from.
 
     Attributes:
         size: of the exchanges.
@@ -75,7 +83,10 @@ class _Buffers:
 
     def __init__(self, arena: Arena, role: Hashable, size: _Size, device: torch.device) -> None:
         self.size = size
-        taken = {name: arena.take((role, name), rows, size.row_bytes, device) for name, rows in size.rows.items()}
+        taken = {
+            name: arena.take((role, size.place(name)), rows, size.row_bytes, device)
+            for name, rows in size.rows.items()
+        }
         self.sent_SB = taken["sent"]
         self.received_RB = taken.get("received", self.sent_SB)
 
@@ -110,7 +121,8 @@ class PendingRows:
     def wait(self) -> list[Tensor]:
         """The received tensors, one a column, each [R, *row shape].
 
-        They lie in a buffer of the exchange and are gone when an exchange of the same role is started.
+        They lie in a buffer of the exchange and are gone when an exchange of the same role is begun, in either
+        direction.
         """
         if self._work is not None:
             self._work.wait()
@@ -184,7 +196,8 @@ class Exchange:
         Args:
             columns: that travel side by side in one message per pair of ranks.
             traffic: how many rows go where.
-            role: what the rows are; two exchanges that are on their way or in use at once have different ones.
+            role: what the rows are, there and back; two exchanges that are on their way or in use at once have
+                different ones.
             device: where the rows are.
         """
         return Message(self._laid_out(role, columns, traffic, device), self._group)
@@ -196,7 +209,7 @@ class Exchange:
             if buffers.size.traffic == traffic and buffers.size.columns == columns:
                 return buffers
         size = _Size(columns, traffic)
-        if all(self._arena.holds((role, name), rows * size.row_bytes) for name, rows in size.rows.items()):
+        if all(self._arena.holds((role, size.place(name)), rows * size.row_bytes) for name, rows in size.rows.items()):
             del known[: 1 - SIZES_KEPT]  # what earlier plans left
         else:
             known.clear()  # the memory goes back before more is taken

@@ -93,7 +93,7 @@ class Pass(ABC):
         self._recorder = attention.bound.recorder
         self._work = Work(attention.layer, attention.nano.index, direction)
         self._left = deque(schedule)
-        self._under_way: dict[Hashable, PendingRows] = {}
+        self._under_way: dict[Transfer, PendingRows] = {}
         self._at_servers: RemoteCall | None = None
 
     def go_on(self) -> None:
@@ -140,13 +140,12 @@ class Pass(ABC):
             columns = {name: local[name] for name in transfer.columns}
             self._at_servers = bound.remote.start(self._work, self.routes.servers, self.attention.params, columns)
         elif transfer.back:
-            role = self._role(transfer)
-            self._under_way[role] = self._send_back(transfer, role)
+            self._under_way[transfer] = self._send_back(transfer, self._role(transfer))
         else:
             messages = self._messages(transfer)
             columns_T = [local[name] for name in transfer.columns]
             role = self._role(transfer)
-            self._under_way[role] = bound.exchange.start(columns_T, messages.traffic, role, messages.rows)
+            self._under_way[transfer] = bound.exchange.start(columns_T, messages.traffic, role, messages.rows)
 
     def _receive(self, transfer: Transfer) -> None:
         """Wait for a transfer, and take its rows in."""
@@ -157,7 +156,7 @@ class Pass(ABC):
             self._at_servers = None
             self._add_from_servers(results, lost)
             return
-        pending = self._under_way.pop(self._role(transfer))
+        pending = self._under_way.pop(transfer)
         with self._recorded("wait", transfer.name) if pending.under_way else NOT_MEASURED:
             columns = dict(zip(transfer.columns, pending.wait(), strict=True))
         if transfer.back:
@@ -182,8 +181,7 @@ class Pass(ABC):
 
     def _role(self, transfer: Transfer) -> Hashable:
         """What sets an exchange apart from others that are under way or in use at once."""
-        in_use = transfer.stage % IN_USE
-        return transfer.rows, transfer.back, in_use, self.attention.nano.index, self.attention.repairs
+        return transfer.rows, transfer.stage % IN_USE, self.attention.nano.index, self.attention.repairs
 
     def _params(self, call: KernelCall) -> AttentionParams:
         return self.attention.params if call.causal else replace(self.attention.params, causal=False)

@@ -12,7 +12,7 @@ A core attention is cut in three by two pauses, at which the other nano-batch of
     part 3    receive O and LSE                    receive dQ, dK and dV
 
 K and V may come in several stages. Two of them are on their way or in use at once: the first two are sent in part 1, a
-further one when the tasks of the one before the last have been computed. dK and dV of a stage go back in the same way.
+further one whenever one has been computed with. dK and dV of a stage go back while the next one is computed with.
 
 Own tasks need nothing from others. They are computed where they hide an exchange, see `OWN_TASKS`.
 """
@@ -39,8 +39,11 @@ and after, the backward computes them in two halves of about equal pairs."""
 Group = tuple[Tasks, int]
 """Tasks of one kernel call and the stage of their K/V rows; 0 for own tasks."""
 
-IN_USE = 2
-"""Stages whose rows are on their way or in use at once."""
+AHEAD = 2
+"""So many stages are sent before the first is computed; then a further one with each that has been."""
+IN_USE = AHEAD + 1
+"""Stages that have memory at once: two on their way or in use, and the one whose dK and dV, which lie where K and V
+were, are on their way back."""
 
 TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
 """In the names of transfers, and of phases that begin and end a call to servers."""
@@ -189,7 +192,7 @@ def make_schedule(
 
     own = _own_calls(direction, turn, groups)
     phases = [
-        Phase(send=(queries, *keys_there[:IN_USE], *((to_servers,) if servers else ()))),
+        Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
         Phase(run=own.get("before pause", ()), pause=True),
         Phase(run=own.get("after pause", ())),
     ]
@@ -202,25 +205,16 @@ def make_schedule(
                 run=_visiting_calls(groups, stage, divided=stages > 1 and not windowed),
                 send=(queries_back,) if last else (),
             ),
+            Phase(run=_calls(groups, KernelCall("prefix", "local", "received", windowed, windowed, stage))),
+            # What is sent next will lie where what went back before does.
             Phase(
-                run=_calls(groups, KernelCall("prefix", "local", "received", windowed, windowed, stage)),
-                send=keys_there[stage + IN_USE : stage + IN_USE + 1] if forward else (),
-            ),
-            # What is sent back lies where that of IN_USE stages before did.
-            *(
-                []
-                if forward
-                else [
-                    Phase(
-                        wait=keys_back[stage - IN_USE : stage - IN_USE + 1] if stage >= IN_USE else (),
-                        send=(*keys_back[stage : stage + 1], *keys_there[stage + IN_USE : stage + IN_USE + 1]),
-                    )
-                ]
+                wait=keys_back[stage - 1 : stage] if stage else (),
+                send=(*keys_back[stage : stage + 1], *keys_there[stage + AHEAD : stage + AHEAD + 1]),
             ),
         ]
     phases += [
         Phase(run=own.get("after prefix", ()), pause=True),
-        Phase(wait=(queries_back, *keys_back[-IN_USE:], *((from_servers,) if servers else ()))),
+        Phase(wait=(queries_back, *keys_back[-1:], *((from_servers,) if servers else ()))),
     ]
     return _joined(phases)
 

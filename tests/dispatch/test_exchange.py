@@ -39,7 +39,30 @@ def test_columns_and_rows_begin_where_kernels_can_load_them(rank_pools):
 
 @pytest.mark.parametrize("crossing", [True, False])
 def test_rows_back(crossing):
-    assert Traffic([1, 2], [3, 4], crossing).reversed() == Traffic([3, 4], [1, 2], crossing)
+    traffic = Traffic([1, 2], [3, 4], crossing)
+    assert traffic.reversed() == Traffic([3, 4], [1, 2], crossing, back=True)
+    assert traffic.reversed().reversed() == traffic
+
+
+def _there_and_back() -> tuple[bool, bool, bool]:
+    """Whether rows that go back lie where they came from, and what came was right."""
+    exchange = Exchange(Groups(CPU, 30))
+    rank = dist.get_rank()
+    traffic = Traffic([1, 2], [1, 2], crossing=True) if rank == 0 else Traffic([2, 1], [2, 1], crossing=True)
+    there = exchange.open([((4,), torch.float32)], traffic, "role", CPU)
+    (sent,) = there.columns
+    sent.copy_(torch.arange(12.0).view(3, 4))
+    (received,) = there.send().wait()
+    back = exchange.open([((4,), torch.float32)], traffic.reversed(), "role", CPU)
+    sent_at, received_at = back.columns[0].data_ptr(), received.data_ptr()
+    back.columns[0].copy_(2 * received)
+    (returned,) = back.send().wait()
+    expected = 2 * torch.arange(12.0).view(3, 4)
+    return sent_at == received_at, returned.data_ptr() == sent.data_ptr(), torch.equal(returned, expected)
+
+
+def test_rows_go_back_in_the_memory_in_which_they_came(rank_pools):
+    assert rank_pools[2].run(_there_and_back) == [(True, True, True)] * 2
 
 
 def test_buffers_are_laid_out_once_for_all_kinds_of_layers():

@@ -35,8 +35,8 @@ class Recorded:
         self.events: list[str] = []
 
     def start(self, columns, traffic, role, rows=slice(None)) -> SimpleNamespace:
-        rows_kind, back, stage, nano_batch, repairs = role
-        name = f"{rows_kind}{' back' if back else ''} {stage}"
+        rows_kind, stage, nano_batch, repairs = role
+        name = f"{rows_kind}{' back' if traffic == 'back' else ''} {stage}"
         self.events.append(f"send {name} ({len(columns)})")
         assert (nano_batch, repairs) == (1, False)
         sent = [column[rows].clone() for column in columns]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hf_distca.dispatch.schedule import KernelCall, Phase, Transfer, make_schedule
+from hf_distca.dispatch.schedule import IN_USE, KernelCall, Phase, Transfer, make_schedule
 
 ALL = frozenset((tasks, 0) for tasks in ("own", "own 1/2", "own 2/2", "prefix", "visiting"))
 UNDIVIDED = frozenset((tasks, 0) for tasks in ("own", "prefix", "visiting"))
@@ -139,7 +139,7 @@ DIVIDED = frozenset(
 
 
 def test_stages_of_a_forward_written_out():
-    """Two stages are on their way or in use; a further one is sent where one has been computed."""
+    """Two stages are on their way or in use; a further one is sent where one has been computed with."""
     schedule = make_schedule("forward", "alone", groups=DIVIDED, windowed=False, stages=4)
     assert names(schedule) == [
         *["send q, k v, k v [1]", "run own", "|"],
@@ -161,10 +161,11 @@ def test_stages_of_a_backward_written_out():
     assert names(schedule) == [
         *["send do o lse q, k v, k v [1]", "|"],
         *["wait do o lse q, k v; run visiting, visiting prefix", "run prefix; send dk dv, k v [2]"],
-        *["wait k v [1]; run visiting [1], visiting prefix [1]", "run prefix [1]; send dk dv [1], k v [3]"],
-        *["wait k v [2]; run visiting [2], visiting prefix [2]", "run prefix [2]", "wait dk dv; send dk dv [2]"],
+        *["wait k v [1]; run visiting [1], visiting prefix [1]", "run prefix [1]"],
+        *["wait dk dv; send dk dv [1], k v [3]", "wait k v [2]; run visiting [2], visiting prefix [2]"],
+        *["run prefix [2]", "wait dk dv [1]; send dk dv [2]"],
         *["wait k v [3]; run visiting [3], visiting prefix [3]; send dq", "run prefix [3]"],
-        *["wait dk dv [1]; send dk dv [3]", "run own", "|", "wait dq, dk dv [2], dk dv [3]"],
+        *["wait dk dv [2]; send dk dv [3]", "run own", "|", "wait dq, dk dv [3]"],
     ]
 
 
@@ -176,15 +177,15 @@ def test_kept_keys_are_not_sent_again_in_any_stage(kept):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_what_is_sent_is_waited_for_and_two_stages_are_in_use_at_most(direction):
+def test_what_is_sent_is_waited_for_and_its_memory_used_again_after_that(direction):
     for turn, stages in itertools.product(("alone", "first", "second"), (1, 2, 3, 7)):
         schedule = make_schedule(direction, turn, groups=frozenset(), windowed=False, stages=stages, servers=True)
         under_way, sent = set(), []
         for phase in schedule:
             under_way -= set(phase.wait)
             for transfer in phase.send:
-                place = (transfer.rows, transfer.back, transfer.stage % 2)
-                assert place not in {(other.rows, other.back, other.stage % 2) for other in under_way}
+                place = (transfer.rows, transfer.stage % IN_USE)
+                assert place not in {(other.rows, other.stage % IN_USE) for other in under_way}
                 under_way.add(transfer)
                 sent.append(transfer)
         waited = {transfer for phase in schedule for transfer in phase.wait}

@@ -120,8 +120,8 @@ def _events(checkpointing: bool, keep: bool) -> tuple[list[str], list[str]]:
         message = open_message(columns, traffic, role, device)
         if not traffic.crossing:
             return message
-        send, (rows, back, _, nano_batch, _) = message.send, role
-        name = f"{rows}{' back' if back else ''} of {nano_batch}"
+        send, (rows, _, nano_batch, _) = message.send, role
+        name = f"{rows}{' back' if traffic.back else ''} of {nano_batch}"
 
         def recorded_send():
             pending = send()

@@ -18,15 +18,18 @@ is what it adds to a step over the free link, beside own tasks first without it.
 "waiting" stands in: beside that, ping-pong takes less than nothing. "turns waiting" beside "waiting" is what working
 on halves costs or, where less data is in the caches, saves.
 
-With --one-document a single document lies on both hosts, which ping-pong cannot divide: "waiting" and "own first". The
-keys of its JSON object begin with one_document_.
+With --one-document a single document lies on both hosts, which ping-pong cannot divide. "waiting" and "own first" are
+then with all K and V rows in one exchange, "stages" is as users have it, and --stages 2 8 adds "2 stages" and "8
+stages". What is hidden is told beside "waiting", as above, and beside "own first"; the overhead of stages is what they
+add to a step over the free link beside own tasks first in one stage. Derived names begin with one_document_.
 
 With --trace it limits nothing and needs no root: it traces one ping-pong step and says how much of the exchange lies
 under computation, in the forward and in the backward. On GPUs, 8 layers as wide as those of Llama-3-8B, a rank each:
 
     torchrun --nproc-per-node 8 benchmarks/overlap.py --trace trace.json
 
-Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096] [--one-document]
+Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096]
+     sudo python benchmarks/overlap.py --one-document [--stages 2 8] [--rounds 12] [--tokens 2048]
      sudo python benchmarks/overlap.py --rate-mbit 420 --against OTHER_CHECKOUT      two checkouts in turns
      python benchmarks/overlap.py --trace trace.json [--tokens 4096]      two ranks on the CPU
 """
@@ -40,7 +43,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +58,13 @@ from waiting import WaitingExchange
 
 from hf_distca import Dispatcher
 from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import MicroBatchPlan, Plan
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.stages import rows_by_stage
 
 LINKS = ("free", "limited")
+MEASURES = {"": ", s", ", by waits": ": in waits, s"}
+"""Of what is hidden: how each is told, and how the names of its figures end."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,12 @@ class Way:
     Attributes:
         turns: halves of layers take turns.
         waits: every exchange is waited for where it is started.
+        stages: how many K and V rows come in; None for those of the plan.
     """
 
     turns: bool = False
     waits: bool = False
+    stages: int | None = None
 
 
 PING_PONG = {"ping-pong": Way(turns=True)}
@@ -80,7 +89,7 @@ SEVERAL_DOCUMENTS = {
     "turns waiting": Way(turns=True, waits=True),
     **PING_PONG,
 }
-ONE_DOCUMENT = {"waiting": Way(waits=True), "own first": Way()}
+ONE_DOCUMENT = {"waiting": Way(waits=True, stages=1), "own first": Way(stages=1), "stages": Way()}
 
 WIDE = {
     "hidden_size": 4096,
@@ -90,6 +99,20 @@ WIDE = {
     "num_key_value_heads": 8,
 }
 """Sizes of the model on GPUs (Llama-3-8B)."""
+
+
+def in_stages(plan: MicroBatchPlan, count: int) -> MicroBatchPlan:
+    """The plan with its K and V rows in as few stages as rows of the same size allow, `count` of them or some more."""
+
+    def divided(of_kind: Plan) -> Plan:
+        whole = replace(of_kind, stage_rows=None)
+        return whole if count == 1 else replace(whole, stage_rows=-(-int(rows_by_stage(whole).max()) // count))
+
+    nano_batches = (
+        replace(nano, plans={kind: divided(of_kind) for kind, of_kind in nano.plans.items()})
+        for nano in plan.nano_batches
+    )
+    return replace(plan, nano_batches=tuple(nano_batches))
 
 
 class Steps:
@@ -121,13 +144,14 @@ class Steps:
                 dispatcher.exchange = WaitingExchange(dispatcher)
         # Of several, each nano-batch has a document too long for one rank's share of it, which the joint layout cuts.
         lengths = [total] if one_document else [total * 3 // 8] * 2 + [total // 16] * 4
-        self.plan = plan_micro_batch(lengths, settings)
-        self.batch = rows_of_rank(self.plan, dist.get_rank(), documents_of(lengths), device)
+        plan = plan_micro_batch(lengths, settings)
+        self.plans = {name: plan if way.stages is None else in_stages(plan, way.stages) for name, way in ways.items()}
+        self.batch = rows_of_rank(plan, dist.get_rank(), documents_of(lengths), device)
 
     def step(self, way: str) -> tuple[float, float]:
         """Seconds of a step until both ranks are done, and seconds that the ranks stood in waits, on average."""
         dispatcher = self.dispatchers[way]
-        bound = dispatcher.bind(self.plan)
+        bound = dispatcher.bind(self.plans[way])
         dist.barrier()
         waited = dispatcher.recorder.seconds("wait")
         begin = time.perf_counter()
@@ -149,7 +173,7 @@ def trace_rank(tokens: int, file: str) -> dict[str, Covered]:
     model, dispatcher = steps.models["ping-pong"], steps.dispatchers["ping-pong"]
 
     def step() -> None:
-        bound = dispatcher.bind(steps.plan)
+        bound = dispatcher.bind(steps.plans["ping-pong"])
         dist.barrier()
         with record_function("forward"):
             loss = model(**steps.batch, distca_plan=bound).loss
@@ -276,18 +300,32 @@ def hidden(way: str, ending: str, beside: str = "waiting") -> Callable[[Round], 
 
 def hidden_of(*ways: str) -> dict[str, Callable[[Round], float]]:
     """What ways hide, by step time and by waits; and what the limit adds to a step that waits."""
-    endings = (("", ", s"), (", by waits", ": in waits, s"))
-    return {f"hidden by {way}{name}": hidden(way, ending) for way in ways for name, ending in endings} | {
+    return {f"hidden by {way}{name}": hidden(way, ending) for way in ways for name, ending in MEASURES.items()} | {
         "what the limit adds to waiting": over("limited, waiting, s", "free, waiting, s")
     }
+
+
+def derived_of_one_document(ways: Mapping[str, Way]) -> dict[str, Callable[[Round], float]]:
+    """What ways with one document hide, and what they cost beside own tasks first in one stage."""
+    staged = [name for name in ways if name not in ("waiting", "own first")]
+    derived = hidden_of("own first", *staged)
+    for way in staged:
+        for name, ending in MEASURES.items():
+            derived[f"hidden by {way} beside own first{name}"] = hidden(way, ending, "own first")
+        derived[f"overhead: {way} / own first"] = over(f"free, {way}, s", "free, own first, s")
+        derived[f"limited: own first / {way}"] = over("limited, own first, s", f"limited, {way}, s")
+    return {f"one_document_{name}": compute for name, compute in derived.items()}
 
 
 def main() -> None:
     """Make the hosts, run a rank on each, print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=12)
-    parser.add_argument("--tokens", type=int, help="tokens per rank; default 4096, with --trace on GPUs 32768")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens per rank; default 4096, of one document 2048, of a trace on GPUs 32768"
+    )
     parser.add_argument("--rate-mbit", type=float, help="of the limited link; by default it is found by trying")
     parser.add_argument("--one-document", action="store_true", help="one document over both hosts instead of several")
+    parser.add_argument("--stages", type=int, nargs="+", default=[], help="with --one-document: so many stages too")
     parser.add_argument("--trace", help="file for a profiler trace of one ping-pong step of rank 0")
     options = parser.parse_args()
     if options.trace:
@@ -297,12 +335,15 @@ def main() -> None:
         sys.exit("benchmarks/overlap.py makes network namespaces and limits a link: run it as root")
     if options.against is not None and options.rate_mbit is None:
         parser.error("--against needs --rate-mbit, so that both checkouts have the same link; a run alone finds one")
-    ways = ONE_DOCUMENT if options.one_document else SEVERAL_DOCUMENTS
-    prepared = (options.tokens or 4096, ways, options.one_document, options.rate_mbit)
+    ways, tokens = SEVERAL_DOCUMENTS, options.tokens or 4096
+    if options.one_document:
+        ways = ONE_DOCUMENT | {f"{stages} stages": Way(stages=stages) for stages in options.stages}
+        tokens = options.tokens or 2048
+    prepared = (tokens, ways, options.one_document, options.rate_mbit)
     with Hosts() as hosts, Ranks(2, prepare, hosts, *prepared, enter=hosts.move_in) as ranks:
         measured = take_rounds(options, lambda: ranks.take()[0])
     if options.one_document:
-        report(measured, {f"one_document_{name}": compute for name, compute in hidden_of("own first").items()})
+        report(measured, derived_of_one_document(ways))
         return
     derived = hidden_of("own first", "ping-pong") | {
         "overhead: ping-pong / own first": over("free, ping-pong, s", "free, own first, s"),

@@ -28,11 +28,11 @@ from tests.models import in_stages
 CPU = torch.device("cpu")
 RANKS, RANK, BLOCK = 4, 1, 16
 LENGTHS = [700, 300, 200, 200, 130, 111, 100, 90, 60, 50, 40, 37, 20, 10]
-SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": 0}
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64, "pad_token_id": 0}
 SLIDING = {
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 5,
     "sliding_window": 96,
-    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
 }
 MODELS = {
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
@@ -174,9 +174,9 @@ def check_rows(kernel: MetaKernel) -> None:
 
 
 def inner_layer(mode: Counting, kind: str) -> tuple[int, ...]:
-    """What dispatch launches, copies, views, calls and moves (KB) in a layer of a kind that is not the first to run.
+    """What dispatch launches, copies, views, calls and moves (KB) in a layer of a kind that is not among the first to run.
 
-    The first also makes the buffers that all layers use: the forward is that of the last layer, the backward that of
+    The first two also make the buffers that all layers use: the forward is that of the last layer, the backward that of
     the first one.
     """
     numbers = {call.layer for call in mode.calls if call.layer is not None}

@@ -91,6 +91,14 @@ def test_phases_are_those_of_the_schedule():
         assert _written(schedule) == re.sub(r"\s+", " ", text)
 
 
+def test_stages_are_those_of_the_schedule():
+    (told,) = re.findall(r"^ staged +(.*) │ …$", DESIGN, re.MULTILINE)
+    tasks = ("prefix", "visiting", "visiting prefix")
+    groups = frozenset([("own", 0), *((name, stage) for name in tasks for stage in range(4))])
+    written = _written(make_schedule("forward", "first", groups=groups, windowed=False, stages=4))
+    assert f"own │ {told} │" in written
+
+
 def _written(schedule: Any) -> str:
     """A schedule as the page writes it: what arrived is only named where it was not just sent."""
     parts: list[str] = []

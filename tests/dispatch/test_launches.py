@@ -174,10 +174,10 @@ def check_rows(kernel: MetaKernel) -> None:
 
 
 def inner_layer(mode: Counting, kind: str) -> tuple[int, ...]:
-    """What dispatch launches, copies, views, calls and moves (KB) in a layer of a kind that is not among the first to run.
+    """What dispatch launches, copies, views, calls and moves (KB) in a layer of a kind, not among the first to run.
 
-    The first two also make the buffers that all layers use: the forward is that of the last layer, the backward that of
-    the first one.
+    The first two also make the buffers that all layers use: the forward is that of the last layer, the backward that
+    of the first one.
     """
     numbers = {call.layer for call in mode.calls if call.layer is not None}
     first, last = (1, 1) if kind == "sliding" else (0, max(numbers))

@@ -94,6 +94,13 @@ class DistCAConfig:
             "again: fewer bytes on the wire, more memory."
         },
     )
+    loss_chunk_bytes: int = field(
+        default=256 * 2**20,
+        metadata={
+            "help": "Bytes. The loss is computed over chunks of rows whose logits take at most so much in float32; "
+            "no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model does by itself."
+        },
+    )
     exchange_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
     )
@@ -141,6 +148,8 @@ class DistCAConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.loss_chunk_bytes < 0:
+            raise ValueError(f"loss_chunk_bytes must be 0 (all logits at once) or more, got {self.loss_chunk_bytes}")
         if not 0 <= self.balance_tolerance < inf:
             raise ValueError(f"balance_tolerance must be 0 or more (0.05 is 5 %), got {self.balance_tolerance}")
         choices = {

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import RankMesh, mesh_ranks
+from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import plan_settings
 
@@ -18,14 +19,14 @@ def make_dispatcher(
     dtype: torch.dtype | None = None,
     mesh: RankMesh | None = None,
 ) -> Dispatcher:
-    """Make the dispatcher of a model, and let its decoder layers run two nano-batches in turns.
+    """Make a model's dispatcher; let its decoder layers run two nano-batches in turns, and its loss do without logits.
 
     A collective of the world: every process calls it at the same point, before the model is wrapped by
     `Accelerator.prepare`, DDP, FSDP2 or DeepSpeed.
 
     Args:
         model: a model with attn_implementation="distca"; its decoder layers are changed where `config.ping_pong` says
-            so.
+            so, its output head where `config.loss_chunk_bytes` does.
         config: how documents are packed and their core attention is balanced and exchanged.
         device: the rank's device.
         dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
@@ -48,4 +49,5 @@ def make_dispatcher(
     )
     if settings.ping_pong:
         plan_layers(model)
+    plan_head(model, config.loss_chunk_bytes)
     return dispatcher

@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
@@ -105,8 +106,9 @@ class DistCAMixin(_Trainer):
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
         mesh = data_parallel_mesh(self.accelerator)
         dispatcher = make_dispatcher(self.model, args, args.device, dtype=dtype, mesh=mesh)
-        if dispatcher.settings.ping_pong and gathers_parameters(self.accelerator):
-            gather_whole_layers(self.model, plan_layers(self.model))
+        if gathers_parameters(self.accelerator):
+            layers = plan_layers(self.model) if dispatcher.settings.ping_pong else []
+            gather_whole_layers(self.model, [*layers, *adapted_heads(self.model)])
         return dispatcher
 
     def _open_pool(self) -> Pool | None:

@@ -59,8 +59,10 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
 
     Args:
         model: before DeepSpeed gets it.
-        layers: the classes of its planned layers.
+        layers: the classes of its planned layers, and of heads made of several modules, which run chunk by chunk.
     """
+    if not layers:
+        return
     from deepspeed.utils import set_z3_leaf_modules
 
     set_z3_leaf_modules(model, list(layers))

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.head import plan_head
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
@@ -14,6 +15,8 @@ from tests.models import in_stages, random_documents, reference_step, relative_e
 FILLER = [1]
 STAGE_ROWS = (None, 70, 20)
 """One stage, two, and seven or so."""
+CHUNK_BYTES = 4 * 64 * 20
+"""The loss is computed over chunks of 20 rows."""
 
 
 def cut_rows(plan: MicroBatchPlan, rank: int, documents: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -73,6 +76,7 @@ def run_case(
         plan = plan_placed(rows, settings)
         flat = [length for row in rows for length in row]
     model = small_model(model_type, **config)
+    plan_head(model, CHUNK_BYTES)
     steps = []
     for stage_rows in STAGE_ROWS:
         model.zero_grad()
@@ -132,7 +136,7 @@ def test_fixed_layout(rank_pools, ranks, rows, keep):
     [
         ("qwen3", {}, (None,)),
         ("mistral", {"sliding_window": 24}, (24,)),
-        ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 8}, (24, None)),
+        ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05}, (24, None)),
         ("mixtral", {"num_local_experts": 4}, (None,)),
     ],
     ids=["qwen3", "mistral", "gemma2", "mixtral"],

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.head import plan_head
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
-from tests.dispatch.test_equality import cut_rows, planned_step
+from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
 from tests.models import SMALL_KIND, random_documents, reference_step, relative_error, small_kinds, small_model
 
 LENGTHS = [120, 7, 1, 33, 64]
@@ -39,6 +40,8 @@ def prepared_model(checkpointing, lora, model_type, implementation, config):
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         if checkpointing and lora:
             model.enable_input_require_grads()
+    if implementation == "distca":
+        plan_head(model, CHUNK_BYTES)
     return model
 
 

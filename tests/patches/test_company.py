@@ -15,9 +15,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from transformers.utils import logging
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
-from tests.dispatch.test_equality import cut_rows, planned_step
+from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
 from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
 
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
@@ -125,6 +126,7 @@ def _model(strategy: str, lora: bool, implementation: str = "distca"):
         model = peft.get_peft_model(model, settings)
     if implementation == "distca":
         plan_layers(model)
+        plan_head(model, CHUNK_BYTES)
     if strategy in ("checkpoint", "reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": strategy == "reentrant"})
         if strategy == "reentrant":
@@ -170,6 +172,7 @@ def _checkpointed(way: str, ping_pong: bool, keep: bool) -> dict:
     model = small_model().train()
     if ping_pong:
         plan_layers(model)
+    plan_head(model, CHUNK_BYTES)
     CHECKPOINTS[way](model)
     calls = []
     forward = dispatcher.kernel.forward

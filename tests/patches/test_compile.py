@@ -1,4 +1,4 @@
-"""torch.compile of a model or of parts of it: same loss and gradients, and core attention is the only break."""
+"""torch.compile of a model or of parts of it: same loss and gradients, broken by core attention and logits alone."""
 
 from collections import Counter
 
@@ -9,14 +9,16 @@ from torch._dynamo.utils import counters
 from torch.nn import Module
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
-from tests.dispatch.test_equality import planned_step
+from tests.dispatch.test_equality import CHUNK_BYTES, planned_step
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
 BATCHES = [[40, 7, 33], [24, 30, 25], [50, 41], [12, 13]]
 CORE_ATTENTION = "core attention follows a plan"
 TURNS = "two nano-batches take turns"
+LOGITS = "logits of a planned step are deferred"
 
 
 def compile_parts(model: Module, parts: str) -> Module:
@@ -41,6 +43,7 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
     )
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     model = small_model().train()
+    plan_head(model, CHUNK_BYTES)
     if ping_pong:
         plan_layers(model)
     if checkpointing:
@@ -55,7 +58,7 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
         found.append((loss, {name: p.grad.clone() for name, p in model.named_parameters()}))
         breaks.append(Counter())
         for why, count in counters["graph_break"].items():
-            breaks[-1][next((known for known in (CORE_ATTENTION, TURNS) if known in why), why)] += count
+            breaks[-1][next((known for known in (CORE_ATTENTION, TURNS, LOGITS) if known in why), why)] += count
         graphs.append(counters["stats"]["unique_graphs"])
     return found, breaks, graphs
 
@@ -65,7 +68,7 @@ def _steps(parts: str, ping_pong: bool, checkpointing: bool) -> tuple[list, list
     [
         ("layers", False, False, {CORE_ATTENTION}),
         ("attention", True, False, {CORE_ATTENTION}),
-        ("model", True, False, {TURNS}),
+        ("model", True, False, {TURNS, LOGITS}),
         ("inner modules", True, True, set()),
     ],
 )

@@ -13,7 +13,7 @@ from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
 from tests.launch import results_of, run_launch
 from tests.models import random_documents
-from tests.trainer.train_script import make_model
+from tests.trainer.train_script import VOCABULARY, make_model
 
 SCRIPT = Path(__file__).parent / "train_script.py"
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
@@ -28,6 +28,7 @@ ARGUMENTS = {
     "balance_block_size": 8,
     "dataloader_num_workers": 0,
     "save_strategy": "no",
+    "loss_chunk_bytes": 16 * 4 * VOCABULARY,  # 16 rows
 }
 # Older transformers know it by its first name alone.
 CHECKPOINTING = next(
@@ -38,7 +39,8 @@ CHECKPOINTING = next(
 FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True, "exchange_buffer_bytes": 2048}  # 16 rows, or 32
 PLAIN = {**FEW, CHECKPOINTING: False}
 FSDP_CHECKPOINTS = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
-LORA = {**FEW, "max_steps": 8, "learning_rate": 3e-2}
+FEW_BUT_LARGE = {**FEW, "learning_rate": 3e-2}
+LORA = {**FEW_BUT_LARGE, "max_steps": 8}
 BF16 = {**LORA, "bf16": True}
 WHOLE = {**ARGUMENTS, "eval_on_start": True, "save_strategy": "steps", "save_steps": STEPS // 2}
 
@@ -49,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "frozen": {"arguments": FEW, "frozen": ["embed_tokens"]},
     "lora without checkpoints": {"arguments": PLAIN, "lora": True},
     "frozen without checkpoints": {"arguments": PLAIN, "frozen": ["embed_tokens"]},
-    "bf16": {"arguments": BF16, "lora": True},
+    "bf16": {"arguments": BF16, "lora": True, "watched": True},
     "bf16 evaluated": {"arguments": BF16, "lora": True, "calls": ["evaluate", "train", "evaluate"]},
     "checkpointed by FSDP": {"arguments": PLAIN, "environment": FSDP_CHECKPOINTS, "calls": ["train"]},
     "computed again": {
@@ -63,18 +65,41 @@ RUNS: dict[str, dict[str, Any]] = {
     "mistral": {"arguments": FEW, "model": {"model_type": "mistral", "sliding_window": 24}},
     "gemma2": {
         "arguments": FEW,
-        "model": {"model_type": "gemma2", "sliding_window": 24, "query_pre_attn_scalar": 8},
+        "model": {
+            "model_type": "gemma2",
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 0.05,
+        },
     },
     "mixtral": {"arguments": FEW, "model": {"model_type": "mixtral", "num_local_experts": 4}},
+    "head with adapters": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj", "lm_head"], "watched": True},
+    "head trained whole": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj"], "saved": ["lm_head"], "watched": True},
+    "tied": {"arguments": FEW, "model": {"tie_word_embeddings": True}, "watched": True},
+    "metrics": {"arguments": FEW, "metrics": True, "calls": ["train"]},
 }
 ALL = ["whole", "lora", "bf16", "evaluated", "twice"]
 LAUNCHES = {
-    "ddp": [*ALL, "resumed", "bf16 evaluated", "mistral", "anew"],
-    "fsdp2": [*ALL, "resumed", "frozen", "gemma2", "checkpointed by FSDP", "computed again"],
+    "ddp": [*ALL, "head with adapters", "metrics", "resumed", "bf16 evaluated", "mistral", "anew"],
+    "fsdp2": [
+        *ALL,
+        "head with adapters",
+        "tied",
+        "metrics",
+        "resumed",
+        "frozen",
+        "gemma2",
+        "checkpointed by FSDP",
+        "computed again",
+    ],
     "zero1": ALL,
     "zero2": [*ALL, "resumed", "mistral"],
     "zero3": [
         *ALL,
+        "head with adapters",
+        "head trained whole",
+        "tied",
+        "metrics",
         "resumed",
         "frozen",
         "mixtral",

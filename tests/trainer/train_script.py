@@ -8,7 +8,10 @@ processes for FSDP2) and runs: for each name a dict of
     lengths      of the documents
     arguments    of DistCATrainingArguments
     model        config of a small model, with its model_type
-    lora         train adapters of q_proj and v_proj only
+    lora         train adapters of these modules only; True for q_proj and v_proj
+    saved        modules that are trained and saved whole beside the adapters
+    watched      note the shapes of tensors of tokens × vocabulary
+    metrics      read entropy and accuracy from the logits of every micro-batch, as TRL's trainer does
     frozen       parameters whose names hold one of these words are not trained
     environment  what options of `accelerate launch` would set for this run alone
     calls        of the trainer, one after another; "new trainer" goes on with another one on the same model.
@@ -24,7 +27,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,10 @@ from torch.distributed.tensor import DTensor
 
 import hf_distca
 from tests.models import random_documents, small_model
+from tests.whole_logits import WholeLogits
+
+VOCABULARY = 67
+"""A size that nothing else has, so that tensors of tokens × vocabulary can be told."""
 
 
 def shard_on_cpu() -> None:
@@ -69,10 +76,13 @@ class Pauses(transformers.TrainerCallback):
 
 def make_model(run: dict[str, Any], implementation: str = "distca") -> nn.Module:
     """The model of a run as it is before training."""
-    model = small_model(**{"model_type": "llama", "implementation": implementation, **run.get("model", {})})
+    config = {"model_type": "llama", "vocab_size": VOCABULARY, **run.get("model", {})}
+    model = small_model(implementation=implementation, **config)
     if run.get("lora"):
         torch.manual_seed(0)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        modules = ["q_proj", "v_proj"] if run["lora"] is True else run["lora"]
+        adapters = peft.LoraConfig(r=4, target_modules=modules, modules_to_save=run.get("saved"))
+        model = peft.get_peft_model(model, adapters)
     for name, parameter in model.named_parameters():
         if any(word in name for word in run.get("frozen", ())):
             parameter.requires_grad_(False)
@@ -91,6 +101,25 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+class ReadingTrainer(hf_distca.DistCATrainer):
+    """Reads logits beside the loss, some at a time and whole, which is what TRL's SFTTrainer does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.read: list[tuple[float, float]] = []
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss; entropy and accuracy are noted."""
+        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
+        with torch.no_grad():
+            rows = outputs.logits.reshape(-1, outputs.logits.shape[-1])
+            entropies = [torch.distributions.Categorical(logits=part.float()).entropy() for part in rows.split(7)]
+            predicted = outputs.logits.contiguous().argmax(dim=-1)
+        accuracy = (predicted == inputs["shift_labels"]).float().mean()
+        self.read.append((torch.cat(entropies).mean().item(), accuracy.item()))
+        return loss
+
+
 def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) -> hf_distca.DistCATrainer:
     """The trainer of a run; forwards of its kernel are counted into the result."""
     args = hf_distca.DistCATrainingArguments(
@@ -103,7 +132,8 @@ def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) 
     )
     documents = [{"input_ids": document.tolist()} for document in random_documents(run["lengths"])]
     dataset = datasets.Dataset.from_list(documents)
-    trainer = hf_distca.DistCATrainer(model=model, args=args, train_dataset=dataset, eval_dataset=dataset)
+    kind = ReadingTrainer if run.get("metrics") else hf_distca.DistCATrainer
+    trainer = kind(model=model, args=args, train_dataset=dataset, eval_dataset=dataset)
     if run.get("pauses"):
         trainer.add_callback(Pauses(run["pauses"]))
     count_kernel_forwards(trainer, result)
@@ -113,15 +143,18 @@ def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) 
 def train(model: nn.Module, run: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Do what a run says; its losses, logs and figures, or the error that it ended with on this rank."""
     result: dict[str, Any] = {"losses": [], "evaluations": [], "kernel_forwards": 0}
+    watched = WholeLogits(VOCABULARY, rows=48) if run.get("watched") else nullcontext()
     resume = str(folder / run["resume"]) if "resume" in run else None
     try:
         trainer = make_trainer(model, run, result)
         for call in run.get("calls", ["train", "evaluate"]):
             if call == "train":
-                trainer.train(resume_from_checkpoint=resume)
+                with watched:
+                    trainer.train(resume_from_checkpoint=resume)
                 result["losses"] += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
             elif call == "evaluate":
-                result["evaluations"].append(trainer.evaluate()["eval_loss"])
+                with watched:
+                    result["evaluations"].append(trainer.evaluate()["eval_loss"])
             else:
                 trainer = make_trainer(model, run, result)
         if run.get("save"):
@@ -134,6 +167,8 @@ def train(model: nn.Module, run: dict[str, Any], folder: Path) -> dict[str, Any]
         "distributed_type": str(trainer.accelerator.distributed_type),
         "world_size": trainer.args.world_size,
         "parameters": trainer.dispatcher.groups.all_gather(parameters_hash(model)),
+        "whole_logits": getattr(watched, "shapes", None),
+        "read": getattr(trainer, "read", None),
     }
 
 

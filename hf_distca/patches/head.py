@@ -1,0 +1,219 @@
+"""The output head in a planned step: its logits are computed when they are asked for, chunk by chunk for the loss.
+
+`plan_head` gives the head a subclass of its own class, and the model one whose forward lets the head defer its logits
+in a planned step with labels. Whatever is computed of them runs inside a call of the head: there alone ZeRO-3 has its
+weights, and adapters of PEFT do their part.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.patches.chunked_loss import ChunkedSum, Step, apply_steps, rows_of_chunk
+from hf_distca.patches.deferred_logits import REASON, DeferredLogits
+from hf_distca.patches.layers import HOOKS
+from hf_distca.patches.model import base_model
+from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.plan import PLAN_KEY
+
+logger = logging.get_logger(__name__)
+
+WRAPPERS = ("torch.distributed.", "deepspeed.", "hf_distca.")
+"""Whose hooks on a head do with a loss what they do with logits: they gather and free weights."""
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
+    """Let a model compute the loss of planned steps without its logits. Do it before `prepare`.
+
+    Outside a planned step, and in one without labels, the model behaves as before.
+
+    Args:
+        model: a transformers model, or a PEFT model around one; its head and its class are changed in place.
+        chunk_bytes: the most that the logits of a chunk of rows take in float32; 0 for all logits at once.
+    """
+    base: Any = base_model(model)
+    head = base.get_output_embeddings()
+    if chunk_bytes == 0 and not isinstance(head, PlannedHead):
+        return
+    if not isinstance(getattr(head, "out_features", None), int) or isinstance(head, nn.Embedding):
+        logger.warning_once(
+            f"the loss of {type(base).__name__} is computed from all logits at once: its head is "
+            f"{type(head).__name__}, not a linear layer"
+        )
+        return
+    if not isinstance(head, PlannedHead):
+        head.__class__ = _subclass(type(head), PlannedHead, is_plain=type(head) is nn.Linear)
+        base.__class__ = _subclass(type(base), forward=_deferring(type(base).forward))
+        if "forward" in vars(base):  # Liger's loss, say: it goes its own way in training, but not in evaluation
+            base.forward = _deferring(base.forward, base)
+    head.chunk_bytes = chunk_bytes
+
+
+def adapted_heads(model: nn.Module) -> list[type[nn.Module]]:
+    """The classes of planned heads that are made of several modules: a chunk runs through all of them."""
+    return list({type(head) for head in model.modules() if isinstance(head, PlannedHead) and list(head.children())})
+
+
+def _subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
+    """A class that goes by the name of its base: PEFT, accelerate and checkpoints know modules by it."""
+    return type(
+        cls.__name__, (*before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
+    )
+
+
+def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., Any]:
+    """A model's forward that lets its head defer logits in a planned step with labels.
+
+    Args:
+        forward: of the model.
+        model: that it is bound to; None where it gets the model first.
+    """
+
+    @wraps(forward)
+    def deferring(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(kwargs.get(PLAN_KEY), BoundPlan) or kwargs.get("labels") is None:
+            return forward(*args, **kwargs)
+        head = (args[0] if model is None else model).get_output_embeddings()
+        if not isinstance(head, PlannedHead) or not head.can_defer():
+            return forward(*args, **kwargs)
+        with head.deferred():
+            return forward(*args, **kwargs)
+
+    return deferring
+
+
+class PlannedHead(nn.Module):
+    """Comes before an output head's own class.
+
+    Attributes:
+        chunk_bytes: the most that the logits of a chunk of rows take in float32; 0 for all logits at once.
+        is_plain: it is a linear layer and nothing else.
+    """
+
+    chunk_bytes = 0
+    is_plain: bool
+    out_features: int
+    weight: Tensor
+    bias: Tensor | None
+    _defers = False
+
+    @uncompiled(REASON)
+    def can_defer(self) -> bool:
+        """Whether the loss can be computed over chunks; where not, the reason is logged once."""
+        if self.chunk_bytes == 0:
+            return False
+        reason = self._obstacle()
+        if reason is not None:
+            logger.warning_once(f"the loss is computed from all logits at once: {reason}")
+        return reason is None
+
+    def _obstacle(self) -> str | None:
+        if "forward" in vars(self):
+            return f"the forward of the head ({type(self).__name__}) has been replaced"
+        for name, module in self.named_modules(prefix="head"):
+            for kind in HOOKS:
+                for hook in getattr(module, kind).values():
+                    if not str(getattr(hook, "__module__", None)).startswith(WRAPPERS):
+                        return f"{name} has a hook of its own, {hook!r}, which is to see them"
+            if module is not self and (isinstance(module, FSDPModule) or _is_gathered_apart(self, module)):
+                return f"{name} gathers its weights apart from the rest of the head, for each chunk anew"
+        return None
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While inside, calls of the head give deferred logits."""
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The head's logits, or deferred logits while it defers them."""
+        if self._defers and len(args) == 1 and not kwargs:
+            return DeferredLogits(self, args[0])
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, hidden: Tensor, *args: Any, task: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
+        """The head's own forward; or a task, a function of that forward and of the hidden states."""
+        forward: Forward = super().forward
+        return forward(hidden, *args, **kwargs) if task is None else self._carry_out(task, forward, hidden)
+
+    @uncompiled(REASON)
+    def _carry_out(self, task: Callable[..., Tensor], forward: Forward, hidden: Tensor) -> Tensor:
+        return task(forward, hidden)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits of a row."""
+        return self.out_features
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks may compute different numbers of parts: not where each part would gather weights."""
+        return self._defers or not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.parameters())
+
+    def fits(self, rows: int) -> bool:
+        """Whether the logits of so many rows are a chunk at most."""
+        return rows <= self._rows()
+
+    def logits(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
+        """All logits: hidden states [..., D] to [..., V]."""
+        return self._call(hidden, lambda forward, x: apply_steps(forward(x), steps))
+
+    def argmax(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
+        """Hidden states [..., D] to the indices [...] of the largest logits."""
+
+        def task(forward: Forward, x: Tensor) -> Tensor:
+            chunks = x.reshape(-1, x.shape[-1]).split(self._rows())
+            return torch.cat([apply_steps(forward(chunk), steps).argmax(-1) for chunk in chunks])
+
+        with torch.no_grad():
+            return self._call(hidden, task).view(hidden.shape[:-1])
+
+    def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
+        """Sum of the cross entropies of the logits of hidden states [T, D] and targets [T]."""
+        chunked_sum = ChunkedSum(target, ignore_index, steps, self._rows())
+
+        def task(forward: Forward, x: Tensor) -> Tensor:
+            return (
+                chunked_sum.of_linear(x, self.weight, self.bias) if self.is_plain else chunked_sum.of_head(forward, x)
+            )
+
+        return self._call(hidden, task)
+
+    def _rows(self) -> int:
+        return rows_of_chunk(self.chunk_bytes, self.vocabulary)
+
+    def _call(self, hidden: Tensor, task: Callable[[Forward, Tensor], Tensor]) -> Tensor:
+        """Carry out a task in a call of the head, with whole weights."""
+        call = partial(super().__call__, hidden, task=task)
+        in_shards = {name: p for name, p in self.named_parameters() if isinstance(p, DTensor)}
+        if not in_shards or isinstance(self, FSDPModule):  # which gathers them itself
+            result: Tensor = call()
+            return result
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "logits of a planned step are asked for after the model's forward, when FSDP2 has the head's weights "
+                "in shards again, and no gradient would reach them; ask under torch.no_grad(), or set "
+                "loss_chunk_bytes=0"
+            )
+        whole = {name: p.full_tensor() for name, p in in_shards.items()}
+        result = torch.func.functional_call(self, whole, (hidden,), {"task": task})
+        return result
+
+
+def _is_gathered_apart(head: nn.Module, module: nn.Module) -> bool:
+    """Whether ZeRO-3 gathers the weights of a module inside a head whenever that module is called."""
+    return not getattr(head, "_z3_leaf", False) and any(hasattr(p, "ds_id") for p in module.parameters())

@@ -1,0 +1,196 @@
+"""What deferred logits give beside the tensor that they stand for, and what they have computed for it."""
+
+import pytest
+import torch
+from accelerate.utils import convert_to_fp32
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from hf_distca.patches.chunked_loss import apply_steps
+from hf_distca.patches.deferred_logits import DeferredLogits
+
+WEIGHT_VD = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])
+HIDDEN_1TD = torch.tensor([[[1.0, 2.0], [3.0, -1.0], [0.0, 1.0], [2.0, 2.0]]])
+LOGITS_1TV = torch.tensor([[[1.0, 2.0, -1.0], [3.0, -1.0, 4.0], [0.0, 1.0, -1.0], [2.0, 2.0, 0.0]]])
+TARGET_T = torch.tensor([0, 2, -100, 1])
+
+
+class SmallHead:
+    """Three words of two hidden features; notes what is computed, and of how many rows."""
+
+    vocabulary = 3
+
+    def __init__(self, divides: bool = True) -> None:
+        self.divides = divides
+        self.computed: list[tuple[str, int]] = []
+
+    def fits(self, rows: int) -> bool:
+        return True
+
+    def _of(self, name: str, hidden: Tensor, steps) -> Tensor:
+        self.computed.append((name, hidden.shape[:-1].numel()))
+        return apply_steps(hidden @ WEIGHT_VD.T.to(hidden.dtype), steps)
+
+    def logits(self, hidden, steps):
+        return self._of("logits", hidden, steps)
+
+    def argmax(self, hidden, steps):
+        return self._of("argmax", hidden, steps).argmax(-1)
+
+    def cross_entropy(self, hidden, target, steps, ignore_index):
+        logits = self._of("cross entropy", hidden, steps)
+        return functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="sum")
+
+
+def deferred(divides: bool = True) -> tuple[DeferredLogits, list[tuple[str, int]]]:
+    head = SmallHead(divides)
+    return DeferredLogits(head, HIDDEN_1TD), head.computed
+
+
+def as_tensors(value):
+    return tree_map(lambda x: x.tensor() if isinstance(x, DeferredLogits) else x, value)
+
+
+def model_loss(logits, scale: float = 1.0, **kwargs):
+    """As transformers computes it."""
+    logits = (logits / scale).tanh() * scale if scale != 1.0 else logits
+    return functional.cross_entropy(logits.float().view(-1, 3), TARGET_T, **kwargs)
+
+
+LOSSES = {
+    "sum": lambda logits: model_loss(logits, reduction="sum"),
+    "mean": lambda logits: model_loss(logits),
+    "other index ignored": lambda logits: functional.cross_entropy(
+        logits[0], torch.tensor([0, 2, 2, 1]), ignore_index=2
+    ),
+    "softcap": lambda logits: model_loss(logits, 2.0, reduction="sum"),
+    "a module": lambda logits: torch.nn.CrossEntropyLoss()(logits.reshape([4, 3]), TARGET_T),
+    "shifted": lambda logits: functional.cross_entropy(
+        logits[..., :-1, :].contiguous().view(-1, 3), TARGET_T[1:], reduction="sum"
+    ),
+    "in float64": lambda logits: functional.cross_entropy(-logits.to(torch.float64)[0] + 1, TARGET_T),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_need_no_logits(name):
+    logits, computed = deferred()
+    torch.testing.assert_close(LOSSES[name](logits), LOSSES[name](LOGITS_1TV))
+    assert [kind for kind, _ in computed] == ["cross entropy"]
+
+
+def test_a_mean_of_nothing():
+    logits, _ = deferred()
+    assert functional.cross_entropy(logits[0], torch.full((4,), -100)).isnan()
+
+
+PARTS = {
+    "rows": (lambda x: x[0, 1:3], 2),
+    "a row": (lambda x: x[0, -1], 1),
+    "rows, whole": (lambda x: x[:, ::2, :], 2),
+    "behind an ellipsis": (lambda x: x[..., 1:, :], 3),
+    "before an ellipsis": (lambda x: x[:, :1, ...], 1),
+    "split": (lambda x: x.view(4, 3).split(3, dim=0)[1], 1),
+    "reshaped": (lambda x: torch.reshape(x, (2, 2, 3))[0], 2),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_are_computed_alone(name):
+    take, rows = PARTS[name]
+    logits, computed = deferred()
+    part = take(logits)
+    assert isinstance(part, DeferredLogits)
+    assert part.shape == take(LOGITS_1TV).shape
+    torch.testing.assert_close(torch.log_softmax(part, -1), torch.log_softmax(take(LOGITS_1TV), -1))
+    assert computed == [("logits", rows)]
+
+
+def test_parts_of_what_cannot_be_computed_in_parts():
+    logits, computed = deferred(divides=False)
+    for got, expected in zip(logits.view(4, 3).split(3), LOGITS_1TV[0].split(3), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert computed == [("logits", 4)]
+
+
+WHOLE = {
+    "softmax": lambda x: functional.softmax(x, dim=-1),
+    "a column": lambda x: x[..., 1],
+    "by indices": lambda x: x[0, torch.tensor([2, 0])],
+    "by a mask": lambda x: x[0][TARGET_T != -100],
+    "times a tensor": lambda x: x * torch.arange(3.0),
+    "comparison": lambda x: x > 1.0,
+    "other shape": lambda x: x.view(3, 4),
+    "transposed": lambda x: x.transpose(1, 2),
+    "property": lambda x: x.mT,
+    "top": lambda x: x.topk(2).indices,
+    "argmax of all": lambda x: x.argmax(),
+    "words split": lambda x: x.split(2, dim=-1),
+    "iteration": lambda x: list(x),
+    "cat": lambda x: torch.cat([x, x]),
+    "indicator": lambda x: x.to(torch.int64),
+    "losses": lambda x: functional.cross_entropy(x[0], TARGET_T, reduction="none"),
+    "smoothed": lambda x: functional.cross_entropy(x[0], TARGET_T, label_smoothing=0.5),
+    "weighted": lambda x: functional.cross_entropy(x[0], TARGET_T, weight=torch.arange(3.0)),
+    "probabilities": lambda x: functional.cross_entropy(x[0], LOGITS_1TV[0].softmax(-1)),
+    "of no rows": lambda x: functional.cross_entropy(x[0, :0], TARGET_T[:0], reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_anything_else_gets_the_tensor(name):
+    logits, computed = deferred()
+    torch.testing.assert_close(WHOLE[name](logits), WHOLE[name](LOGITS_1TV))
+    assert {kind for kind, _ in computed} == {"logits"}
+
+
+def test_most_probable_words():
+    logits, computed = deferred()
+    assert (-logits).argmax(dim=-1).tolist() == [[2, 1, 2, 2]]
+    assert torch.argmax(logits, -1).tolist() == [[1, 2, 1, 0]]
+    assert computed == [("argmax", 4)] * 2
+
+
+def test_changing_in_place_changes_what_is_read_later():
+    logits, _ = deferred()
+    copy = logits.clone()
+    logits[0, 0] = 7.0
+    logits.mul_(2)
+    assert logits[0, :2].tolist() == [[14.0] * 3, [6.0, -2.0, 8.0]]
+    assert functional.cross_entropy(logits[0], TARGET_T) != functional.cross_entropy(LOGITS_1TV[0], TARGET_T)
+    torch.testing.assert_close(copy.tensor(), LOGITS_1TV)
+
+
+def test_computed_once_where_gradients_are_wanted():
+    logits, computed = deferred()
+    assert logits.exp().sum() == logits.exp().sum()
+    assert len(computed) == 1
+    with torch.no_grad():
+        other, computed = deferred()
+        assert other.exp().sum() == other.exp().sum()
+    assert len(computed) == 2  # rather than held until the step ends
+
+
+def test_looks_like_a_tensor():
+    logits, computed = deferred()
+    assert (logits.shape, logits.size(), logits.size(-1), len(logits)) == ((1, 4, 3), (1, 4, 3), 3, 1)
+    assert (logits.dim(), logits.ndim, logits.numel(), logits.is_cuda) == (3, 3, 12, False)
+    assert (logits.dtype, logits.device) == (torch.float32, torch.device("cpu"))
+    assert repr(logits) == "DeferredLogits(shape=[1, 4, 3], dtype=torch.float32)"
+    assert not hasattr(logits, "nonsense")
+    assert not computed
+
+
+def test_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, computed = deferred()
+        assert (logits.dtype, (logits / 3.0).dtype, logits.float().dtype) == (
+            torch.bfloat16,
+            torch.bfloat16,
+            torch.float32,
+        )
+    (converted,) = convert_to_fp32([logits])  # what accelerate does to a model's outputs
+    assert isinstance(converted, DeferredLogits)
+    assert converted.dtype == torch.float32
+    assert not computed

@@ -1,0 +1,282 @@
+"""The loss of a planned step over chunks of rows, beside the model's own loss of all logits."""
+
+import inspect
+from types import MethodType
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import logging
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.deferred_logits import DeferredLogits
+from hf_distca.patches.head import adapted_heads, plan_head
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from tests.dispatch.test_equality import cut_rows
+from tests.models import random_documents, relative_error, small_kinds, small_model
+from tests.whole_logits import WholeLogits
+
+LENGTHS, ROWS, VOCABULARY = [40, 1, 23, 31], 40, 64
+CHUNK_BYTES = 4 * VOCABULARY * ROWS
+SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}
+WINDOW = (24, None)
+MODELS = {
+    "llama": ("llama", {}, (None,)),
+    "llama tied": ("llama", {"tie_word_embeddings": True}, (None,)),
+    "qwen3": ("qwen3", {}, (None,)),
+    "phi with a bias": ("phi", {}, (None,)),
+    "gemma2": ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05}, WINDOW),
+    "granite": ("granite", {"logits_scaling": 0.3}, (None,)),
+    "cohere": ("cohere", {"logit_scale": 5.0}, (None,)),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True}, (None,)),
+    "gpt_oss": ("gpt_oss", SINKS, WINDOW),
+}
+
+
+def batch_of(model_windows: tuple) -> dict:
+    """A planned micro-batch of one rank."""
+    settings = PlanSettings(1, tokens_per_rank=4096, kinds=small_kinds(*model_windows), balance_block_size=8)
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    plan = plan_micro_batch(LENGTHS, settings)
+    batch = cut_rows(plan, 0, random_documents(LENGTHS))
+    return {**batch, "labels": batch["shift_labels"], "distca_plan": dispatcher.bind(plan)}
+
+
+def step(model: nn.Module, batch: dict, **kwargs) -> tuple[Tensor, dict[str, Tensor], list]:
+    """Loss, gradients, and shapes of tensors of more rows × vocabulary than a chunk has."""
+    model.zero_grad()
+    with WholeLogits(VOCABULARY, ROWS) as watched:
+        loss = model(**batch, **kwargs).loss
+        (3 * loss).backward()
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, watched.shapes
+
+
+def assert_same(model: nn.Module, windows: tuple = (None,), within: float = 2e-6, **kwargs) -> None:
+    """The loss in chunks gives what the model gives by itself, which takes logits in float32."""
+    loss, grads, shapes = step(model, batch_of(windows), **kwargs)
+    assert shapes
+    plan_head(model, CHUNK_BYTES)
+    got_loss, got, shapes = step(model, batch_of(windows), **kwargs)
+    assert not shapes
+    assert got_loss.dtype == loss.dtype
+    torch.testing.assert_close(got_loss, loss, rtol=within, atol=0)
+    assert got.keys() == grads.keys()
+    for name in grads:
+        assert got[name].dtype == grads[name].dtype
+        assert relative_error(got[name], grads[name]) < within, name
+
+
+@pytest.mark.parametrize("targets", [None, 70], ids=["mean", "sum"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, targets):
+    model_type, config, windows = MODELS[name]
+    model = small_model(model_type, **config)
+    if model_type == "phi":
+        nn.init.normal_(model.lm_head.bias)
+    is_mixture = model_type in ("mixtral", "gpt_oss")  # which torch computes in float32 at most
+    within = 2e-5 if is_mixture else 2e-6
+    assert_same(model if is_mixture else model.double(), windows, within, num_items_in_batch=targets)
+
+
+FROZEN = {
+    "head": lambda name: "lm_head" not in name,
+    "all but the head": lambda name: "lm_head" in name,
+    "all but the bias": lambda name: name == "lm_head.bias",
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen(frozen):
+    model = small_model("phi").double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(FROZEN[frozen](name))
+    assert_same(model)
+
+
+ADAPTERS = {
+    "lora": {"target_modules": ["q_proj", "lm_head"]},
+    "dora": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "below the head": {"target_modules": ["q_proj"]},
+}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters(adapter):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **ADAPTERS[adapter])
+    model = peft.get_peft_model(small_model().double(), config)
+    assert_same(model)
+    assert len(adapted_heads(model)) == (adapter != "below the head")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi with a bias"])
+def test_bfloat16(name, dtype):
+    """Under autocast, and with weights in bfloat16: as close to float64 as the model's own loss."""
+    model_type, config, windows = MODELS[name]
+    exact_loss, exact, _ = step(small_model(model_type, **config).to(dtype).double(), batch_of(windows))
+    model = small_model(model_type, **config).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        loss, grads, _ = step(model, batch_of(windows))
+        plan_head(model, CHUNK_BYTES)
+        got_loss, got, shapes = step(model, batch_of(windows))
+    assert not shapes
+    assert got_loss.dtype == loss.dtype == torch.float32
+    assert abs(got_loss - exact_loss) < 1.1 * abs(loss - exact_loss) + 1e-5
+    for name in grads:
+        assert got[name].dtype == grads[name].dtype
+        assert relative_error(got[name], exact[name]) < 2 * relative_error(grads[name], exact[name]) + 5e-3, name
+
+
+def test_evaluation():
+    model = small_model("gemma2", **MODELS["gemma2"][1]).eval()
+    batch = batch_of(WINDOW)
+    with torch.no_grad():
+        expected = model(**batch).loss
+        plan_head(model, CHUNK_BYTES)
+        with WholeLogits(VOCABULARY, ROWS) as watched:
+            got = model(**batch).loss
+    assert not watched.shapes
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("targets", [None, 70], ids=["mean", "sum"])
+@pytest.mark.parametrize("rows", [slice(0, 45), slice(0, None)], ids=["a chunk", "all"])
+def test_rows_without_targets(rows, targets):
+    model = small_model().double()
+    batch = batch_of((None,))
+    batch["shift_labels"][0, rows] = -100
+    loss, grads, _ = step(model, batch, num_items_in_batch=targets)
+    plan_head(model, CHUNK_BYTES)
+    got_loss, got, _ = step(model, batch, num_items_in_batch=targets)
+    torch.testing.assert_close(got_loss, loss, rtol=1e-6, atol=0, equal_nan=True)
+    for name in grads:
+        torch.testing.assert_close(got[name], grads[name], rtol=1e-5, atol=1e-8, equal_nan=True)
+
+
+def test_who_reads_logits_gets_them():
+    model = small_model("gemma2", **MODELS["gemma2"][1])
+    batch = batch_of(WINDOW)
+    expected = model(**batch).logits
+    plan_head(model, CHUNK_BYTES)
+    logits = model(**batch).logits
+    assert isinstance(logits, DeferredLogits)
+    assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
+    torch.testing.assert_close(torch.log_softmax(logits, -1), torch.log_softmax(expected, -1))
+    (gradient,) = torch.autograd.grad((logits * 2).exp().sum(), model.lm_head.weight)
+    torch.testing.assert_close(gradient, torch.autograd.grad((expected * 2).exp().sum(), model.lm_head.weight)[0])
+
+
+def test_without_labels_or_a_plan_logits_are_a_tensor():
+    model = small_model()
+    plan_head(model, CHUNK_BYTES)
+    batch = batch_of((None,))
+    for left_out in (["labels"], ["distca_plan"], ["labels", "distca_plan"]):
+        logits = model(**{name: value for name, value in batch.items() if name not in left_out}).logits
+        assert type(logits) is Tensor
+    assert model.generate(batch["input_ids"][:, :5], max_new_tokens=3, do_sample=False).shape == (1, 8)
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[str]:
+    """What is logged once."""
+    messages: list[str] = []
+    for name in ("head", "deferred_logits"):
+        monkeypatch.setattr(logging.get_logger(f"hf_distca.patches.{name}"), "warning_once", messages.append)
+    return messages
+
+
+def test_a_hook_of_the_users_sees_logits(told):
+    model = small_model()
+    plan_head(model, CHUNK_BYTES)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output))
+    output = model(**batch_of((None,)))
+    assert output.logits is seen[0]
+    assert "the loss is computed from all logits at once: head has a hook of its own" in told[0]
+
+
+def test_a_forward_that_was_replaced(told):
+    model = small_model()
+    plan_head(model, CHUNK_BYTES)
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: forward(x)
+    assert type(model(**batch_of((None,))).logits) is Tensor
+    assert "the forward of the head (Linear) has been replaced" in told[0]
+
+
+def test_a_model_with_a_fused_loss_of_its_own():
+    """As Liger has it: in training nothing is asked of the head, in evaluation logits."""
+    model = small_model()
+    own = model.forward
+
+    def fused(self, **inputs):
+        if not self.training:
+            return own(**inputs)
+        hidden = self.model(
+            inputs["input_ids"], position_ids=inputs["position_ids"], distca_plan=inputs["distca_plan"]
+        )
+        logits = hidden.last_hidden_state[0] @ self.lm_head.weight.T
+        return CausalLMOutput(loss=nn.functional.cross_entropy(logits, inputs["shift_labels"][0]))
+
+    model.forward = MethodType(fused, model)
+    plan_head(model, CHUNK_BYTES)
+    assert inspect.signature(model.forward) == inspect.signature(MethodType(fused, model))
+    batch = batch_of((None,))
+    trained = model.train()(**batch)
+    with WholeLogits(VOCABULARY, ROWS) as watched:
+        evaluated = model.eval()(**batch)
+    assert trained.logits is None
+    assert not watched.shapes
+    torch.testing.assert_close(evaluated.loss, trained.loss)
+
+
+def test_another_loss_of_the_models_own_gets_all_logits(told):
+    model = small_model().double()
+    model.loss_function = lambda logits, labels, vocab_size, shift_labels, **kwargs: nn.functional.cross_entropy(
+        logits.view(-1, vocab_size), shift_labels.view(-1), label_smoothing=0.1
+    )
+    loss, grads, _ = step(model, batch_of((None,)))
+    plan_head(model, CHUNK_BYTES)
+    got_loss, got, shapes = step(model, batch_of((None,)))
+    assert shapes
+    torch.testing.assert_close(got_loss, loss)
+    assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-12
+    (message,) = told
+    assert "'cross_entropy' asks for all logits of a planned step at once" in message
+
+
+def test_a_second_backward_is_refused():
+    model = small_model()
+    plan_head(model, CHUNK_BYTES)
+    loss = model(**batch_of((None,))).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="set loss_chunk_bytes=0"):
+        loss.backward()
+    plan_head(model, 0)
+    loss = model(**batch_of((None,))).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_planning_twice_or_not_at_all():
+    model = small_model()
+    cls = type(model)
+    plan_head(model, 0)
+    assert type(model) is cls
+    plan_head(model, CHUNK_BYTES)
+    planned = type(model), type(model.lm_head)
+    plan_head(model, CHUNK_BYTES)
+    assert (type(model), type(model.lm_head)) == planned
+    assert [str(kind) for kind in planned] == [str(cls), str(nn.Linear)]
+
+
+def test_a_head_that_is_not_linear(told):
+    model = small_model()
+    model.lm_head = nn.Sequential(model.lm_head)
+    plan_head(model, CHUNK_BYTES)
+    assert "its head is Sequential, not a linear layer" in told[0]
+    assert type(model(**batch_of((None,))).logits) is Tensor

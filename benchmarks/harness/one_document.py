@@ -1,5 +1,7 @@
 """Core attention of one document over ranks, forward and backward, without a model around it.
 
+Or of several of equal lengths, which need no exchange: what is left is what core attention itself takes.
+
 Shape suffixes: L rows of the document, T local rows, S sampled rows, C rows of a chunk, H query heads, D head dim.
 """
 
@@ -31,6 +33,7 @@ class OneDocument:
         head_dim: numbers of a head.
         buffer_bytes: K/V rows that travel at a time; None: all.
         with_gradient: of O, every so many rows have one: those whose number is divisible by this.
+        documents: of equal lengths, that have so many tokens together.
     """
 
     tokens: int
@@ -39,6 +42,7 @@ class OneDocument:
     head_dim: int
     buffer_bytes: int | None
     with_gradient: int = 1
+    documents: int = 1
 
     @property
     def kind(self) -> AttentionKind:
@@ -53,7 +57,7 @@ class OneDocument:
 
     def plan(self) -> MicroBatchPlan:
         """The document's plan."""
-        plan = plan_micro_batch([self.tokens], self.settings)
+        plan = plan_micro_batch([self.tokens // self.documents] * self.documents, self.settings)
         if self.buffer_bytes is not None:
             return plan
         (nano,) = plan.nano_batches
@@ -112,7 +116,10 @@ def take_one_document(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
     return_freed_memory()
     dispatcher = Dispatcher(case.settings, torch.device("cpu"))
     plan = case.plan()
-    numbers_T = torch.cat([torch.arange(start, stop) for _, start, stop in plan.held_by(dist.get_rank())])
+    length = case.tokens // case.documents
+    numbers_T = torch.cat(
+        [document * length + torch.arange(start, stop) for document, start, stop in plan.held_by(dist.get_rank())]
+    )
     q_THD, k_THD, v_THD = (case.rows(name, numbers_T).requires_grad_() for name in ("q", "k", "v"))
     do_THD = case.rows("do", numbers_T)
     dist.barrier()

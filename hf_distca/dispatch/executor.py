@@ -407,10 +407,16 @@ class Backward(Pass):
         """Add the gradients of a kernel call to those of the calls before, and let them go; dK and dV of received
         rows are sent back first."""
         columns = self._of_groups[call.group]
-        add_rows(self._total(call.queries, "dq"), group.q_rows, columns.pop("dq"))
-        if call.keys == "local":
-            for name in ("dk", "dv"):
-                self.routes.own_key_sums[call.tasks].add_up([self._total("local", name), columns.pop(name)])
+        for name in ("dq", "dk", "dv") if call.keys == "local" else ("dq",):
+            place: Place = call.queries if name == "dq" else "local"
+            index, rows = (group.q_rows if name == "dq" else group.k_rows), columns.pop(name)
+            every_row = slice(0, len(self.columns[place][name.removeprefix("d")]))
+            if (place, name) not in self._totals and index == every_row:
+                self._totals[place, name] = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            elif name == "dq":
+                add_rows(self._total(place, name), index, rows)
+            else:  # tasks may share keys
+                self.routes.own_key_sums[call.tasks].add_up([self._total(place, name), rows])
 
     def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
         exchange, way_back = self.attention.bound.exchange, self._messages(transfer).way_back

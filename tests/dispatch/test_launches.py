@@ -145,7 +145,7 @@ def test_layer(group, case):
 STAGE_ROWS = 200
 STAGED_BOUNDS = """
 llama        full     joint   1                        94        48       115        19        19    183715
-llama        full     joint   2                       113        65       182        16        25    211227
+llama        full     joint   2                       110        68       117        16        25    203349
 gpt_oss      full     joint   1                       134        75       216        21        19    270932
 gpt_oss      sliding  joint   1                        98        56       238         9        19    185353
 """

@@ -74,7 +74,14 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     faults: list[Fault] = options["faults"]
     kinds = small_kinds(*options["windows"])
-    settings = PlanSettings(ranks, 4096, kinds, balance_block_size=8, ping_pong=options.get("ping_pong", False))
+    settings = PlanSettings(
+        ranks,
+        4096,
+        kinds,
+        balance_block_size=8,
+        ping_pong=options.get("ping_pong", False),
+        exchange_buffer_bytes=512,  # of 8 rows: what ranks exchange travels in stages, and so do repairs
+    )
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
     log, logger = Messages(), logging.getLogger("hf_distca.pool")

@@ -37,6 +37,7 @@ def pooled_steps(
         kinds=small_kinds(*windows),
         balance_block_size=8,
         ping_pong=options.get("ping_pong", False),
+        exchange_buffer_bytes=512,  # of 8 rows: what ranks exchange travels in stages
     )
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=options.get("keep_received", False))
     directory = Directory("127.0.0.1", port, TOKEN, silence_s=30) if dist.get_rank() == 0 else None
@@ -53,7 +54,15 @@ def pooled_steps(
     model = small_model(options.get("model_type", "llama"), **options.get("config", {}))
     if settings.ping_pong:
         plan_layers(model)
-    results, members = [], []
+    results, members, stages = [], [], []
+    bind = dispatcher.bind
+
+    def watched(plan):
+        bound = bind(plan)
+        stages.append(bound.stages)
+        return bound
+
+    dispatcher.bind = watched
     recording = dispatcher.recorder.listen(*OBSERVED)
     for step in range(steps):
         # Measured speeds and ways may leave a server without tasks.
@@ -73,6 +82,7 @@ def pooled_steps(
                 pool.members.link(server).fail("cut")
     members.append(len(pool.servers))
     pool.close()
+    assert max(stages) > 1 or settings.ranks == 1 or not options.get("ranks_serve", True)
     return results, members
 
 

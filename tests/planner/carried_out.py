@@ -103,6 +103,8 @@ def carried_out(plan):
                     seen_by[k_rank][k_row].append(q_value)
                     counted += 1
                 assert pairs == counted
+        for group, *_ in calls:  # else results would be written to a row twice at once
+            assert len(set(group.q_rows.tolist())) == len(group.q_rows)
         # Nothing travels that is not used, and nothing twice.
         asking = {row for stage in mine.stages for row in (*stage.visiting.q_rows, *stage.visiting_prefix.q_rows)}
         assert asking == set(queries[worker])

@@ -73,19 +73,18 @@ class KeysRead:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """Query rows and the K/V rows that arrive in one stage and that they see. All [n].
+    """Query rows and the K/V rows that arrive in one stage and that they see; no query row twice.
 
     Attributes:
-        task: the cut task of the query rows.
-        queries: rows of its document.
-        keys: rows of the same document.
-        pairs: query-key pairs that are computed.
+        task: [n] the cut task of the query rows.
+        queries: [n] rows of its document.
+        counts: [n] how many intervals of keys they read.
+        keys: [sum of counts] rows of the same document.
+        pairs: [n] query-key pairs that are computed.
     """
 
     task: IntArray
     queries: Intervals
+    counts: IntArray
     keys: Intervals
     pairs: IntArray
-
-    def __getitem__(self, index: NDArray[np.bool_]) -> "Reads":
-        return Reads(self.task[index], self.queries[index], self.keys[index], self.pairs[index])

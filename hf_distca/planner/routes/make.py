@@ -47,9 +47,11 @@ def make_routes(plan: Plan, rank: int) -> Routes:
         stages.append(
             Stage(
                 keys=moves.messages(rank, plan.workers, _crosses(plan, moves)),
-                prefix=_group(home_before if plan.window is None else home_up_to, at_home, at_home.local, received),
+                prefix=_group(home_before, at_home, at_home.local, received, causal=False)
+                if plan.window is None
+                else _group(home_up_to, at_home, at_home.local, received),
                 visiting=_group(visiting_up_to, visitors, received_queries, received),
-                visiting_prefix=_group(visiting_before, visitors, received_queries, received),
+                visiting_prefix=_group(visiting_before, visitors, received_queries, received, causal=False),
             )
         )
     return Routes(
@@ -91,7 +93,9 @@ def _own(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
     return TaskGroup(q_lens, k_lens, expand(queries.local, q_lens), expand(first_local, k_lens), task_pairs)
 
 
-def _group(reads: Reads, tasks: Moves, place: LocalRows | ReceivedRows, received: Received) -> TaskGroup:
+def _group(
+    reads: Reads, tasks: Moves, place: LocalRows | ReceivedRows, received: Received, *, causal: bool = True
+) -> TaskGroup:
     """Queries against K/V rows of a stage.
 
     Args:
@@ -99,7 +103,13 @@ def _group(reads: Reads, tasks: Moves, place: LocalRows | ReceivedRows, received
         tasks: [n] the tasks that `reads.task` counts.
         place: [n] where the first query row of each is.
         received: the K/V rows of the stage.
+        causal: whether the keys' order matters; else they are taken as they lie, which may save gathering them.
     """
-    q_lens = reads.queries.lengths
+    q_lens, count = reads.queries.lengths, len(reads.task)
     first = place[reads.task] + reads.queries.start - tasks.rows.start[reads.task]
-    return TaskGroup(q_lens, reads.keys.lengths, expand(first, q_lens), received.find(reads.keys), reads.pairs)
+    k_rows = received.find(reads.keys)
+    read_of_row = np.repeat(np.repeat(np.arange(count), reads.counts), reads.keys.lengths)
+    k_lens = np.bincount(read_of_row, minlength=count)
+    if not causal:
+        k_rows = k_rows[np.lexsort((k_rows, read_of_row))]
+    return TaskGroup(q_lens, k_lens, expand(first, q_lens), k_rows, reads.pairs)

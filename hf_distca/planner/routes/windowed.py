@@ -39,4 +39,4 @@ def within_window(task: IntArray, queries: Intervals, keys: Intervals, window: i
         keys: [n] the rows that it reads.
         window: see `windowed_keys`.
     """
-    return Reads(task, queries, keys, pairs(queries.start, queries.stop, window))
+    return Reads(task, queries, np.ones_like(task), keys, pairs(queries.start, queries.stop, window))

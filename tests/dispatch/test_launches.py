@@ -144,8 +144,8 @@ def test_layer(group, case):
 
 STAGE_ROWS = 200
 STAGED_BOUNDS = """
-llama        full     joint   1                        94        48       115        19        19    183715
-llama        full     joint   2                       110        68       117        16        25    203349
+llama        full     joint   1                        86        42       117        19        19    183410
+llama        full     joint   2                        98        56       133        16        25    151194
 gpt_oss      full     joint   1                       134        75       216        21        19    270932
 gpt_oss      sliding  joint   1                        98        56       238         9        19    185353
 """

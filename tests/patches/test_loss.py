@@ -1,6 +1,7 @@
 """The loss of a planned step over chunks of rows, beside the model's own loss of all logits."""
 
 import inspect
+from dataclasses import replace
 from types import MethodType
 
 import peft
@@ -11,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.patches.chunked_loss import ChunkedSum
 from hf_distca.patches.deferred_logits import DeferredLogits
 from hf_distca.patches.head import adapted_heads, plan_head
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
@@ -129,6 +131,19 @@ def test_bfloat16(name, dtype):
     for name in grads:
         assert got[name].dtype == grads[name].dtype
         assert relative_error(got[name], exact[name]) < 2 * relative_error(grads[name], exact[name]) + 5e-3, name
+
+
+def test_many_chunks_add_up_without_rounding_each_time():
+    torch.manual_seed(0)
+    hidden_TD, weight_VD = torch.rand(512, 4).bfloat16(), torch.randn(7, 4).bfloat16()
+    chunked = ChunkedSum(torch.randint(7, (512,)), ignore_index=-100, steps=[Tensor.float], rows=1)
+    one = replace(chunked, rows=512)
+    (loss, (_, grad_VD, _)), (expected, (_, exact_VD, _)) = (
+        x.with_gradients(hidden_TD.to(dtype), weight_VD.to(dtype), None, (False, True, False))
+        for x, dtype in ((chunked, torch.bfloat16), (replace(one, steps=[]), torch.float64))
+    )
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
+    assert relative_error(grad_VD, exact_VD) < 5e-3
 
 
 def test_evaluation():

@@ -101,6 +101,14 @@ class DistCAConfig:
             "no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model does by itself."
         },
     )
+    mlp_chunk_rows: int = field(
+        default=0,
+        metadata={
+            "help": "Rows. Compute decoder MLPs over so many rows at a time, and again in the backward, so that what "
+            "lies between their projections does not grow with tokens_per_rank: for one more forward of the MLPs. "
+            "0 computes all rows at once. Blocks of experts are left as they are."
+        },
+    )
     exchange_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
     )
@@ -150,6 +158,8 @@ class DistCAConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.loss_chunk_bytes < 0:
             raise ValueError(f"loss_chunk_bytes must be 0 (all logits at once) or more, got {self.loss_chunk_bytes}")
+        if self.mlp_chunk_rows < 0:
+            raise ValueError(f"mlp_chunk_rows must be 0 or more, got {self.mlp_chunk_rows}")
         if not 0 <= self.balance_tolerance < inf:
             raise ValueError(f"balance_tolerance must be 0 or more (0.05 is 5 %), got {self.balance_tolerance}")
         choices = {

@@ -24,6 +24,7 @@ ALLOWED = {
     "dispatch.schedule": {"plan"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
     "patches": DISPATCH | {"config"},
+    "memory": DISPATCH | {"patches"},
     "pool": DISPATCH | {"pool.wire", "pool.messages", "pool.transport", "pool.rank"},
     "pool.wire": set(),
     "pool.messages": PLANNER | {"pool.wire"},
@@ -31,8 +32,8 @@ ALLOWED = {
     "pool.directory": WORDS,
     "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
-    "trainer": DISPATCH | {"config", "collator", "patches", "pool.launch", "pool.rank"},
-    "cli": DISPATCH | WORDS | {"config", "patches", "pool.server", "pool.directory"},
+    "trainer": DISPATCH | {"config", "collator", "patches", "memory", "pool.launch", "pool.rank"},
+    "cli": DISPATCH | WORDS | {"config", "patches", "memory", "pool.server", "pool.directory"},
 }
 PURE = {"plan", "planner", "dispatch.schedule", "pool.messages", "pool.wire"}
 

@@ -3,8 +3,9 @@
 import argparse
 import json
 import time
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +18,12 @@ from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import bytes_between, loads_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 
+if TYPE_CHECKING:
+    from hf_distca.cli.model_memory import ModelMemory
+
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
+"""Those of Llama-3-8B, where nobody says otherwise."""
 MOST_RANKS = 4096
 """Planned in 16 s where each has 32768 tokens (two busy cores); the time grows with the square of the ranks."""
 MANY_RANKS, LEAST_BLOCKS = 512, 8
@@ -34,6 +40,10 @@ empty).
                          documents.
 --document-layout fixed  keeps every row on its rank and moves attention only. A plain list is packed in order, with
                          equal tokens on every rank, documents cut where a rank's share ends.
+
+With --model the step of the rank that exchanges the most is run on tensors without numbers, and its memory counted, by
+how ranks share the model's state (ddp autocasts float32 weights). Longest rows are those of one document that fills
+all ranks. Memory of CUDA, NCCL and of gaps between tensors, some 2 GB, is not in it.
 """
 
 
@@ -54,6 +64,16 @@ def _ranks(text: str) -> int:
     return number
 
 
+def _gigabytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of gigabytes, got {text!r}")
+    return number
+
+
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand and its options."""
     parser = commands.add_parser(
@@ -71,11 +91,19 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add_setting(
         parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="whose costs are taken"
     )
-    add("--q-heads", type=_positive, default=32, help="query heads (default: 32)")
-    add("--kv-heads", type=_positive, default=8, help="key-value heads (default: 8)")
-    add("--head-dim", type=_positive, default=128, help="size of a head (default: 128)")
-    add("--dtype", choices=tuple(BYTES), default="bfloat16", help="of activations (default: bfloat16)")
+    for name, value in HEADS.items():
+        add(f"--{name.replace('_', '-')}", type=_positive, help=f"of a layer's attention (default: {value})")
     add("--window", type=_positive, metavar="W", help="sliding window in tokens (default: full attention)")
+    add("--dtype", choices=tuple(BYTES), default="bfloat16", help="of activations (default: bfloat16)")
+    add(
+        "--model",
+        metavar="CONFIG",
+        help="config.json of a model, a folder with one, or a name on the hub: take its attention, and show what "
+        "training takes of each rank's memory",
+    )
+    for name in ("keep_core_attention", "keep_received"):
+        add_setting(parser, name)
+    add("--device-memory", type=_gigabytes, metavar="GB", help="show the longest rows that fit, with --model")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--dump", metavar="FILE", help="write documents, segments and tasks of the plan as JSON")
 
@@ -87,29 +115,59 @@ def run(options: argparse.Namespace) -> None:
         InputError: the options or the files cannot be used.
     """
     lengths = read_lengths(options.lengths)
+    memory = _memory(options)
     try:
-        settings = _settings(options)
+        settings = _settings(options, memory)
         began = time.perf_counter()
         plan = _plan(lengths, settings, options)
         plan_ms = (time.perf_counter() - began) * 1e3
     except ValueError as error:
         raise InputError(str(error)) from error
-    (kind,) = settings.kinds
-    figures = _figures(plan, kind, settings)
+    kind = settings.dominant_kind
+    figures: dict[str, Any] = {**_figures(plan, kind, settings), "plan_ms": round(plan_ms, 3)}
+    if memory is not None:
+        figures["memory"] = memory.figures(plan, settings)
     if options.dump:
         _dump(plan, kind, options.dump)
     if options.json:
-        print(json.dumps({**figures, "plan_ms": round(plan_ms, 3)}))
-    else:
-        print(_table(plan, figures, plan_ms, options))
+        print(json.dumps(figures))
+        return
+    print(_table(plan, figures, options))
+    if memory is not None:
+        print("", *memory.lines(figures["memory"]), sep="\n")
 
 
-def _settings(options: argparse.Namespace) -> PlanSettings:
+def _memory(options: argparse.Namespace) -> "ModelMemory | None":
+    """What tells the memory of the model, if one is named."""
+    given = [f"--{name.replace('_', '-')}" for name in (*HEADS, "window") if getattr(options, name) is not None]
+    if options.model is None:
+        if options.device_memory is not None:
+            raise InputError("--device-memory says how long rows of a model may be: give --model too")
+        return None
+    if given:
+        raise InputError(f"{given[0]} is what --model has: leave one of them out")
+    if options.dtype == "float16":
+        raise InputError("--model computes in bfloat16 or float32; give one of them as --dtype")
+    from hf_distca.cli.model_memory import ModelMemory  # with all of transformers
+
+    return ModelMemory(options)
+
+
+def _settings(options: argparse.Namespace, memory: "ModelMemory | None") -> PlanSettings:
     config = config_of(options)
     kernel = KERNELS[config.attention_kernel]
+    if memory is not None:
+        kinds = memory.kinds
+    else:
+        heads = {
+            name: value if getattr(options, name) is None else getattr(options, name) for name, value in HEADS.items()
+        }
+        kinds = (
+            AttentionKind(options.window, heads["q_heads"], heads["kv_heads"], heads["head_dim"], heads["head_dim"]),
+        )
     return PlanSettings(
         **config.planning(options.ranks),
-        kinds=(AttentionKind(options.window, options.q_heads, options.kv_heads, options.head_dim, options.head_dim),),
+        kinds=kinds,
         bytes_per_value=BYTES[options.dtype],
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
@@ -173,7 +231,7 @@ def _dump(plan: MicroBatchPlan, kind: AttentionKind, path: str) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _table(plan: MicroBatchPlan, figures: dict[str, float], plan_ms: float, options: argparse.Namespace) -> str:
+def _table(plan: MicroBatchPlan, figures: dict[str, Any], options: argparse.Namespace) -> str:
     documents = sum(len(nano.documents) for nano in plan.nano_batches)
     cuts = sum(len(nano.layout.segments) for nano in plan.nano_batches) - documents
     divided = "2 nano-batches" if len(plan.nano_batches) == 2 else "1 nano-batch"
@@ -186,6 +244,6 @@ def _table(plan: MicroBatchPlan, figures: dict[str, float], plan_ms: float, opti
         ("bytes per layer, busiest rank", f"{figures['bytes_bottleneck'] / 1e6:.2f} MB"),
         ("tasks", f"{figures['tasks']}, the smallest of {figures['min_rows']} rows"),
         (f"tasks below {options.balance_block_size} rows", f"{figures['tasks_below_block']}"),
-        ("planned in", f"{plan_ms:.1f} ms"),
+        ("planned in", f"{figures['plan_ms']:.1f} ms"),
     ]
     return "\n".join(f"{name:<30} {value}" for name, value in lines)

@@ -27,11 +27,13 @@ def merge_into(
         lse_part_QH: its log-sum-exp.
         rows_Q: the rows of the part among those of the result, none twice; None: all, in order.
     """
-    if not o_part_QHE.numel():
-        return
-    if o_NHE.device.type in ("cuda", "meta"):
+    if o_part_QHE.numel():
         torch.ops.hf_distca.merge_into(o_NHE, lse_NH, o_part_QHE, lse_part_QH, rows_Q)
-        return
+
+
+def _merge_on_cpu(
+    o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None
+) -> None:
     if rows_Q is None and o_NHE.dtype == lse_NH.dtype:
         _merge(o_NHE, lse_NH, o_part_QHE, lse_part_QH)
         return
@@ -61,5 +63,7 @@ def _merge_on_cuda(
 
 
 define_operator(
-    "merge_into(Tensor(a!) o, Tensor(b!) lse, Tensor o_part, Tensor lse_part, Tensor? rows) -> ()", _merge_on_cuda
+    "merge_into(Tensor(a!) o, Tensor(b!) lse, Tensor o_part, Tensor lse_part, Tensor? rows) -> ()",
+    _merge_on_cuda,
+    _merge_on_cpu,
 )

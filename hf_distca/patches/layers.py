@@ -47,14 +47,13 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
         ValueError: the model has no layer that transformers can checkpoint.
     """
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
-    for layer in model.modules():
-        if _is_decoder_layer(layer):
-            cls = type(layer)
-            if cls not in subclasses and not issubclass(cls, _PlannedLayer):
-                # accelerate and PEFT find layers by the name of their class.
-                subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
-            if cls in subclasses:
-                layer.__class__ = subclasses[cls]
+    for layer in decoder_layers(model):
+        cls = type(layer)
+        if cls not in subclasses and not issubclass(cls, _PlannedLayer):
+            # accelerate and PEFT find layers by the name of their class.
+            subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
+        if cls in subclasses:
+            layer.__class__ = subclasses[cls]
     planned = [type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)]
     if not planned:
         raise ValueError(
@@ -64,8 +63,13 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     return list(dict.fromkeys(planned))
 
 
-def _is_decoder_layer(module: nn.Module) -> bool:
-    return isinstance(module, GradientCheckpointingLayer) and any(map(is_attention, module.modules()))
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """A model's decoder layers in their order: what transformers can checkpoint and what has attention."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and any(map(is_attention, module.modules()))
+    ]
 
 
 class _PlannedLayer(nn.Module):

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import RankMesh, mesh_ranks
+from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import plan_settings
@@ -26,7 +27,7 @@ def make_dispatcher(
 
     Args:
         model: a model with attn_implementation="distca"; its decoder layers are changed where `config.ping_pong` says
-            so, its output head where `config.loss_chunk_bytes` does.
+            so, their MLPs where `config.mlp_chunk_rows` and its output head where `config.loss_chunk_bytes` does.
         config: how documents are packed and their core attention is balanced and exchanged.
         device: the rank's device.
         dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
@@ -49,5 +50,7 @@ def make_dispatcher(
     )
     if settings.ping_pong:
         plan_layers(model)
+    if config.mlp_chunk_rows:
+        chunk_mlps(model, config.mlp_chunk_rows)
     plan_head(model, config.loss_chunk_bytes)
     return dispatcher

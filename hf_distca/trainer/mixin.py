@@ -37,6 +37,7 @@ from hf_distca.trainer.data_order import (
 )
 from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
+from hf_distca.trainer.memory import tell_memory_on_gpu
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.parallel import (
     data_parallel_mesh,
@@ -88,6 +89,7 @@ class DistCAMixin(_Trainer):
         self.dispatcher = self._make_dispatcher()
         check_agreement(self.args, self.dispatcher.groups)
         self.pool = self._open_pool()
+        tell_memory_on_gpu(self.model, self.dispatcher, self.args, self.accelerator)
         self.meter = StepMeter(self.dispatcher, self.pool)
         self.add_callback(self.meter)
         self._loaders = PackedLoaders(self.args, self.dispatcher, self._columns)
@@ -107,7 +109,7 @@ class DistCAMixin(_Trainer):
         mesh = data_parallel_mesh(self.accelerator)
         dispatcher = make_dispatcher(self.model, args, args.device, dtype=dtype, mesh=mesh)
         if gathers_parameters(self.accelerator):
-            layers = plan_layers(self.model) if dispatcher.settings.ping_pong else []
+            layers = plan_layers(self.model) if dispatcher.settings.ping_pong or args.mlp_chunk_rows else []
             gather_whole_layers(self.model, [*layers, *adapted_heads(self.model)])
         return dispatcher
 

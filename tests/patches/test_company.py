@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import transformers.modeling_utils
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -157,6 +158,9 @@ CHECKPOINTS = {
     ),
     "fsdp offloaded": lambda model: _wrap_layers(model, lambda layer: offload_wrapper(checkpoint_wrapper(layer))),
 }
+if hasattr(transformers.modeling_utils, "save_on_cpu"):  # from 5.23 on
+    CHECKPOINTS["transformers offloaded"] = lambda model: model.activation_checkpointing_enable(offload=True)
+OFFLOADING = [way for way in CHECKPOINTS if way.endswith("offloaded")]
 """Ways to checkpoint every decoder layer; "fsdp" is what accelerate does for fsdp_activation_checkpointing."""
 
 
@@ -178,9 +182,10 @@ def _checkpointed(way: str, ping_pong: bool, keep: bool) -> dict:
     forward = dispatcher.kernel.forward
     dispatcher.kernel.forward = lambda *args: calls.append(1) or forward(*args)
     offloaded = []
-    if way == "fsdp offloaded":  # there is no pinned memory without a GPU: stands in for save_on_cpu
+    if way in OFFLOADING:  # there is no pinned memory without a GPU: stands in for save_on_cpu
         _OffloadingHooks.sizes = offloaded
         torch.distributed.algorithms._checkpoint.checkpoint_wrapper.save_on_cpu = _OffloadingHooks
+        transformers.modeling_utils.save_on_cpu = _OffloadingHooks
     plan = plan_micro_batch(LENGTHS, dispatcher.settings)
     bound = []
     bind = dispatcher.bind
@@ -193,7 +198,7 @@ def _checkpointed(way: str, ping_pong: bool, keep: bool) -> dict:
 class _OffloadingHooks(torch.autograd.graph.saved_tensors_hooks):
     sizes: list
 
-    def __init__(self, pin_memory: bool) -> None:
+    def __init__(self, pin_memory: bool, device_type: str = "cuda") -> None:
         def pack(x):
             self.sizes.append(tuple(x.shape))
             return x.clone()
@@ -215,9 +220,10 @@ def test_core_attention_is_computed_once_whatever_checkpoints_the_layer(rank_poo
             assert max(relative_error(got["grads"][name], grads[name]) for name in grads) < 1e-5
 
 
-def test_kept_results_are_offloaded_where_the_checkpoint_is(rank_pools):
+@pytest.mark.parametrize("way", OFFLOADING)
+def test_kept_results_are_offloaded_where_the_checkpoint_is(rank_pools, way):
     for ping_pong in (False, True):
-        kept, recomputed = (rank_pools[2].run(_checkpointed, "fsdp offloaded", ping_pong, keep)[0] for keep in (1, 0))
+        kept, recomputed = (rank_pools[2].run(_checkpointed, way, ping_pong, keep)[0] for keep in (1, 0))
         results = [shape for shape in kept["off"] if shape not in recomputed["off"]]
         # O [rows, 4 heads, 8] and log-sum-exp [rows, 4] of 2 layers, of all rows or of those of either nano-batch.
         assert len(results) == 2 * 2 * (1 + ping_pong)

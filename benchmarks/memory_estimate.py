@@ -1,0 +1,162 @@
+"""Estimates of hf_distca.memory beside what processes really take, on the CPU.
+
+Each configuration trains a small LLaMA under DistributedDataParallel for one optimizer step of two micro-batches, in
+processes of its own; the second step is measured. Measured is the most resident memory above what was resident before
+there was a model. The estimate is made of the model's config and the plan alone.
+
+Run: python benchmarks/memory_estimate.py [--tokens 4096] [--only NAME]
+"""
+
+import argparse
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import print_json, run_ranks
+from harness.models import documents_of, rows_of_rank
+from harness.resident import begin_peak, follow_tensors, peak
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_distca import DistCAConfig, make_dispatcher
+from hf_distca.memory.estimate import of_micro_batch
+from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.memory.model_state import model_state
+from hf_distca.memory.models import model_of_config, without_numbers
+from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.model import plan_settings
+from hf_distca.planner.micro_batch import plan_micro_batch
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "use_cache": False,
+}
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        ranks: processes.
+        autocast: whether in bfloat16.
+        checkpointing: whether decoder layers are checkpointed.
+        documents: that share a micro-batch's tokens evenly.
+        tokens: on each rank.
+        sizes: fields of LlamaConfig.
+    """
+
+    ranks: int
+    autocast: bool
+    checkpointing: bool
+    documents: int
+    tokens: int
+    sizes: dict[str, Any]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document of a micro-batch."""
+        return [self.ranks * self.tokens // self.documents] * self.documents
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of autocast."""
+        return torch.bfloat16 if self.autocast else None
+
+
+def cases(tokens: int, sizes: dict[str, Any]) -> dict[str, Case]:
+    """The configurations, by what they are called."""
+    return {
+        "1 rank, float32": Case(1, False, False, 1, tokens, sizes),
+        "1 rank, bfloat16, checkpoints": Case(1, True, True, 1, tokens, sizes),
+        "2 ranks, one document, float32, checkpoints": Case(2, False, True, 1, tokens, sizes),
+        "2 ranks, bfloat16": Case(2, True, False, 8, tokens, sizes),
+    }
+
+
+def train(case: Case) -> int:
+    """Train, on one of the ranks; the most resident bytes above those at the start."""
+    follow_tensors()
+    _train(
+        replace(case, tokens=64, sizes={**case.sizes, "hidden_size": 64, "intermediate_size": 64})
+    )  # loads libraries
+    before = begin_peak()
+    _train(case)
+    return peak() - before
+
+
+def _train(case: Case) -> None:
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **case.sizes), attn_implementation="distca"
+    ).train()
+    dispatcher = make_dispatcher(model, DistCAConfig(tokens_per_rank=case.tokens), CPU, dtype=case.dtype)
+    if case.checkpointing:
+        model.activation_checkpointing_enable()
+    wrapped: nn.Module = DistributedDataParallel(model) if case.ranks > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    plan = plan_micro_batch(case.lengths, dispatcher.settings)
+    documents = documents_of(case.lengths, case.sizes["vocab_size"])
+    batch = rows_of_rank(plan, dist.get_rank(), documents, CPU)
+    targets = torch.tensor(sum(case.lengths))
+    for _ in range(2):
+        for micro_batch in range(MICRO_BATCHES):
+            last = micro_batch == MICRO_BATCHES - 1
+            with nullcontext() if last or case.ranks == 1 else wrapped.no_sync():
+                with torch.autocast("cpu", dtype=case.dtype or torch.bfloat16, enabled=case.autocast):
+                    bound = dispatcher.bind(plan)
+                    loss = wrapped(**batch, num_items_in_batch=targets, distca_plan=bound).loss
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def estimated(case: Case) -> list[int]:
+    """Bytes that each rank takes, told from config and plan."""
+    mode = without_numbers()
+    model = model_of_config(AutoConfig.for_model("llama", **case.sizes), torch.float32, mode)
+    settings = plan_settings(
+        model, DistCAConfig(tokens_per_rank=case.tokens), ranks=case.ranks, device=CPU, dtype=case.dtype
+    )
+    if settings.ping_pong:
+        plan_layers(model)
+    plan = plan_micro_batch(case.lengths, settings)
+    use = Use(counted_kernel("cpu"), case.dtype, {} if case.checkpointing else None)
+    state = model_state(model, "ddp", case.ranks, mixed=case.autocast).total
+    return [
+        state + sum(of_micro_batch(count_micro_batch(model, plan, rank, use, mode)).values())
+        for rank in range(case.ranks)
+    ]
+
+
+def main() -> None:
+    """Measure, print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="on each rank (default: 4096)")
+    parser.add_argument("--only", help="the configuration of this name alone")
+    options = parser.parse_args()
+    results = {}
+    for name, case in cases(options.tokens, SIZES).items():
+        if options.only in (None, name):
+            told, taken = estimated(case), run_ranks(case.ranks, train, case)
+            results[name] = {
+                "estimated_mb": [round(size / 1e6, 1) for size in told],
+                "measured_mb": [round(size / 1e6, 1) for size in taken],
+                "estimated_over_measured": [round(a / b, 3) for a, b in zip(told, taken, strict=True)],
+            }
+            print(name, results[name])
+    print_json(tokens=options.tokens, configurations=results)
+
+
+if __name__ == "__main__":
+    main()

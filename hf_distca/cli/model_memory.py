@@ -1,0 +1,136 @@
+"""The part of hf-distca plan that tells what training a model takes of a rank's memory."""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_distca.cli.lengths_file import InputError
+from hf_distca.memory.estimate import Computation, ConfigMemory
+from hf_distca.memory.live import Part
+from hf_distca.memory.micro_batch import Use
+from hf_distca.memory.model_state import STRATEGIES
+from hf_distca.memory.models import model_of_config, without_numbers
+from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.patches.kinds import attention_kinds
+from hf_distca.patches.model import checked_attentions
+from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.planner.micro_batch import PlanSettings
+
+GB = 1e9
+
+OF_STATE = ("weights", "gradients", "optimizer")
+CHECKPOINTING = {"without_checkpointing": False, "with_checkpointing": True}
+
+NAMES: dict[Part, str] = {
+    "activations": "activations",
+    "cast weights": "autocast's copies of weights",
+    "kept O": "kept O and log-sum-exp",
+    "exchange buffers": "exchange buffers",
+    "plan": "row numbers of the plan",
+    "loss": "loss",
+    "backward": "gradients under way",
+}
+"""The parts of a micro-batch, for people."""
+
+
+class ModelMemory:
+    """What a model that a user names takes.
+
+    Args:
+        options: of the command line.
+
+    Attributes:
+        kinds: of attention of the model's layers.
+
+    Raises:
+        InputError: there is no such model, or it cannot be planned.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._config = read_config(options.model)
+        try:
+            model = model_of_config(self._config, torch.float32, without_numbers())
+            self.kinds: tuple[AttentionKind, ...] = attention_kinds(model, checked_attentions(model))
+        except ValueError as error:
+            raise InputError(str(error)) from error
+
+    def figures(self, plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, Any]:
+        """Bytes on a rank by strategy, with and without checkpointing, and the longest rows that fit.
+
+        Args:
+            plan: of a micro-batch.
+            settings: of the plan.
+        """
+        options = self._options
+        use = Use(
+            counted_kernel(settings.kernel),
+            keep_received=options.keep_received,
+            keep_core_attention=options.keep_core_attention,
+        )
+        memory, mixed = ConfigMemory(self._config, settings, use), options.dtype != "float32"
+        counted: dict[tuple[Computation, bool], dict[Part, int]] = {}
+        figures: dict[str, Any] = {}
+        for strategy in STRATEGIES:
+            computation, state = Computation.of(strategy, mixed=mixed), memory.state(strategy, mixed=mixed)
+            figures[strategy] = {**vars(state)}
+            for name, checkpointing in CHECKPOINTING.items():
+                if (computation, checkpointing) not in counted:
+                    parts = memory.micro_batch(plan, computation, checkpointing=checkpointing)
+                    counted[computation, checkpointing] = parts
+                parts = counted[computation, checkpointing]
+                figures[strategy][name] = {"parts": parts, "total": state.total + sum(parts.values())}
+                if options.device_memory is not None:
+                    figures[strategy][name]["longest_tokens_per_rank"] = memory.longest(
+                        int(options.device_memory * GB), strategy, mixed=mixed, checkpointing=checkpointing
+                    )
+        return figures
+
+    def lines(self, figures: dict[str, Any]) -> list[str]:
+        """The figures as a table in GB."""
+        columns = [(figures[strategy], figures[strategy][way]) for strategy in figures for way in CHECKPOINTING]
+        lines = [
+            _line("memory of a rank, GB", (text for strategy in figures for text in (strategy, ""))),
+            _line("checkpointing", (text for _ in figures for text in ("no", "yes"))),
+            *(
+                _line(name, [_gb(state[name]) for state, _ in columns])
+                for name in ("weights", "gradients", "optimizer")
+            ),
+        ]
+        for part, name in NAMES.items():
+            sizes = [way["parts"].get(part, 0) for _, way in columns]
+            if any(sizes):
+                lines.append(_line(name, map(_gb, sizes)))
+        lines.append(_line("together", [_gb(way["total"]) for _, way in columns]))
+        if self._options.device_memory is not None:
+            title = f"longest rows in {self._options.device_memory:g} GB"
+            lines.append(_line(title, [str(way["longest_tokens_per_rank"]) for _, way in columns]))
+        return lines
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """The config of a model: a config.json, a folder with one, or a name on the hub.
+
+    Raises:
+        InputError: there is none, or transformers knows no such model.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"no config of a model at {name!r}: expected a config.json, a folder with one, or a name on the hub, "
+            f"which must be reachable ({first_line})"
+        ) from error
+    return config
+
+
+def _line(name: str, values: Iterable[str]) -> str:
+    return f"{name:<30} " + "".join(f"{value:>9}" for value in values)
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.2f}"

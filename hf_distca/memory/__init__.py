@@ -1,0 +1,1 @@
+"""What a training step takes of a device's memory, known before it runs."""

@@ -1,0 +1,112 @@
+"""The tensors that are alive while code runs: their bytes by what they are for, at the moment of the most."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Part = Literal[
+    "weights",
+    "cast weights",
+    "gradients",
+    "plan",
+    "exchange buffers",
+    "activations",
+    "kept O",
+    "loss",
+    "backward",
+    "host",
+]
+"""What a tensor is for. "cast weights": autocast's copies; "plan": row numbers of a bound plan; "backward": what comes
+and goes while gradients are computed, recomputed activations among them; "host": what has been offloaded, which takes
+nothing of the device."""
+
+
+class LiveMemory(TorchDispatchMode):
+    """While entered, notes the memory of every tensor that an operator makes, until nothing refers to it any more.
+
+    Tensors that share memory, as views do, count once. With torch's fake tensors nothing is computed and nothing takes
+    memory, but the counts are those of a real run. What a single operator takes and gives back within itself is not
+    seen.
+
+    Attributes:
+        peak: bytes by part at the moment when all together were the most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak: Counter[Part] = Counter()
+        self._part: Part = "activations"
+        self._alive: dict[int, tuple[weakref.ref[Any], int, Part]] = {}
+        self._bytes: Counter[Part] = Counter()
+        self._total = self._most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_cast = func._schema.name == "aten::_to_copy" and self._part_of(args[0]) == "weights"
+        for x in _tensors(result):
+            self._note(x, "cast weights" if is_cast else self._part)
+        return result
+
+    @contextmanager
+    def making(self, part: Part) -> Iterator[None]:
+        """While inside, tensors that are made are of this part."""
+        before, self._part = self._part, part
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def now_making(self, part: Part) -> None:
+        """From now on tensors that are made are of this part."""
+        self._part = part
+
+    def belong(self, tensors: Iterable[Tensor], part: Part) -> None:
+        """Count tensors, whoever made them, as this part."""
+        for x in tensors:
+            self._free(id(x.untyped_storage()))
+            self._note(x, part)
+
+    def begin(self) -> None:
+        """Forget the most there was so far."""
+        self._most = 0
+        self._look()
+
+    def _part_of(self, x: Tensor) -> Part | None:
+        known = self._alive.get(id(x.untyped_storage()))
+        return known[2] if known else None
+
+    def _note(self, x: Tensor, part: Part) -> None:
+        # Torch keeps the Python object of a storage for as long as the storage lives.
+        storage = x.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive:
+            return
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size, part
+        self._bytes[part] += size
+        if part != "host":
+            self._total += size
+        self._look()
+
+    def _free(self, key: int) -> None:
+        if key in self._alive:
+            _, size, part = self._alive.pop(key)
+            self._bytes[part] -= size
+            if part != "host":
+                self._total -= size
+
+    def _look(self) -> None:
+        if self._total > self._most:
+            self._most, self.peak = self._total, self._bytes.copy()
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _tensors(item)

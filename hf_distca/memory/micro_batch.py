@@ -1,0 +1,189 @@
+"""What a planned micro-batch takes of a rank's memory: the step as it is, run on tensors without numbers, and counted.
+
+Whatever a model, an adapter, autocast, a checkpoint or a change of hf_distca itself does to memory is in the count,
+since it is what runs.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_distca.dispatch.attention import disaggregated_attention
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.recorder import Recorder
+from hf_distca.kernels import AttentionParams, Kernel
+from hf_distca.memory.live import LiveMemory, Part
+from hf_distca.memory.stand_ins import CountedExchange, CountedResults
+from hf_distca.patches.model import base_model
+from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
+
+HOST = torch.device("cpu")
+"""Where tensors without numbers say that they are: sizes are the same on every device."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a step uses memory, besides its model and its plan.
+
+    Attributes:
+        kernel: that computes core attention.
+        autocast: dtype that the model computes in where its weights have another; None without autocast.
+        checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
+        keep_received: see `DistCAConfig`.
+        keep_core_attention: see `DistCAConfig`.
+    """
+
+    kernel: Kernel
+    autocast: torch.dtype | None = None
+    checkpointing: Mapping[str, Any] | None = None
+    keep_received: bool = False
+    keep_core_attention: bool = True
+
+
+def count_micro_batch(
+    model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, mode: FakeTensorMode
+) -> dict[Part, int]:
+    """Bytes by part at the moment of a micro-batch, forward and backward, when they are the most together.
+
+    All gradients are there before it begins, as those of an earlier micro-batch of the step are, and so are all
+    buffers of exchanges, which the first micro-batch has made.
+
+    Args:
+        model: a model without numbers, its decoder layers prepared for ping-pong if the plan needs it. Afterwards it
+            checkpoints as `use` says.
+        plan: of the micro-batch.
+        rank: whose memory it is.
+        use: of memory.
+        mode: in which the model was made.
+    """
+    live = LiveMemory()
+    live.belong([*model.parameters(), *model.buffers()], "weights")
+    _checkpoint(base_model(model), use.checkpointing, live)
+    bound = _bound(plan, rank, use, live)
+    dtype = use.autocast or base_model(model).dtype
+    with ExitStack() as stack:
+        stack.enter_context(mode)
+        stack.enter_context(live)
+        for nano in plan.nano_batches[:1]:
+            for kind in nano.plans:
+                _run_core_attention(bound, kind, dtype)
+        with live.making("gradients"):
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        live.begin()
+        _run_step(model, bound, use.autocast, live)
+        for parameter in model.parameters():
+            parameter.grad = None
+    return dict(live.peak)
+
+
+def count_core_attention(
+    plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, use: Use, mode: FakeTensorMode
+) -> dict[Part, int]:
+    """Bytes by part when they are the most together, while one layer's core attention of a plan runs on its own.
+
+    "exchange buffers" are all that this kind of layer needs, whenever it is.
+
+    Args:
+        plan: of the micro-batch.
+        kind: of the layer.
+        dtype: of Q, K and V.
+        rank: whose memory it is.
+        use: of memory.
+        mode: for tensors without numbers.
+    """
+    live = LiveMemory()
+    bound = _bound(plan, rank, use, live)
+    with mode, live:
+        _run_core_attention(bound, kind, dtype)  # makes the buffers
+        live.begin()
+        _run_core_attention(bound, kind, dtype)
+    return dict(live.peak)
+
+
+def _bound(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:
+    with live, live.making("plan"):
+        bound = BoundPlan(
+            plan,
+            rank,
+            HOST,
+            CountedExchange(live),
+            use.kernel,
+            Recorder(HOST),
+            keep_received=use.keep_received,
+            keep_core_attention=use.keep_core_attention,
+        )
+    bound.kept_results = CountedResults(live)
+    return bound
+
+
+def _run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:
+    """Forward and backward of the core attention of one layer."""
+    heads = ((kind.q_heads, kind.dim_qk), (kind.kv_heads, kind.dim_qk), (kind.kv_heads, kind.dim_v))
+    q_THD, k_TGD, v_TGE = (torch.empty((bound.rows, *shape), dtype=dtype, requires_grad=True) for shape in heads)
+    params = AttentionParams(scale=1.0, window=kind.window)
+    o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, None, bound, params)
+    o_THE.backward(torch.empty_like(o_THE))
+
+
+def _run_step(model: nn.Module, bound: BoundPlan, autocast: torch.dtype | None, live: LiveMemory) -> None:
+    """Forward and backward of a micro-batch, as the trainer calls the model."""
+    names = ("input_ids", "position_ids", "labels", "shift_labels")
+    batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}
+    targets = torch.ones((), dtype=torch.long)
+
+    def decoder_ended(_module: nn.Module, _args: Any, output: Any) -> None:
+        live.now_making("loss")
+        output[0].register_hook(loss_ended)
+
+    def loss_ended(_gradient: Tensor) -> None:
+        live.now_making("backward")
+
+    handle = base_model(model).get_decoder().register_forward_hook(decoder_ended)
+    try:
+        with torch.autocast(HOST.type, dtype=autocast, enabled=autocast is not None):
+            output = model(**batch, use_cache=False, num_items_in_batch=targets, **{PLAN_KEY: bound})
+        loss = output.loss
+        del output
+        loss.backward()
+    finally:
+        handle.remove()
+        live.now_making("activations")
+
+
+def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveMemory) -> None:
+    """Let a model checkpoint as transformers' trainer does, or not at all."""
+    if checkpointing is None:
+        getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+        return
+    options = dict(checkpointing)
+    every = {"every_n_layers": options.pop("every_n_layers")} if "every_n_layers" in options else {}
+    offload = options.pop("offload", False)
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable(options or {"use_reentrant": False}, **every)
+    if offload:
+        for module in model.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = _offloaded(module._gradient_checkpointing_func, live)
+
+
+def _offloaded(checkpoint: Any, live: LiveMemory) -> Any:
+    """A checkpoint whose inputs go to the host, which is the same device here."""
+
+    def to_host(x: Tensor) -> Tensor:
+        with live.making("host"):
+            return x.clone()
+
+    @wraps(checkpoint)
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(to_host, torch.clone):
+            return checkpoint(*args, **kwargs)
+
+    return offloaded

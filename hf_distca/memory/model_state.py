@@ -1,0 +1,103 @@
+"""What weights, gradients and an optimizer with two moments (Adam) take on a rank, by how they are divided."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from hf_distca.patches.layers import decoder_layers
+
+Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+
+FLOAT32, BFLOAT16 = 4, 2
+"""Bytes of a number."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters, and what they take as they are.
+
+    Attributes:
+        count: of all.
+        size: bytes of all.
+        trained: of those with a gradient.
+        trained_size: bytes of those.
+    """
+
+    count: int
+    size: int
+    trained: int
+    trained_size: int
+
+    @staticmethod
+    def of(modules: Iterable[nn.Module]) -> "Parameters":
+        """Count the parameters of modules, shared ones once; those that ZeRO-3 has divided as if they were whole."""
+        found = {parameter: None for module in modules for parameter in module.parameters()}
+        counts = {parameter: getattr(parameter, "ds_numel", parameter.numel()) for parameter in found}
+        trained = [parameter for parameter in found if parameter.requires_grad]
+        return Parameters(
+            sum(counts.values()),
+            sum(count * parameter.itemsize for parameter, count in counts.items()),
+            sum(counts[parameter] for parameter in trained),
+            sum(counts[parameter] * parameter.itemsize for parameter in trained),
+        )
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes on a rank.
+
+    Attributes:
+        weights: parameters, and those of other ranks that are there at a time.
+        gradients: of parameters, and where ranks bring them together.
+        optimizer: two moments, and a copy of the weights where the optimizer has its own.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool) -> ModelState:
+    """What a rank keeps of a model from step to step.
+
+    - ddp: the parameters as they are; with several ranks, DistributedDataParallel's buckets beside the gradients.
+    - fsdp2: shards of float32 weights; what is gathered for computation, and gradients before they are reduced.
+    - zero1, zero2, zero3: DeepSpeed's weights in the dtype of computation and shards of a float32 copy beside the
+      moments. zero2 shards gradients, zero3 weights too.
+
+    What is gathered at a time: all outside of the decoder layers, one layer, and the next one, which comes ahead.
+    Gradients are whole until a layer's backward has ended. Buckets of FSDP2 and DeepSpeed, whose size is a setting of
+    theirs, are left out.
+
+    Args:
+        model: its parameters, whole or divided by ZeRO-3.
+        strategy: how ranks share them.
+        ranks: that do.
+        mixed: whether the model computes in bfloat16, else in float32.
+    """
+    width = BFLOAT16 if mixed else FLOAT32
+    whole = Parameters.of([model])
+    if strategy == "ddp":
+        buckets = whole.trained_size if ranks > 1 else 0
+        return ModelState(whole.size, whole.trained_size + buckets, 2 * whole.trained_size)
+    layers = [Parameters.of([layer]) for layer in decoder_layers(model)]
+    gathered = whole.count - sum(layer.count for layer in layers) + 2 * max(layer.count for layer in layers)
+    reduced = whole.trained - sum(layer.trained for layer in layers) + max(layer.trained for layer in layers)
+    share, trained_share = -(-whole.count // ranks), -(-whole.trained // ranks)
+    if strategy == "fsdp2":
+        return ModelState(
+            FLOAT32 * share + width * gathered, FLOAT32 * trained_share + width * reduced, 2 * FLOAT32 * trained_share
+        )
+    return ModelState(
+        width * (share + gathered if strategy == "zero3" else whole.count),
+        width * (whole.trained if strategy == "zero1" else trained_share + reduced),
+        3 * FLOAT32 * trained_share,
+    )

@@ -1,0 +1,110 @@
+"""What stands in a step that is only counted for what needs a GPU, or other ranks.
+
+Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of queries
+and keys, E head dim of values.
+"""
+
+from collections.abc import Hashable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_distca.dispatch.checkpoints import KeptResults
+from hf_distca.dispatch.exchange import Column, Exchange, Message, Traffic
+from hf_distca.kernels import KERNELS, AttentionParams, Kernel, TaskShapes
+from hf_distca.memory.live import LiveMemory
+
+
+class FlashMemory:
+    """A kernel that takes the memory of FlashAttention-2's varlen kernel and computes nothing.
+
+    Its backward accumulates dQ in float32, and with fewer key-value heads than query heads makes dK and dV for every
+    query head before it adds them up (flash_api.cpp, `mha_varlen_bwd`). FlashAttention-3 and 4 take no more. See
+    `Kernel` for the methods.
+
+    Args:
+        name: of the kernel that it stands for.
+    """
+
+    def __init__(self, name: str) -> None:
+        stands_for = KERNELS[name]
+        self.name, self.row_overhead, self.gather_cost = name, stands_for.row_overhead, stands_for.gather_cost
+
+    def check(self, **_: Any) -> None:
+        """Nothing is computed, so nothing is refused."""
+
+    def forward(
+        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        rows, heads, _ = q_QHD.shape
+        return q_QHD.new_empty((rows, heads, v_KGE.shape[2])), q_QHD.new_empty((rows, heads), dtype=torch.float32)
+
+    def backward(
+        self,
+        do_QHE: Tensor,
+        q_QHD: Tensor,
+        k_KGD: Tensor,
+        v_KGE: Tensor,
+        o_QHE: Tensor,
+        lse_QH: Tensor,
+        shapes: TaskShapes,
+        params: AttentionParams,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`."""
+        dq_QHD, dk_KGD, dv_KGE = map(torch.empty_like, (q_QHD, k_KGD, v_KGE))
+        taken = [torch.empty_like(q_QHD, dtype=torch.float32), torch.empty_like(lse_QH)]
+        heads = q_QHD.shape[1]
+        if heads != k_KGD.shape[1]:
+            taken += [x.new_empty((x.shape[0], heads, x.shape[2])) for x in (k_KGD, v_KGE)]
+        del taken
+        return dq_QHD, dk_KGD, dv_KGE
+
+
+def counted_kernel(name: str) -> Kernel:
+    """A kernel of this name for a step that is only counted: those that run on the CPU as they are."""
+    return KERNELS[name]() if name in ("cpu", "reference") else FlashMemory(name)
+
+
+class _NoGroup:
+    """A group of ranks that takes whatever is asked of it for done, and the work that it gives back."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+class CountedExchange(Exchange):
+    """An exchange whose buffers are counted and whose rows stay where they are.
+
+    Args:
+        live: counts them.
+    """
+
+    def __init__(self, live: LiveMemory) -> None:
+        groups: Any = SimpleNamespace(exchange=_NoGroup())
+        super().__init__(groups)
+        self._live = live
+
+    def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> Message:
+        """See `Exchange.open`."""
+        with self._live.making("exchange buffers"):
+            return super().open(columns, traffic, role, device)
+
+
+class CountedResults(KeptResults):
+    """Kept results that are counted as such.
+
+    Args:
+        live: counts them.
+    """
+
+    def __init__(self, live: LiveMemory) -> None:
+        super().__init__()
+        self._live = live
+
+    def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
+        """See `KeptResults.keep`."""
+        self._live.belong(tensors, "kept O")
+        super().keep(key, tensors)

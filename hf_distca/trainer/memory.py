@@ -1,0 +1,112 @@
+"""What training will take of the device's memory, told once before it begins."""
+
+import logging
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.memory.estimate import Computation, of_micro_batch
+from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.memory.model_state import Strategy, model_state
+from hf_distca.memory.models import model_after, without_numbers
+from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.trainer.arguments import DistCAArguments
+
+logger = logging.getLogger(__name__)
+
+GB = 1e9
+LEFT = 0.95
+"""Share of a device's memory that tensors can have: CUDA, NCCL and gaps between tensors take the rest."""
+
+
+def tell_memory(
+    model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator, memory: int
+) -> None:
+    """Log what a rank takes when its rows are full, and warn if that does not fit.
+
+    The micro-batch is one document that all ranks share, which exchanges the most.
+
+    Args:
+        model: as it will be trained, before it is wrapped for several ranks.
+        dispatcher: of the training.
+        args: of the trainer.
+        accelerator: the trainer's.
+        memory: bytes of the rank's device.
+    """
+    strategy = strategy_of(accelerator)
+    ranks = dispatcher.groups.ranks
+    plan = plan_micro_batch([ranks * args.tokens_per_rank], dispatcher.settings)
+    trainer: Any = args
+    mixed = trainer.bf16 or trainer.fp16
+    computation = Computation.of(strategy, mixed=mixed)
+    mode = without_numbers()
+    counted = count_micro_batch(
+        model_after(model, mode, None if strategy == "ddp" else computation.weights),
+        plan,
+        ranks - 1,
+        Use(
+            counted_kernel(dispatcher.kernel.name),
+            computation.autocast,
+            checkpointing_of(args, accelerator),
+            keep_received=args.keep_received,
+            keep_core_attention=args.keep_core_attention,
+        ),
+        mode,
+    )
+    parts: dict[str, int] = {**vars(model_state(model, strategy, ranks, mixed=mixed)), **of_micro_batch(counted)}
+    total = sum(parts.values())
+    told = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
+    logger.info(
+        "memory with %s tokens on each rank: %.1f GB of %.1f (%s)",
+        args.tokens_per_rank,
+        total / GB,
+        memory / GB,
+        told,
+    )
+    if total > LEFT * memory:
+        logger.warning(
+            "tokens_per_rank=%s will not fit: %.1f GB are needed when a document fills all ranks, and the device has "
+            "%.1f (%s). `hf-distca plan --model` tells how long rows may be; less is needed with smaller rows, "
+            "activation_checkpointing, or FSDP2 or ZeRO-3",
+            args.tokens_per_rank,
+            total / GB,
+            memory / GB,
+            told,
+        )
+
+
+def strategy_of(accelerator: Accelerator) -> Strategy:
+    """How ranks share the model's state; one rank alone has it as under DDP."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        stage = accelerator.state.deepspeed_plugin.zero_stage
+        stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
+        return stages.get(stage, "ddp")
+    return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else "ddp"
+
+
+def checkpointing_of(args: DistCAArguments, accelerator: Accelerator) -> dict[str, Any] | None:
+    """How decoder layers are checkpointed, by transformers or by FSDP; None if they are not."""
+    trainer: Any = args
+    if trainer.gradient_checkpointing:
+        return dict(trainer.gradient_checkpointing_kwargs or {})
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.activation_checkpointing:
+        return {"offload": getattr(fsdp, "activation_checkpointing_offload", False)}
+    return None
+
+
+def tell_memory_on_gpu(
+    model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator
+) -> None:
+    """`tell_memory` on rank 0 of a training on CUDA; a model that cannot be counted trains all the same."""
+    device = dispatcher.device
+    if device.type != "cuda" or dispatcher.groups.rank != 0:
+        return
+    try:
+        tell_memory(model, dispatcher, args, accelerator, torch.cuda.get_device_properties(device).total_memory)
+    except Exception as error:  # whatever a model does that needs numbers
+        logger.warning("how much memory training takes cannot be told for %s: %s", type(model).__name__, error)

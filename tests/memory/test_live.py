@@ -1,0 +1,56 @@
+import torch
+
+from hf_distca.memory.live import LiveMemory
+from hf_distca.memory.models import without_numbers
+
+KB = 1024
+
+
+def test_bytes_by_part_when_they_are_the_most():
+    live = LiveMemory()
+    with without_numbers(), live:
+        kept = torch.empty(KB)
+        with live.making("loss"):
+            first = torch.empty(2 * KB)
+            del first
+            second = torch.empty(3 * KB)
+        view = kept[:10].view(2, 5)
+        del second, kept
+        torch.empty(KB)
+    assert view.shape == (2, 5)
+    assert live.peak == {"activations": 4 * KB, "loss": 12 * KB}
+
+
+def test_what_is_alive_already_can_be_counted_as_another_part():
+    live = LiveMemory()
+    weight = torch.empty(KB)
+    live.belong([weight], "weights")
+    with live:
+        result = torch.empty(KB)
+        live.belong([result, weight], "gradients")
+        live.begin()
+    assert live.peak == {"weights": 0, "activations": 0, "gradients": 8 * KB}
+
+
+def test_what_is_on_the_host_is_told_and_takes_nothing():
+    live = LiveMemory()
+    with live:
+        with live.making("host"):
+            away = torch.empty(100 * KB)
+        here = torch.empty(KB)
+        del away
+        more = torch.empty(KB)
+    assert here.shape == more.shape
+    assert live.peak == {"host": 0, "activations": 8 * KB}
+
+
+def test_weights_that_autocast_copies():
+    live, mode = LiveMemory(), without_numbers()
+    with mode:
+        linear = torch.nn.Linear(8, 16, bias=False)
+    live.belong(linear.parameters(), "weights")
+    with mode, live, torch.autocast("cpu", torch.bfloat16):
+        out = linear(torch.empty(4, 8))
+    assert out.dtype == torch.bfloat16
+    assert live.peak["weights"] == 8 * 16 * 4
+    assert live.peak["cast weights"] == 8 * 16 * 2

@@ -1,0 +1,106 @@
+"""Steps that are only counted, against literal bytes and against what a process takes."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hf_distca.memory.depth import count_by_layers, repeated_layers, with_layers
+from hf_distca.memory.micro_batch import Use, count_core_attention, count_micro_batch
+from hf_distca.memory.models import model_after, model_of_config, without_numbers
+from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from tests.models import SMALL, small_kinds, small_model
+
+TOKENS = 1024
+FLASH = counted_kernel("torch_varlen")
+HIDDEN, HEADS = 32, 4
+
+
+def counted(use: Use, *, ranks: int = 1, dtype: torch.dtype = torch.float32, **config) -> dict[str, int]:
+    mode = without_numbers()
+    model = model_of_config(AutoConfig.for_model("llama", **SMALL | config), dtype, mode)
+    plan = plan_micro_batch([ranks * TOKENS], PlanSettings(ranks, TOKENS, small_kinds()))
+    return count_micro_batch(model, plan, ranks - 1, use, mode)
+
+
+def test_kept_o_is_a_row_of_o_and_the_log_sum_exps_of_each_layer():
+    for layers in (1, 3):
+        parts = counted(Use(FLASH, checkpointing={}), num_hidden_layers=layers)
+        assert parts["kept O"] == layers * TOKENS * (HIDDEN + HEADS) * 4
+    assert "kept O" not in counted(Use(FLASH))
+    assert "kept O" not in counted(Use(FLASH, checkpointing={}, keep_core_attention=False))
+
+
+def test_each_checkpointed_layer_adds_its_input_and_kept_o():
+    less, more = (counted(Use(FLASH, checkpointing={}), num_hidden_layers=layers) for layers in (2, 3))
+    assert more["activations"] - less["activations"] == TOKENS * HIDDEN * 4
+    assert more["kept O"] - less["kept O"] == TOKENS * (HIDDEN + HEADS) * 4
+
+
+def test_offloaded_checkpoints_are_on_the_host():
+    parts = counted(Use(FLASH, checkpointing={"offload": True}), num_hidden_layers=3)
+    assert parts["kept O"] == 0
+    # The last layer's input and results are back.
+    assert parts["host"] >= 2 * TOKENS * (2 * HIDDEN + HEADS) * 4
+
+
+def test_every_other_layer_checkpointed():
+    parts = counted(Use(FLASH, checkpointing={"every_n_layers": 2}), num_hidden_layers=4)
+    assert parts["kept O"] == 2 * TOKENS * (HIDDEN + HEADS) * 4
+
+
+def test_weights_and_gradients_are_those_of_the_model():
+    parameters = sum(p.numel() for p in small_model().parameters())
+    buffers = 2 * 4 * 4  # inverse frequencies of the position embedding, and as they were at first
+    parts = counted(Use(FLASH))
+    assert parts["weights"] == parameters * 4 + buffers
+    assert parts["gradients"] == parameters * 4
+    assert counted(Use(FLASH), dtype=torch.bfloat16)["gradients"] == parameters * 2
+
+
+def test_a_rank_alone_sends_nothing():
+    plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
+    parts = count_core_attention(plan, small_kinds()[0], torch.float32, 0, Use(FLASH), without_numbers())
+    # Nothing is in a buffer, and the least that is taken is a page: of queries and of keys, there and back.
+    assert parts["exchange buffers"] == 4 * 4096
+
+
+def test_exchange_buffers_of_one_document():
+    kind = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16)
+    plan = plan_micro_batch([4 * TOKENS], PlanSettings(2, 2 * TOKENS, (kind,), balance_tolerance=0.1))
+    sent = {}
+    for rank in range(2):
+        parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), without_numbers())
+        sent[rank] = parts["exchange buffers"]
+    assert sent[0] != 0
+    assert sent[1] != 0
+
+
+def test_a_copy_of_a_model_takes_what_the_model_does():
+    use, mode = Use(FLASH, checkpointing={}), without_numbers()
+    plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
+    assert count_micro_batch(model_after(small_model(), mode), plan, 0, use, mode) == counted(use)
+
+
+@pytest.mark.parametrize("checkpointing", [None, {}], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize(
+    ("model_type", "config", "period"),
+    [
+        ("llama", {}, 1),
+        ("gemma2", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 4}, 2),
+    ],
+)
+def test_a_deep_model_is_counted_by_a_few_layers(model_type, config, period, checkpointing):
+    deep = AutoConfig.for_model(model_type, **SMALL | {"num_hidden_layers": 8} | config)
+    use = Use(FLASH, checkpointing=checkpointing)
+    kinds = small_kinds(None, 16) if period == 2 else small_kinds()
+    plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, kinds))
+
+    def count(config):
+        mode = without_numbers()
+        return count_micro_batch(model_of_config(config, torch.float32, mode), plan, 0, use, mode)
+
+    assert repeated_layers(model_of_config(deep, torch.float32, without_numbers())) == period
+    assert with_layers(deep, 2).num_hidden_layers == 2
+    assert count_by_layers(count, deep, period) == count(deep)

@@ -1,0 +1,44 @@
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig
+
+from hf_distca.memory.model_state import ModelState, Parameters, model_state
+from hf_distca.memory.models import model_of_config, without_numbers
+from tests.models import SMALL, small_model
+
+LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32
+OUTSIDE = 2 * 64 * 32 + 32
+ALL = 2 * LAYER + OUTSIDE
+
+
+def model():
+    return model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32, without_numbers())
+
+
+def test_parameters_are_counted_once():
+    assert Parameters.of([model()]) == Parameters(ALL, 4 * ALL, ALL, 4 * ALL)
+    tied = model_of_config(
+        AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16, without_numbers()
+    )
+    assert Parameters.of([tied]).size == 2 * (ALL - 64 * 32)
+
+
+def test_by_strategy():
+    def state(strategy, ranks, mixed):
+        return model_state(model(), strategy, ranks, mixed=mixed)
+
+    assert state("ddp", 1, True) == ModelState(4 * ALL, 4 * ALL, 8 * ALL)
+    assert state("ddp", 2, True) == ModelState(4 * ALL, 8 * ALL, 8 * ALL)
+    gathered, reduced, share = OUTSIDE + 2 * LAYER, OUTSIDE + LAYER, ALL // 2
+    assert state("fsdp2", 2, True) == ModelState(4 * share + 2 * gathered, 4 * share + 2 * reduced, 8 * share)
+    assert state("fsdp2", 2, False) == ModelState(4 * (share + gathered), 4 * (share + reduced), 8 * share)
+    assert state("zero1", 2, True) == ModelState(2 * ALL, 2 * ALL, 12 * share)
+    assert state("zero2", 2, True) == ModelState(2 * ALL, 2 * (share + reduced), 12 * share)
+    assert state("zero3", 2, True) == ModelState(2 * (share + gathered), 2 * (share + reduced), 12 * share)
+
+
+def test_only_what_is_trained_has_a_gradient():
+    lora = get_peft_model(small_model(), LoraConfig(r=4, target_modules=["q_proj"]))
+    trained = 2 * 2 * 4 * 32  # two matrices of rank 4 for 32 inputs and 32 outputs in two layers
+    state = model_state(lora, "ddp", 1, mixed=True)
+    assert state == ModelState(4 * (ALL + trained), 4 * trained, 8 * trained)

@@ -1,0 +1,103 @@
+"""Decoder MLPs over chunks of rows: the same results, and less memory."""
+
+import logging
+
+import peft
+import pytest
+from transformers import PreTrainedModel
+
+from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.memory.models import model_after, without_numbers
+from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.patches.chunked_mlp import chunk_mlps
+from hf_distca.patches.layers import plan_layers
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from tests.dispatch.test_equality import planned_step
+from tests.dispatch.test_planned_step import dispatcher_of_all_ranks
+from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+
+LENGTHS = [120, 7, 1, 33, 64]
+ROWS = 10
+"""Of a chunk: no rank's rows are a multiple of it."""
+
+
+def _step(model: PreTrainedModel) -> tuple[float, dict]:
+    loss = model(input_ids=random_documents([47])[0][None], labels=random_documents([47])[0][None]).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _model(model_type: str, adapter: bool = False) -> PreTrainedModel:
+    model = small_model(model_type, "eager").double().train()
+    if not adapter:
+        return model
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "phi3", "lora"])
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_same_loss_and_gradients(model_type, checkpointing):
+    results = []
+    for rows in (0, ROWS):
+        model = _model("llama" if model_type == "lora" else model_type, adapter=model_type == "lora")
+        if rows:
+            chunk_mlps(model, rows)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        results.append(_step(model))
+    (loss, grads), (got_loss, got) = results
+    assert got_loss == pytest.approx(loss, rel=1e-12)
+    assert got.keys() == grads.keys()
+    assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-12
+
+
+def _planned(strategy: str, ping_pong: bool) -> tuple[float, dict]:
+    dispatcher = dispatcher_of_all_ranks(ping_pong=ping_pong)
+    model = small_model().train()
+    if ping_pong:
+        plan_layers(model)
+    chunk_mlps(model, ROWS)
+    if strategy != "plain":
+        model.gradient_checkpointing_enable({"use_reentrant": strategy == "reentrant"})
+    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+    loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("ping_pong", [False, True], ids=["alone", "ping-pong"])
+def test_planned_steps(rank_pools, strategy, ping_pong):
+    loss, grads = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
+    for got_loss, got in rank_pools[2].run(_planned, strategy, ping_pong):
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
+
+
+def test_activations_do_not_grow_with_the_width_of_the_mlp():
+    taken = {}
+    for width in (640, 1280):
+        for rows in (0, 64):
+            mode = without_numbers()
+            model = small_model(intermediate_size=width).train()
+            if rows:
+                chunk_mlps(model, rows)
+            settings = PlanSettings(1, 1024, small_kinds())
+            plan = plan_micro_batch([1024], settings)
+            use = Use(counted_kernel("cpu"))
+            taken[width, rows] = count_micro_batch(model_after(model, mode), plan, 0, use, mode)["activations"]
+    # Tensors [1024, width] of float32: four a layer, of which the last layer's backward has used one at the peak.
+    assert taken[1280, 0] - taken[640, 0] == 7 * 1024 * 640 * 4
+    assert taken[1280, 64] == taken[640, 64]
+
+
+def test_experts_are_left_alone(caplog):
+    config = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+    model = small_model("qwen3_moe", **config)
+    with caplog.at_level(logging.WARNING):
+        chunk_mlps(model, ROWS)
+    assert [hasattr(layer.mlp, "chunk_rows") for layer in model.model.layers] == [True, False]
+    assert "Qwen3MoeSparseMoeBlock routes rows to experts" in caplog.text
+    with pytest.raises(ValueError, match=r"mlp_chunk_rows=10 changes nothing .* routes rows to experts"):
+        chunk_mlps(small_model("gpt_oss", num_local_experts=2, num_experts_per_tok=1), ROWS)

@@ -22,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, make_dispatcher
+from hf_distca.memory.core_attention import Use
 from hf_distca.memory.estimate import of_micro_batch
-from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.memory.live import without_numbers
+from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.model_state import model_state
-from hf_distca.memory.models import model_of_config, without_numbers
+from hf_distca.memory.models import model_of_config
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import plan_settings

@@ -8,11 +8,11 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_distca.cli.lengths_file import InputError
+from hf_distca.memory.core_attention import Use
 from hf_distca.memory.estimate import Computation, ConfigMemory
-from hf_distca.memory.live import Part
-from hf_distca.memory.micro_batch import Use
+from hf_distca.memory.live import Part, without_numbers
 from hf_distca.memory.model_state import STRATEGIES
-from hf_distca.memory.models import model_of_config, without_numbers
+from hf_distca.memory.models import model_of_config
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.model import checked_attentions
@@ -95,10 +95,7 @@ class ModelMemory:
         lines = [
             _line("memory of a rank, GB", (text for strategy in figures for text in (strategy, ""))),
             _line("checkpointing", (text for _ in figures for text in ("no", "yes"))),
-            *(
-                _line(name, [_gb(state[name]) for state, _ in columns])
-                for name in ("weights", "gradients", "optimizer")
-            ),
+            *(_line(name, [_gb(state[name]) for state, _ in columns]) for name in OF_STATE),
         ]
         for part, name in NAMES.items():
             sizes = [way["parts"].get(part, 0) for _, way in columns]

@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from hf_distca.cli.lengths_file import InputError, read_lengths
 from hf_distca.cli.settings import add_setting, config_of
 from hf_distca.kernels import KERNELS
+from hf_distca.memory.core_attention import Use, busiest_rank, count_core_attention
+from hf_distca.memory.live import without_numbers
+from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import bytes_between, loads_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
+from hf_distca.planner.stages import rows_by_stage
 
 if TYPE_CHECKING:
     from hf_distca.cli.model_memory import ModelMemory
@@ -86,7 +91,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--lengths", required=True, metavar="FILE", help="JSON file with document lengths, see above")
     add("--ranks", required=True, type=_ranks, metavar="N", help=f"number of ranks, at most {MOST_RANKS}")
     add_setting(parser, "tokens_per_rank", required=True, metavar="T")
-    for name in ("document_layout", "balance_tolerance", "balance_block_size", "ping_pong"):
+    for name in ("document_layout", "balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong"):
         add_setting(parser, name)
     add_setting(
         parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="whose costs are taken"
@@ -124,7 +129,12 @@ def run(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise InputError(str(error)) from error
     kind = settings.dominant_kind
-    figures: dict[str, Any] = {**_figures(plan, kind, settings), "plan_ms": round(plan_ms, 3)}
+    figures: dict[str, Any] = {
+        **_figures(plan, kind, settings),
+        "stages": max(len(rows_by_stage(nano.plans[kind])) for nano in plan.nano_batches),
+        "exchange_buffers": _exchange_buffers(plan, kind, settings, options.dtype),
+        "plan_ms": round(plan_ms, 3),
+    }
     if memory is not None:
         figures["memory"] = memory.figures(plan, settings)
     if options.dump:
@@ -135,6 +145,14 @@ def run(options: argparse.Namespace) -> None:
     print(_table(plan, figures, options))
     if memory is not None:
         print("", *memory.lines(figures["memory"]), sep="\n")
+
+
+def _exchange_buffers(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings, dtype: str) -> int:
+    """Bytes that the rank which exchanges the most has for it; all layers of a kind use them."""
+    use = Use(counted_kernel(settings.kernel))
+    rank = busiest_rank(plan, settings)
+    counted = count_core_attention(plan, kind, getattr(torch, dtype), rank, use, without_numbers())
+    return counted.get("exchange buffers", 0)
 
 
 def _memory(options: argparse.Namespace) -> "ModelMemory | None":
@@ -156,18 +174,11 @@ def _memory(options: argparse.Namespace) -> "ModelMemory | None":
 def _settings(options: argparse.Namespace, memory: "ModelMemory | None") -> PlanSettings:
     config = config_of(options)
     kernel = KERNELS[config.attention_kernel]
-    if memory is not None:
-        kinds = memory.kinds
-    else:
-        heads = {
-            name: value if getattr(options, name) is None else getattr(options, name) for name, value in HEADS.items()
-        }
-        kinds = (
-            AttentionKind(options.window, heads["q_heads"], heads["kv_heads"], heads["head_dim"], heads["head_dim"]),
-        )
+    q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, value in HEADS.items())
+    named = (AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),)
     return PlanSettings(
         **config.planning(options.ranks),
-        kinds=kinds,
+        kinds=named if memory is None else memory.kinds,
         bytes_per_value=BYTES[options.dtype],
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
@@ -242,6 +253,8 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], options: argparse.Name
         ("tokens, max / mean", f"{figures['tokens_max_over_mean']:.4f}"),
         ("bytes per layer, all ranks", f"{figures['bytes_total'] / 1e6:.2f} MB"),
         ("bytes per layer, busiest rank", f"{figures['bytes_bottleneck'] / 1e6:.2f} MB"),
+        ("stages of a layer's K and V", f"{figures['stages']}"),
+        ("exchange buffers, busiest rank", f"{figures['exchange_buffers'] / 1e6:.2f} MB"),
         ("tasks", f"{figures['tasks']}, the smallest of {figures['min_rows']} rows"),
         (f"tasks below {options.balance_block_size} rows", f"{figures['tasks_below_block']}"),
         ("planned in", f"{figures['plan_ms']:.1f} ms"),

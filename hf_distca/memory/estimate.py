@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_distca.memory.core_attention import Use, busiest_rank
 from hf_distca.memory.depth import count_by_layers, repeated_layers
-from hf_distca.memory.live import Part
-from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.memory.live import Part, without_numbers
+from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.model_state import Strategy, model_state
-from hf_distca.memory.models import model_of_config, without_numbers
+from hf_distca.memory.models import model_of_config
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.metrics import bytes_between
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 
 OF_STATE: tuple[Part, ...] = ("weights", "gradients")
@@ -25,13 +25,6 @@ OF_STATE: tuple[Part, ...] = ("weights", "gradients")
 def of_micro_batch(counted: Mapping[Part, int]) -> dict[Part, int]:
     """The parts of a counted step that are there during a micro-batch only, on the device."""
     return {part: size for part, size in counted.items() if part not in (*OF_STATE, "host")}
-
-
-def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
-    """The rank through which the most bytes of a layer's exchanges go."""
-    kind = settings.dominant_kind
-    moved = sum(bytes_between(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches)
-    return int(moved.sum(0)[: settings.ranks].argmax())
 
 
 @dataclass(frozen=True)

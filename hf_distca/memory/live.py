@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Part = Literal[
@@ -24,6 +25,11 @@ Part = Literal[
 """What a tensor is for. "cast weights": autocast's copies; "plan": row numbers of a bound plan; "backward": what comes
 and goes while gradients are computed, recomputed activations among them; "host": what has been offloaded, which takes
 nothing of the device."""
+
+
+def without_numbers() -> FakeTensorMode:
+    """A mode in which tensors have a shape and a dtype and no numbers, whatever is done with them."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class LiveMemory(TorchDispatchMode):

@@ -6,7 +6,6 @@ since it is what runs.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -15,36 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.dispatch.recorder import Recorder
-from hf_distca.kernels import AttentionParams, Kernel
+from hf_distca.memory.core_attention import HOST, Use, bound_plan, run_core_attention
 from hf_distca.memory.live import LiveMemory, Part
-from hf_distca.memory.stand_ins import CountedExchange, CountedResults
 from hf_distca.patches.model import base_model
-from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
-
-HOST = torch.device("cpu")
-"""Where tensors without numbers say that they are: sizes are the same on every device."""
-
-
-@dataclass(frozen=True)
-class Use:
-    """How a step uses memory, besides its model and its plan.
-
-    Attributes:
-        kernel: that computes core attention.
-        autocast: dtype that the model computes in where its weights have another; None without autocast.
-        checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
-        keep_received: see `DistCAConfig`.
-        keep_core_attention: see `DistCAConfig`.
-    """
-
-    kernel: Kernel
-    autocast: torch.dtype | None = None
-    checkpointing: Mapping[str, Any] | None = None
-    keep_received: bool = False
-    keep_core_attention: bool = True
+from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 
 
 def count_micro_batch(
@@ -66,14 +40,14 @@ def count_micro_batch(
     live = LiveMemory()
     live.belong([*model.parameters(), *model.buffers()], "weights")
     _checkpoint(base_model(model), use.checkpointing, live)
-    bound = _bound(plan, rank, use, live)
+    bound = bound_plan(plan, rank, use, live)
     dtype = use.autocast or base_model(model).dtype
     with ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(live)
         for nano in plan.nano_batches[:1]:
             for kind in nano.plans:
-                _run_core_attention(bound, kind, dtype)
+                run_core_attention(bound, kind, dtype)
         with live.making("gradients"):
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -82,55 +56,6 @@ def count_micro_batch(
         for parameter in model.parameters():
             parameter.grad = None
     return dict(live.peak)
-
-
-def count_core_attention(
-    plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, use: Use, mode: FakeTensorMode
-) -> dict[Part, int]:
-    """Bytes by part when they are the most together, while one layer's core attention of a plan runs on its own.
-
-    "exchange buffers" are all that this kind of layer needs, whenever it is.
-
-    Args:
-        plan: of the micro-batch.
-        kind: of the layer.
-        dtype: of Q, K and V.
-        rank: whose memory it is.
-        use: of memory.
-        mode: for tensors without numbers.
-    """
-    live = LiveMemory()
-    bound = _bound(plan, rank, use, live)
-    with mode, live:
-        _run_core_attention(bound, kind, dtype)  # makes the buffers
-        live.begin()
-        _run_core_attention(bound, kind, dtype)
-    return dict(live.peak)
-
-
-def _bound(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:
-    with live, live.making("plan"):
-        bound = BoundPlan(
-            plan,
-            rank,
-            HOST,
-            CountedExchange(live),
-            use.kernel,
-            Recorder(HOST),
-            keep_received=use.keep_received,
-            keep_core_attention=use.keep_core_attention,
-        )
-    bound.kept_results = CountedResults(live)
-    return bound
-
-
-def _run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:
-    """Forward and backward of the core attention of one layer."""
-    heads = ((kind.q_heads, kind.dim_qk), (kind.kv_heads, kind.dim_qk), (kind.kv_heads, kind.dim_v))
-    q_THD, k_TGD, v_TGE = (torch.empty((bound.rows, *shape), dtype=dtype, requires_grad=True) for shape in heads)
-    params = AttentionParams(scale=1.0, window=kind.window)
-    o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, None, bound, params)
-    o_THE.backward(torch.empty_like(o_THE))
 
 
 def _run_step(model: nn.Module, bound: BoundPlan, autocast: torch.dtype | None, live: LiveMemory) -> None:

@@ -11,11 +11,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hf_distca.patches.model import ATTENTION_NAME
 
 
-def without_numbers() -> FakeTensorMode:
-    """A mode in which tensors have a shape and a dtype and no numbers, whatever is done with them."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTensorMode) -> PreTrainedModel:
     """A causal language model of a config, in training.
 

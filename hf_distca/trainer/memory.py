@@ -8,10 +8,12 @@ from accelerate import Accelerator, DistributedType
 from torch import nn
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.memory.core_attention import Use
 from hf_distca.memory.estimate import Computation, of_micro_batch
-from hf_distca.memory.micro_batch import Use, count_micro_batch
+from hf_distca.memory.live import without_numbers
+from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.model_state import Strategy, model_state
-from hf_distca.memory.models import model_after, without_numbers
+from hf_distca.memory.models import model_after
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.arguments import DistCAArguments

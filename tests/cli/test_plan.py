@@ -18,6 +18,8 @@ KEYS = [
     "min_rows",
     "tasks_below_block",
     "nano_batches",
+    "stages",
+    "exchange_buffers",
     "plan_ms",
 ]
 
@@ -210,3 +212,57 @@ def test_the_plan_is_the_trainers(plan, tmp_path, layout):
 def test_an_unreadable_file(capsys, tmp_path):
     assert main(["plan", "--lengths", str(tmp_path), "--ranks", "1", "--tokens-per-rank", "1"]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    small_model().config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_memory_of_a_model(plan, capsys, config):
+    assert plan([4096], 2, 2048, "--model", config, "--dtype", "float32", "--device-memory", "0.1", "--json") == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    parameters = sum(p.numel() for p in small_model().parameters())
+    assert list(memory) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+    ddp = memory["ddp"]
+    assert (ddp["weights"], ddp["gradients"], ddp["optimizer"]) == (4 * parameters, 8 * parameters, 8 * parameters)
+    plain, checkpointed = ddp["without_checkpointing"], ddp["with_checkpointing"]
+    assert checkpointed["parts"]["kept O"] == 2 * 2048 * (32 + 4) * 4
+    assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters
+    assert checkpointed["total"] < plain["total"] < 10**8
+    assert 2048 < plain["longest_tokens_per_rank"] < checkpointed["longest_tokens_per_rank"]
+
+
+def test_memory_as_a_table(plan, capsys, config):
+    assert plan([4096], 2, 2048, "--model", f"{config}/config.json") == 0
+    output = capsys.readouterr().out
+    for line in ("memory of a rank, GB", "kept O and log-sum-exp", "together"):
+        assert f"\n{line} " in output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "/nowhere"], "no config of a model at '/nowhere'"),
+        (["--device-memory", "80"], "give --model too"),
+        (["--device-memory", "none"], "must be a positive number of gigabytes"),
+        (["--model", "/nowhere", "--q-heads", "4"], "--q-heads is what --model has"),
+        (["--model", "/nowhere", "--dtype", "float16"], "computes in bfloat16 or float32"),
+    ],
+)
+def test_what_cannot_be_told_of_memory(plan, capsys, options, message):
+    assert plan([64], 1, 64, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_one_document_travels_in_stages_through_small_buffers(plan, capsys):
+    shapes = ["--q-heads", "1", "--kv-heads", "1", "--head-dim", "16", "--dtype", "float32"]
+    assert plan([262144], 4, 65536, *shapes, "--exchange-buffer-bytes", str(1 << 20), "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["stages"] >= 8
+    # Six buffers for K and V, there and back; queries stay.
+    assert figures["exchange_buffers"] <= 6 * (1 << 20) + 8 * 4096

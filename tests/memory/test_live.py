@@ -1,7 +1,6 @@
 import torch
 
-from hf_distca.memory.live import LiveMemory
-from hf_distca.memory.models import without_numbers
+from hf_distca.memory.live import LiveMemory, without_numbers
 
 KB = 1024
 

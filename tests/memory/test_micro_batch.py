@@ -4,12 +4,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from hf_distca.memory.core_attention import Use, count_core_attention
 from hf_distca.memory.depth import count_by_layers, repeated_layers, with_layers
-from hf_distca.memory.micro_batch import Use, count_core_attention, count_micro_batch
-from hf_distca.memory.models import model_after, model_of_config, without_numbers
+from hf_distca.memory.live import without_numbers
+from hf_distca.memory.micro_batch import count_micro_batch
+from hf_distca.memory.models import model_after, model_of_config
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.stages import rows_by_stage
 from tests.models import SMALL, small_kinds, small_model
 
 TOKENS = 1024
@@ -62,19 +65,23 @@ def test_weights_and_gradients_are_those_of_the_model():
 def test_a_rank_alone_sends_nothing():
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
     parts = count_core_attention(plan, small_kinds()[0], torch.float32, 0, Use(FLASH), without_numbers())
-    # Nothing is in a buffer, and the least that is taken is a page: of queries and of keys, there and back.
-    assert parts["exchange buffers"] == 4 * 4096
+    # Nothing is in a buffer, and the least that is taken is a page: of queries and of keys.
+    assert parts["exchange buffers"] == 2 * 4096
 
 
-def test_exchange_buffers_of_one_document():
+def test_exchange_buffers_of_one_document_in_stages():
     kind = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16)
-    plan = plan_micro_batch([4 * TOKENS], PlanSettings(2, 2 * TOKENS, (kind,), balance_tolerance=0.1))
-    sent = {}
+    plan = plan_micro_batch([4 * TOKENS], PlanSettings(2, 2 * TOKENS, (kind,)))
+    (nano,) = plan.nano_batches
+    # Rows of K and V, 128 bytes each, that ranks 0 and 1 send, and receive.
+    rows = [[[TOKENS, 0], [TOKENS, 0]], [[TOKENS, TOKENS], [TOKENS, TOKENS]], [[0, TOKENS], [TOKENS, 0]]]
+    assert rows_by_stage(nano.plans[kind]).tolist() == rows
+    sizes = []
     for rank in range(2):
         parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), without_numbers())
-        sent[rank] = parts["exchange buffers"]
-    assert sent[0] != 0
-    assert sent[1] != 0
+        sizes.append(parts["exchange buffers"])
+    # Two stages are under way at once. Rank 1 has rows in one of them only; what is empty takes a page.
+    assert sizes == [4 * TOKENS * 128 + 2 * 4096, 3 * TOKENS * 128 + 3 * 4096]
 
 
 def test_a_copy_of_a_model_takes_what_the_model_does():

@@ -26,7 +26,8 @@ def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTens
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION_NAME, dtype=dtype
         )
-    return model.train()
+    model.train()
+    return model
 
 
 def model_after(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:

@@ -1,7 +1,7 @@
 """Estimates of hf_distca.memory beside what processes really take, on the CPU.
 
-Each configuration trains a small LLaMA under DistributedDataParallel for one optimizer step of two micro-batches, in
-processes of its own; the second step is measured. Measured is the most resident memory above what was resident before
+Each configuration trains a small LLaMA under DistributedDataParallel for three optimizer steps of two micro-batches,
+in processes of its own. Measured is the most resident memory above what was resident before
 there was a model. The estimate is made of the model's config and the plan alone.
 
 Run: python benchmarks/memory_estimate.py [--tokens 4096] [--only NAME]
@@ -29,8 +29,8 @@ from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.model_state import model_state
 from hf_distca.memory.models import model_of_config
 from hf_distca.memory.stand_ins import counted_kernel
-from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import plan_settings
+from hf_distca.patches.prepare import prepare_model
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 CPU = torch.device("cpu")
@@ -43,7 +43,8 @@ SIZES = {
     "vocab_size": 4096,
     "use_cache": False,
 }
-MICRO_BATCHES = 2
+STEPS, MICRO_BATCHES = 3, 2
+"""DistributedDataParallel makes its buckets anew in the second step."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _train(case: Case) -> None:
     documents = documents_of(case.lengths, case.sizes["vocab_size"])
     batch = rows_of_rank(plan, dist.get_rank(), documents, CPU)
     targets = torch.tensor(sum(case.lengths))
-    for _ in range(2):
+    for _ in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
             last = micro_batch == MICRO_BATCHES - 1
             with nullcontext() if last or case.ranks == 1 else wrapped.no_sync():
@@ -127,11 +128,9 @@ def estimated(case: Case) -> list[int]:
     """Bytes that each rank takes, told from config and plan."""
     mode = without_numbers()
     model = model_of_config(AutoConfig.for_model("llama", **case.sizes), torch.float32, mode)
-    settings = plan_settings(
-        model, DistCAConfig(tokens_per_rank=case.tokens), ranks=case.ranks, device=CPU, dtype=case.dtype
-    )
-    if settings.ping_pong:
-        plan_layers(model)
+    config = DistCAConfig(tokens_per_rank=case.tokens)
+    settings = plan_settings(model, config, ranks=case.ranks, device=CPU, dtype=case.dtype)
+    prepare_model(model, config, ping_pong=settings.ping_pong)
     plan = plan_micro_batch(case.lengths, settings)
     use = Use(counted_kernel("cpu"), case.dtype, {} if case.checkpointing else None)
     state = model_state(model, "ddp", case.ranks, mixed=case.autocast).total

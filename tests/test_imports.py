@@ -24,7 +24,7 @@ ALLOWED = {
     "dispatch.schedule": {"plan"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
     "patches": DISPATCH | {"config"},
-    "memory": DISPATCH | {"patches"},
+    "memory": DISPATCH | {"config", "patches"},
     "pool": DISPATCH | {"pool.wire", "pool.messages", "pool.transport", "pool.rank"},
     "pool.wire": set(),
     "pool.messages": PLANNER | {"pool.wire"},

@@ -8,12 +8,11 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_distca.cli.lengths_file import InputError
-from hf_distca.memory.core_attention import Use
+from hf_distca.cli.settings import config_of
 from hf_distca.memory.estimate import Computation, ConfigMemory
 from hf_distca.memory.live import Part, without_numbers
 from hf_distca.memory.model_state import STRATEGIES
 from hf_distca.memory.models import model_of_config
-from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.model import checked_attentions
 from hf_distca.plan import AttentionKind, MicroBatchPlan
@@ -66,12 +65,8 @@ class ModelMemory:
             settings: of the plan.
         """
         options = self._options
-        use = Use(
-            counted_kernel(settings.kernel),
-            keep_received=options.keep_received,
-            keep_core_attention=options.keep_core_attention,
-        )
-        memory, mixed = ConfigMemory(self._config, settings, use), options.dtype != "float32"
+        memory = ConfigMemory(self._config, settings, config_of(options))
+        mixed = options.dtype != "float32"
         counted: dict[tuple[Computation, bool], dict[Part, int]] = {}
         figures: dict[str, Any] = {}
         for strategy in STRATEGIES:

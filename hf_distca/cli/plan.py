@@ -106,7 +106,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="config.json of a model, a folder with one, or a name on the hub: take its attention, and show what "
         "training takes of each rank's memory",
     )
-    for name in ("keep_core_attention", "keep_received"):
+    for name in ("keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"):
         add_setting(parser, name)
     add("--device-memory", type=_gigabytes, metavar="GB", help="show the longest rows that fit, with --model")
     add("--json", action="store_true", help="print one JSON object and nothing else")

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_distca.config import DistCAConfig
 from hf_distca.memory.core_attention import Use, busiest_rank
 from hf_distca.memory.depth import count_by_layers, repeated_layers
 from hf_distca.memory.live import Part, without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.model_state import Strategy, model_state
 from hf_distca.memory.models import model_of_config
-from hf_distca.patches.layers import plan_layers
+from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.patches.prepare import prepare_model
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 
@@ -53,11 +55,16 @@ class ConfigMemory:
     Args:
         config: of the model.
         settings: of plans; `kinds` are the model's.
-        use: of memory, besides what is asked for.
+        options: how the model is trained.
     """
 
-    def __init__(self, config: PreTrainedConfig, settings: PlanSettings, use: Use) -> None:
-        self._config, self._settings, self._use = config, settings, use
+    def __init__(self, config: PreTrainedConfig, settings: PlanSettings, options: DistCAConfig) -> None:
+        self._config, self._settings, self._options = config, settings, options
+        self._use = Use(
+            counted_kernel(settings.kernel),
+            keep_received=options.keep_received,
+            keep_core_attention=options.keep_core_attention,
+        )
         self._counted: dict[Any, dict[Part, int]] = {}
 
     @cached_property
@@ -82,8 +89,7 @@ class ConfigMemory:
         def count(config: PreTrainedConfig) -> dict[Part, int]:
             mode = without_numbers()
             model = model_of_config(config, computation.weights, mode)
-            if self._settings.ping_pong:
-                plan_layers(model)
+            prepare_model(model, self._options, ping_pong=self._settings.ping_pong)
             return count_micro_batch(model, plan, rank, use, mode)
 
         return of_micro_batch(count_by_layers(count, self._config, repeated_layers(self._model)))

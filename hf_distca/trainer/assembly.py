@@ -6,10 +6,8 @@ from transformers import PreTrainedModel
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import RankMesh, mesh_ranks
-from hf_distca.patches.chunked_mlp import chunk_mlps
-from hf_distca.patches.head import plan_head
-from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import plan_settings
+from hf_distca.patches.prepare import prepare_model
 
 
 def make_dispatcher(
@@ -48,9 +46,5 @@ def make_dispatcher(
         keep_core_attention=config.keep_core_attention,
         exchange_timeout=config.exchange_timeout,
     )
-    if settings.ping_pong:
-        plan_layers(model)
-    if config.mlp_chunk_rows:
-        chunk_mlps(model, config.mlp_chunk_rows)
-    plan_head(model, config.loss_chunk_bytes)
+    prepare_model(model, config, ping_pong=settings.ping_pong)
     return dispatcher

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -46,7 +47,7 @@ class Use:
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
     """The rank through which the most bytes of a layer's exchanges go."""
     kind = settings.dominant_kind
-    moved = sum(bytes_between(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches)
+    moved = np.sum([bytes_between(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches], axis=0)
     return int(moved.sum(0)[: settings.ranks].argmax())
 
 

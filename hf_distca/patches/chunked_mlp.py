@@ -48,7 +48,7 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
             if not issubclass(cls, _ChunkedMLP):
                 # Others find modules by the name of their class.
                 module.__class__ = subclasses.setdefault(cls, type(cls.__name__, (_ChunkedMLP, cls), {}))
-            module.chunk_rows = rows
+            vars(module)["chunk_rows"] = rows
             chunked += 1
     reasons = "; ".join(left) or "there is no module of a class ...MLP in them"
     if not chunked:

@@ -59,7 +59,8 @@ def tell_memory(
         ),
         mode,
     )
-    parts: dict[str, int] = {**vars(model_state(model, strategy, ranks, mixed=mixed)), **of_micro_batch(counted)}
+    parts: dict[str, int] = dict(vars(model_state(model, strategy, ranks, mixed=mixed)))
+    parts.update({str(part): size for part, size in of_micro_batch(counted).items()})
     total = sum(parts.values())
     told = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
     logger.info(

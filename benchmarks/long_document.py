@@ -1,11 +1,11 @@
 """One document of 262144 tokens over four ranks, in stages: exact, and in how much memory.
 
-Core attention alone, one head of 16 numbers in float32, K/V rows of 2 MiB at a time. O, dQ, dK and dV of sampled rows are
-compared with float64, by the definition of attention; of dO every sixteenth row is not zero, so that a reference can be
-had in some minutes. Memory is the most that a rank's process held in the forward and backward, above what it held with
-q, k, v and dO.
+Core attention alone, one head of 16 numbers in float32, K/V rows of 2 MiB at a time. O, dQ, dK and dV of sampled rows
+are compared with float64, by the definition of attention; of dO every sixteenth row is not zero, so that a reference
+can be had in some minutes. Memory is the most that a rank's process held in the forward and backward, above what it
+held with q, k, v and dO.
 
-With --table: what the plan of one document of a million tokens and more takes of Llama-3-8B in bfloat16, nothing is run.
+With --table: what plans of one document of a million tokens and more take of Llama-3-8B in bfloat16; nothing is run.
 
 Run: python benchmarks/long_document.py [--tokens 262144]
      python benchmarks/long_document.py --table

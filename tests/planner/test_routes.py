@@ -26,12 +26,36 @@ def group(q_lens, k_lens):
     )
 
 
-def test_half_of_the_pairs():
-    assert group([], []).half() == 0
-    assert group([8], [8]).half() == 1
-    assert group([4, 4, 4, 4], [4, 4, 4, 4]).half() == 2
-    assert group([8, 2, 2], [8, 2, 2]).half() == 1
-    assert group([2, 2, 8], [2, 2, 8]).half() == 2
+def halves(q_lens, k_lens):
+    """[(query rows and keys of each task, rows of its queries)] of the first half, and of the second."""
+    return [
+        (
+            list(zip(half.q_lens.tolist(), half.k_lens.tolist(), strict=True)),
+            half.q_rows.tolist(),
+            half.k_rows.tolist(),
+            half.task_pairs.tolist(),
+        )
+        for half in group(q_lens, k_lens).halves(window=None)
+    ]
+
+
+def test_halves_of_the_pairs():
+    assert halves([], []) == [([], [], [], [])] * 2
+    assert halves([1], [1]) == [([(1, 1)], [0], [0], [1]), ([], [], [], [])]
+    assert halves([2, 2], [2, 2]) == [([(2, 2)], [0, 1], [0, 1], [3]), ([(2, 2)], [2, 3], [2, 3], [3])]
+
+
+def test_a_task_in_the_middle_is_cut_into_its_first_queries_with_their_keys_and_the_others():
+    # 1 + 2 + 3 pairs and 4; the first three queries see three keys, the last one all.
+    assert halves([4], [4]) == [([(3, 3)], [0, 1, 2], [0, 1, 2], [6]), ([(1, 4)], [3], [0, 1, 2, 3], [4])]
+    # 3, then 6 + 7 + 8 of a task that has five keys before its own rows, then 1: cut where 9 of 25 are done.
+    first, second = halves([2, 3, 1], [2, 8, 1])
+    assert first == ([(2, 2), (1, 6)], [0, 1, 2], [*range(8)], [3, 6])
+    assert second == ([(2, 8), (1, 1)], [3, 4, 5], [*range(2, 11)], [15, 1])
+    # Each row sees one key.
+    first, second = replace(group([4], [4]), task_pairs=np.array([4])).halves(window=1)
+    assert (first.q_lens.tolist(), first.k_lens.tolist()) == ([2], [2])
+    assert (second.q_lens.tolist(), second.k_lens.tolist()) == ([2], [4])
 
 
 def test_split_gives_every_task_its_rows():
@@ -110,13 +134,16 @@ def test_stages_hold_so_many_rows_and_servers_have_one(plan, stage_rows):
             assert max(sent) <= stage_rows
 
 
-def test_a_rank_whose_rows_all_others_need_sends_to_one_after_another():
+def test_of_all_that_goes_from_rank_to_rank_as_much_goes_in_each_stage():
     # One document of 4 · 8 rows, a quarter on each rank, which computes its own rows.
     layout = fixed_layout([[32]], 4)
     tasks = np.array([(0, 8 * rank, 8 * rank + 8, rank) for rank in range(4)], TASK)
-    first, *_, last = routes_of(Plan(layout, tasks, 4, stage_rows=8))
-    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 8, 0, 0], [0, 0, 8, 0], [0, 0, 0, 8]]
-    assert [stage.keys.recv_counts.tolist() for stage in last.stages] == [[0, 0, 8, 0], [0, 8, 0, 0], [8, 0, 0, 0]]
+    first, *_, last = routes_of(Plan(layout, tasks, 4, stage_rows=12))
+    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 4, 4, 4], [0, 4, 4, 4]]
+    assert [stage.keys.recv_counts.tolist() for stage in last.stages] == [[4, 4, 4, 0], [4, 4, 4, 0]]
+    # Where there is no room for all, the next rank comes before others.
+    first, *_ = routes_of(Plan(layout, tasks, 4, stage_rows=8))
+    assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 3, 3, 2], [0, 3, 3, 2], [0, 2, 2, 4]]
 
 
 def test_keys_of_one_query_in_two_stages():

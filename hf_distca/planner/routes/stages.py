@@ -14,7 +14,8 @@ from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.tables import IntArray
 
 GRAIN = 128
-"""Rows, a kernel block. What goes from one rank to another is divided at multiples of it if stages are far larger."""
+"""Rows, a kernel block. What goes from one rank to another is divided at multiples of it, or of an eighth of its share
+of a stage where that is less."""
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""
 
@@ -54,8 +55,10 @@ def moves_by_stage(moves: Moves, stage_rows: int, ranks: int) -> tuple[Moves, ..
 def _rows_by_stage(between: IntArray, stage_rows: int) -> list[IntArray]:
     """How many rows go from rank to rank in each stage.
 
-    In each stage a rank sends as much as it may to the ranks after it, the nearest first: so each rank sends to
-    another one, and a rank whose rows all others need is not asked by all at once.
+    Of all that goes from one rank to another about the same share goes in each stage: then every rank has about
+    equally much to receive and to compute in each of them, and none waits in one for what another computes in the
+    next. Where a rank has no room for all that is due in a stage, the ranks after it come first, the nearest before
+    the others.
 
     Args:
         between: [ranks, ranks] rows by the rank that receives them and the rank that holds them.
@@ -65,19 +68,20 @@ def _rows_by_stage(between: IntArray, stage_rows: int) -> list[IntArray]:
         For each stage rows as in `between`; at least one stage.
     """
     ranks = len(between)
-    grain = max(min(GRAIN, stage_rows // 8), 1)
+    busiest = max(int(between.sum(end).max()) for end in (0, 1))
+    count = max(-(-busiest // stage_rows), 1)  # further ones for what may be left over
+    grain = np.clip(between // count // 8, 1, GRAIN)
     source = np.arange(ranks)
     left = between.copy()
     stages: list[IntArray] = []
     distances = [d for d in range(ranks) if between[(source + d) % ranks, source].any()]
     while distances or not stages:
+        due = left - between + np.minimum(-(-between * (len(stages) + 1) // (count * grain)) * grain, between)
         travels = np.zeros_like(between)
         to_send, to_receive = np.full(ranks, stage_rows), np.full(ranks, stage_rows)
         for distance in distances:
             target = (source + distance) % ranks
-            rest = left[target, source]
-            room = np.minimum(to_send, to_receive[target])
-            rows = np.where(rest <= room, rest, room // grain * grain)
+            rows = np.minimum(due[target, source], np.minimum(to_send, to_receive[target]))
             travels[target, source] = rows
             to_send -= rows
             to_receive[target] -= rows

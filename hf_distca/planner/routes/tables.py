@@ -12,6 +12,9 @@ LocalRows = NDArray[np.int64]
 ReceivedRows = NDArray[np.int64]
 """Numbers of rows among those received: Q rows or K/V rows."""
 
+UNEVEN = 0.25
+"""Halves whose pairs differ by a larger share of all are worth cutting a task."""
+
 
 @dataclass(frozen=True, eq=False)
 class TaskGroup:
@@ -36,10 +39,42 @@ class TaskGroup:
         """Query-key pairs of all tasks."""
         return int(self.task_pairs.sum())
 
-    def half(self) -> int:
-        """So many tasks, from the first on, have about half of the pairs; 1 or more if there are any."""
+    def halves(self, window: int | None) -> tuple["TaskGroup", "TaskGroup"]:
+        """The first tasks and the others, of about equal pairs: where whole tasks are far from it, one is cut.
+
+        Args:
+            window: of the tasks, whose rows are aligned with their keys at the end.
+        """
+        if not len(self.q_lens):
+            return self, self
         so_far = np.cumsum(self.task_pairs)
-        return int(np.abs(2 * so_far - so_far[-1]).argmin()) + 1 if len(so_far) else 0
+        uneven = np.abs(2 * so_far - so_far[-1])
+        cut = int(uneven.argmin())
+        if uneven[cut] <= UNEVEN * so_far[-1]:
+            return self.split(cut + 1)
+        middle = int(np.searchsorted(2 * so_far, so_far[-1]))
+        q_len, k_len = int(self.q_lens[middle]), int(self.k_lens[middle])
+        seen = np.cumsum(np.minimum(np.arange(k_len - q_len, k_len) + 1, window or k_len))
+        wanted = so_far[-1] / 2 - so_far[middle] + self.task_pairs[middle]
+        rows = min(int(np.abs(seen - wanted).argmin()) + 1, q_len - 1)
+        return self._with_cut(middle, rows, int(seen[rows - 1])).split(middle + 1) if rows else self.split(cut + 1)
+
+    def _with_cut(self, task: int, rows: int, task_pairs: int) -> "TaskGroup":
+        """The same with one task as two: its first query rows, and the others.
+
+        Args:
+            task: which.
+            rows: so many query rows are the first.
+            task_pairs: of these.
+        """
+        keys = int(self.k_lens[task] - self.q_lens[task]) + rows
+        k_start = int(self.k_lens[:task].sum())
+        q_lens, k_lens = np.insert(self.q_lens, task, rows), np.insert(self.k_lens, task, keys)
+        pairs_of_tasks = np.insert(self.task_pairs, task, task_pairs)
+        q_lens[task + 1] -= rows
+        pairs_of_tasks[task + 1] -= task_pairs
+        k_rows = np.concatenate([self.k_rows[: k_start + keys], self.k_rows[k_start:]])
+        return TaskGroup(q_lens, k_lens, self.q_rows, k_rows, pairs_of_tasks)
 
     def split(self, cut: int) -> tuple["TaskGroup", "TaskGroup"]:
         """The first `cut` tasks and the others."""

@@ -108,7 +108,7 @@ qwen2        full     fixed   2  none                  60        48        73   
 gpt_oss      full     joint   1  none                  52        35        41         7         7    153018
 gpt_oss      sliding  joint   1  none                  52        33        94         5         7    134931
 gpt_oss      full     fixed   1  none                  46        29        88         5         7    136626
-gpt_oss      sliding  fixed   1  none                  52        33       138         5         7    130170
+gpt_oss      sliding  fixed   1  none                  53        37       138         5         7    136595
 gpt_oss      full     joint   2  none                  69        38       113         8        10    126976
 gpt_oss      sliding  joint   2  none                  92        57       226        10        14    129855
 gpt_oss      full     fixed   2  none                  83        48       181        10        14    154855
@@ -118,7 +118,7 @@ gpt_oss      sliding  joint   2  non-reentrant         92        57       262   
 gemma3_text  full     joint   1  none                  29        23        40         7         7     16998
 gemma3_text  sliding  joint   1  none                  31        23        93         5         7     12815
 gemma3_text  full     fixed   1  none                  22        16        87         5         7      9760
-gemma3_text  sliding  fixed   1  none                  29        21       137         5         7      9968
+gemma3_text  sliding  fixed   1  none                  32        27       137         5         7     12561
 gemma3_text  full     joint   2  none                  45        34       127         8        10     10221
 gemma3_text  sliding  joint   2  none                  54        42       224        10        14     10937
 gemma3_text  full     fixed   2  none                  42        30       168        10        14     13207

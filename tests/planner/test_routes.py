@@ -102,8 +102,8 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
 @given(drawn_plans())
 def test_tasks_of_lost_servers_go_to_the_ranks_that_hold_their_rows(plan):
     lost = range(plan.layout.ranks, plan.workers)
-    home = tasks_at_home(plan, lost)
-    assert (home.workers, home.window) == (plan.layout.ranks, plan.window)
+    home = tasks_at_home(replace(plan, stage_rows=5), lost)
+    assert (home.workers, home.window, home.stage_rows) == (plan.layout.ranks, plan.window, 5)
     tasks = home.tasks.tolist()
     assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
     rows = [(document, row, worker) for document, start, stop, worker in tasks for row in range(start, stop)]

@@ -2,8 +2,8 @@
 
 Core attention alone, one head of 16 numbers in float32, K/V rows of 2 MiB at a time. O, dQ, dK and dV of sampled rows
 are compared with float64, by the definition of attention; of dO every sixteenth row is not zero, so that a reference
-can be had in some minutes. Memory is the most that a rank's process held in the forward and backward, above what it
-held with q, k, v and dO.
+can be had in some minutes. Memory is the most that a rank's process held, above what it held before q, k, v and dO,
+beside the estimate of hf_distca.memory.
 
 With --table: what plans of one document of a million tokens and more take of Llama-3-8B in bfloat16; nothing is run.
 
@@ -18,6 +18,9 @@ import torch
 from harness import print_json, run_ranks, table
 from harness.one_document import OneDocument, reference, take_one_document
 
+from hf_distca.memory.core_attention import Use, count_core_attention
+from hf_distca.memory.live import without_numbers
+from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.metrics import bytes_between
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
@@ -40,11 +43,30 @@ def run(tokens: int) -> None:
     for name, want_SHD in reference(case, sampled).items():
         got_SHD = torch.cat([rank.results[name] for rank in found])[order].double()
         errors[name] = ((got_SHD - want_SHD).norm() / want_SHD.norm()).item()
-    peaks = [rank.peak_bytes / 2**20 for rank in found]
+    peaks, estimates = [rank.peak_bytes / 2**20 for rank in found], estimated(case)
     table(["result", "relative error of sampled rows"], [[name, f"{error:.1e}"] for name, error in errors.items()])
     print()
-    table(["rank", "peak, MiB"], [[str(rank), f"{peak:.0f}"] for rank, peak in enumerate(peaks)])
-    print_json(tokens=tokens, sampled_rows=len(order), stages=found[0].stages, relative_errors=errors, peak_mib=peaks)
+    of_ranks = list(zip(peaks, estimates, strict=True))
+    rows = [[str(rank), f"{peak:.0f}", f"{told:.0f}"] for rank, (peak, told) in enumerate(of_ranks)]
+    table(["rank", "peak, MiB", "estimated"], rows)
+    print_json(
+        tokens=tokens,
+        sampled_rows=len(order),
+        stages=found[0].stages,
+        relative_errors=errors,
+        peak_mib=peaks,
+        estimated_mib=estimates,
+        estimated_over_measured=[told / peak for peak, told in of_ranks],
+    )
+
+
+def estimated(case: OneDocument) -> list[float]:
+    """MiB that each rank takes, told from the plan alone."""
+    plan, mode, use = case.plan(), without_numbers(), Use(counted_kernel("cpu"))
+    return [
+        sum(count_core_attention(plan, case.kind, torch.float32, rank, use, mode).values()) / 2**20
+        for rank in range(case.ranks)
+    ]
 
 
 def show_table() -> None:

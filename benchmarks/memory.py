@@ -4,17 +4,25 @@ The loss: one step (forward and backward) of a LLaMA with one layer, hidden size
 with all logits at once as the model does by itself, and over chunks of rows. Memory is the most that the process held
 in the step, above what it held before.
 
-Run: python benchmarks/memory.py [--rounds 3] [--tokens 4096 8192 16384]
+The exchange: core attention of one document of 262144 tokens over two ranks, forward and backward, one head of 128
+numbers in float32, with K/V rows all at once and 16 MiB of them at a time. The same rows as documents of 4096 tokens
+exchange nothing: what a rank holds above that is what the exchange takes. A case takes many minutes.
+
+Run: python benchmarks/memory.py --only loss [--rounds 3] [--tokens 4096 8192 16384]
+     python benchmarks/memory.py --only exchange --rounds 1 [--document 262144]
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from harness import Round, over, report, rounds_parser, run_ranks, spread, take_rounds
 from harness.models import documents_of, llama, rows_of_documents
+from harness.one_document import OneDocument, take_one_document
+from harness.resident import begin_peak, peak
 
 from hf_distca import DistCAConfig, make_dispatcher
 
@@ -29,6 +37,7 @@ WAYS = {"own": 0, "chunked": DistCAConfig.loss_chunk_bytes}
 """Ways to compute the loss, and their loss_chunk_bytes."""
 COMPARED_TOKENS = 8192
 """Of which the JSON object gives the ratios."""
+EXCHANGE_BUFFER_BYTES = 1 << 24
 OWN_LOGITS = 3.5
 """The model's own loss holds so many float32 tensors of tokens × vocabulary at most."""
 
@@ -43,10 +52,10 @@ def step_of_loss(tokens: int, chunk_bytes: int) -> tuple[float, float, float]:
     step = partial(_step, model, dispatcher)
     step(16)  # what is made once, such as threads, and code that is loaded
     model.zero_grad()
-    before = _forget_peak()
+    before = begin_peak()
     begin = time.perf_counter()
     loss = step(tokens)
-    return (_peak_kib() - before) / 1024, time.perf_counter() - begin, loss
+    return (peak() - before) / 2**20, time.perf_counter() - begin, loss
 
 
 def _step(model: torch.nn.Module, dispatcher, tokens: int) -> float:
@@ -56,56 +65,90 @@ def _step(model: torch.nn.Module, dispatcher, tokens: int) -> float:
     return loss.item()
 
 
-def _forget_peak() -> int:
-    """Let the process's peak begin anew; KiB that it holds now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _peak_kib()
-
-
-def _peak_kib() -> int:
-    """The most KiB of memory that the process has held since then."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1])
-
-
 def fits(tokens: int) -> bool:
     """Whether the model's own loss of so many tokens fits into the memory that is free now."""
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return OWN_LOGITS * 4 * tokens * SIZES["vocab_size"] < 1024 * int(lines["MemAvailable"].split()[0])
 
 
-def take(cases: dict[str, Callable[[], tuple[float, float, float]]]) -> Round:
+Case = Callable[[], Round]
+
+
+def loss_case(tokens: int, chunk_bytes: int) -> Round:
+    """A step of the loss in a process of its own."""
+    ((mib, seconds, loss),) = run_ranks(1, step_of_loss, tokens, chunk_bytes)
+    return {"MiB": mib, "s": seconds, "loss": loss}
+
+
+def exchange_case(document: OneDocument) -> Round:
+    """Core attention on both ranks: the most that either takes."""
+    return {"MiB": max(rank.peak_bytes for rank in run_ranks(document.ranks, take_one_document, document)) / 2**20}
+
+
+def loss_cases(tokens: list[int]) -> dict[str, Case]:
+    """The cases of the loss by name."""
+    return {
+        f"{count} {way}": partial(loss_case, count, chunk_bytes)
+        for count in tokens
+        for way, chunk_bytes in WAYS.items()
+        if way != "own" or fits(count)
+    }
+
+
+def exchange_cases(tokens: int) -> dict[str, Case]:
+    """The cases of the exchange by name."""
+    whole = OneDocument(tokens, 2, 1, 128, None)
+    return {
+        "document in one stage": partial(exchange_case, whole),
+        "document in stages": partial(exchange_case, replace(whole, buffer_bytes=EXCHANGE_BUFFER_BYTES)),
+        "without exchange": partial(exchange_case, replace(whole, documents=tokens // 4096)),
+    }
+
+
+def take(cases: dict[str, Case]) -> Round:
     """Each case once."""
-    figures = {}
-    for name, case in cases.items():
-        figures[f"{name}, MiB"], figures[f"{name}, s"], figures[f"{name}, loss"] = case()
-    return figures
+    return {f"{name}, {unit}": value for name, case in cases.items() for unit, value in case().items()}
+
+
+def ratios_of(cases: dict[str, Case]) -> dict[str, Callable[[Round], float]]:
+    """What is derived from the cases of a round."""
+    ratios: dict[str, Callable[[Round], float]] = {}
+    for name in cases:
+        tokens = name.removesuffix(" own")
+        if name != tokens:
+            for unit in ("MiB", "s", "loss"):
+                ratios[f"{tokens} chunked / own, {unit}"] = over(f"{tokens} chunked, {unit}", f"{name}, {unit}")
+    if "without exchange" in cases:
+        ratios["exchange in stages / in one"] = lambda taken: (
+            (taken["document in stages, MiB"] - taken["without exchange, MiB"])
+            / (taken["document in one stage, MiB"] - taken["without exchange, MiB"])
+        )
+    return ratios
 
 
 def main() -> None:
     """Measure, print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=3)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384], help="of the document")
+    parser.add_argument("--only", choices=("loss", "exchange"), help="these cases alone")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384], help="of the loss's document")
+    parser.add_argument("--document", type=int, default=1 << 18, help="tokens of the exchange's (default: 262144)")
     options = parser.parse_args()
-    cases = {
-        f"{tokens} {way}": lambda tokens=tokens, chunk_bytes=chunk_bytes: run_ranks(
-            1, step_of_loss, tokens, chunk_bytes
-        )[0]
-        for tokens in options.tokens
-        for way, chunk_bytes in WAYS.items()
-        if way != "own" or fits(tokens)
-    }
+    cases: dict[str, Case] = {}
+    if options.only != "exchange":
+        cases |= loss_cases(options.tokens)
+    if options.only != "loss":
+        cases |= exchange_cases(options.document)
     measured = take_rounds(options, partial(take, cases))
-    compared = [tokens for tokens in options.tokens if f"{tokens} own" in cases]
-    ratios = {
-        f"{tokens} chunked / own, {unit}": over(f"{tokens} chunked, {unit}", f"{tokens} own, {unit}")
-        for tokens in compared
-        for unit in ("MiB", "s", "loss")
+    ratios = ratios_of(cases)
+    keys = {
+        "loss_memory_ratio": f"{COMPARED_TOKENS} chunked / own, MiB",
+        "loss_time_ratio": f"{COMPARED_TOKENS} chunked / own, s",
+        "exchange_memory_ratio": "exchange in stages / in one",
     }
     medians = {
-        key: spread([ratios[f"{COMPARED_TOKENS} chunked / own, {unit}"](taken) for taken in measured.ours]).median
-        for key, unit in (("loss_memory_ratio", "MiB"), ("loss_time_ratio", "s"))
-        if COMPARED_TOKENS in compared
+        key: spread([ratios[name](taken) for taken in measured.ours]).median
+        for key, name in keys.items()
+        if name in ratios
     }
     report(measured, ratios, **medians)
 

@@ -19,7 +19,7 @@ from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 
-from .memory import forget_peak, peak_bytes, resident_bytes, return_freed_memory
+from .resident import begin_peak, follow_tensors, peak
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Taken:
     """What one rank found.
 
     Attributes:
-        peak_bytes: the most memory above what was there with q, k, v and do.
+        peak_bytes: the most memory above what was there before q, k, v and do.
         stages: exchanges of K/V rows.
         rows: [T] numbers of the sampled rows that it holds.
         results: o, dq, dk and dv of these rows by name.
@@ -113,29 +113,33 @@ def take_one_document(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
         case: the document.
         sampled: rows of which results are wanted.
     """
-    return_freed_memory()
+    follow_tensors()
+    _take(replace(case, tokens=64 * case.ranks, documents=1))  # code that is loaded, threads that are started
+    return _take(case, sampled)
+
+
+def _take(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
     dispatcher = Dispatcher(case.settings, torch.device("cpu"))
     plan = case.plan()
     length = case.tokens // case.documents
+    dist.barrier()
+    before = begin_peak()
     numbers_T = torch.cat(
         [document * length + torch.arange(start, stop) for document, start, stop in plan.held_by(dist.get_rank())]
     )
     q_THD, k_THD, v_THD = (case.rows(name, numbers_T).requires_grad_() for name in ("q", "k", "v"))
     do_THD = case.rows("do", numbers_T)
-    dist.barrier()
-    forget_peak()
-    before = resident_bytes()
     bound = dispatcher.bind(plan)
     o_THD = disaggregated_attention(q_THD, k_THD, v_THD, None, bound, case.params)
     o_THD.backward(do_THD)
-    peak = peak_bytes() - before
+    taken = peak() - before
     mine = torch.from_numpy(np.flatnonzero(np.isin(numbers_T.numpy(), sampled)))
     gradients = (q_THD.grad, k_THD.grad, v_THD.grad)
     results = {"o": o_THD.detach()[mine]}
     results |= {
         name: x_THD[mine] for name, x_THD in zip(("dq", "dk", "dv"), gradients, strict=True) if x_THD is not None
     }
-    return Taken(peak, len(bound.nano_batches[0].routes[case.kind].stages), numbers_T[mine], results)
+    return Taken(taken, len(bound.nano_batches[0].routes[case.kind].stages), numbers_T[mine], results)
 
 
 def reference(case: OneDocument, sampled: Sequence[int], chunk: int = 512) -> dict[str, Tensor]:

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
-from hf_distca.memory.core_attention import Use, count_core_attention
+from hf_distca.dispatch.arena import rounded_up
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.memory.core_attention import Use, count_core_attention, run_core_attention
 from hf_distca.memory.depth import count_by_layers, repeated_layers, with_layers
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
@@ -73,15 +76,13 @@ def test_exchange_buffers_of_one_document_in_stages():
     kind = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16)
     plan = plan_micro_batch([4 * TOKENS], PlanSettings(2, 2 * TOKENS, (kind,)))
     (nano,) = plan.nano_batches
-    # Rows of K and V, 128 bytes each, that ranks 0 and 1 send, and receive.
-    rows = [[[TOKENS, 0], [TOKENS, 0]], [[TOKENS, TOKENS], [TOKENS, TOKENS]], [[0, TOKENS], [TOKENS, 0]]]
-    assert rows_by_stage(nano.plans[kind]).tolist() == rows
-    sizes = []
+    rows = rows_by_stage(nano.plans[kind])
+    assert len(rows) == 3
     for rank in range(2):
         parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), without_numbers())
-        sizes.append(parts["exchange buffers"])
-    # Two stages are under way at once. Rank 1 has rows in one of them only; what is empty takes a page.
-    assert sizes == [4 * TOKENS * 128 + 2 * 4096, 3 * TOKENS * 128 + 3 * 4096]
+        # Rows of K and V of 128 bytes, sent and received, in memory of their own for each of three stages.
+        expected = sum(rounded_up(128 * int(most)) for most in rows[:, :, rank].flat)
+        assert parts["exchange buffers"] == expected + 4096  # no queries: a page
 
 
 def test_a_copy_of_a_model_takes_what_the_model_does():
@@ -111,3 +112,25 @@ def test_a_deep_model_is_counted_by_a_few_layers(model_type, config, period, che
     assert repeated_layers(model_of_config(deep, torch.float32, without_numbers())) == period
     assert with_layers(deep, 2).num_hidden_layers == 2
     assert count_by_layers(count, deep, period) == count(deep)
+
+
+def _buffers(ping_pong: bool) -> tuple[int, int]:
+    """Bytes that the exchange of this rank took in a layer's forward and backward, and those that are counted."""
+    (kind,) = small_kinds()
+    settings = PlanSettings(
+        dist.get_world_size(), TOKENS, (kind,), 4, exchange_buffer_bytes=200 * 128, ping_pong=ping_pong
+    )
+    plan = plan_micro_batch([900, 500, 300, 200, 100, 40], settings)
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    bound = dispatcher.bind(plan)
+    assert bound.stages > 2
+    run_core_attention(bound, kind, torch.float32)
+    use = Use(counted_kernel("cpu"))
+    parts = count_core_attention(plan, kind, torch.float32, dist.get_rank(), use, without_numbers())
+    return dispatcher.exchange._arena.size(), parts["exchange buffers"]
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_buffers_are_those_that_ranks_take(rank_pools, ping_pong):
+    for taken, counted_bytes in rank_pools[2].run(_buffers, ping_pong):
+        assert taken == counted_bytes

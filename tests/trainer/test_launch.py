@@ -93,6 +93,7 @@ def test_resuming(strategy, name, launched):
         "head with adapters",
         "head trained whole",
         "tied",
+        "MLP in chunks",
     ),
 )
 def test_few_steps(strategy, name, launched, expected):

@@ -53,6 +53,22 @@ def test_fused_sum(sum_rows, sources, dtype, numbers, monkeypatch):
     torch.testing.assert_close(out, expected, rtol=2**-7 if dtype == torch.bfloat16 else 0, atol=0)
 
 
+def test_stages_of_bfloat16_add_up_in_float32(sum_rows):
+    targets = [np.arange(4), np.array([2, 0, 2])]
+    generator = torch.Generator().manual_seed(0)
+    total = strided(4, 6, torch.float32, generator).contiguous()
+    rows = strided(3, 6, torch.bfloat16, generator)
+    expected = total.clone()
+    expected[0] += rows[1]
+    expected[2] += rows[0].float() + rows[2].float()
+    of_cpu = RowSum(targets, 4, IndexBuffer(CPU)).add_up([total.clone(), rows])
+    torch.testing.assert_close(of_cpu, expected, rtol=1e-6, atol=1e-6)
+
+    table = _Addends(targets, 4, True, IndexBuffer(CPU))
+    sum_rows(total, table.rows_W, table.ends_W, table.addends_A, [total, rows], True)
+    torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("onto", [False, True], ids=["anew", "onto"])

@@ -63,18 +63,20 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("model_type", [*MODELS, *MORE])
 @pytest.mark.parametrize(
-    ("layout", "turns", "checkpoint"),
+    ("layout", "turns", "checkpoint", "stage_rows"),
     [
-        ("joint", False, "none"),
-        ("fixed", True, "none"),
-        ("joint", True, "non-reentrant"),
-        ("joint", True, "reentrant"),
+        ("joint", False, "none", None),
+        ("fixed", True, "none", None),
+        ("joint", True, "non-reentrant", None),
+        ("joint", True, "reentrant", None),
+        ("joint", False, "none", 200),
+        ("fixed", True, "non-reentrant", 100),
     ],
 )
-def test_step(group, model_type, layout, turns, checkpoint):
+def test_step(group, model_type, layout, turns, checkpoint, stage_rows):
     with without_numbers(CUDA):
         model = empty_model(model_type, CUDA, **{**SMALL, **{**MODELS, **MORE}[model_type]})
-        mode, kernel = run(model, group, layout, turns, checkpoint, CUDA)
+        mode, kernel = run(model, group, layout, turns, checkpoint, CUDA, stage_rows)
     check_rows(kernel)
     kinds = {call.what for call in mode.calls if call.owner == "dispatch"}
     assert {"attention", "exchange", "copy", "view"} <= kinds

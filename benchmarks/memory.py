@@ -6,7 +6,8 @@ in the step, above what it held before.
 
 The exchange: core attention of one document of 262144 tokens over two ranks, forward and backward, one head of 128
 numbers in float32, with K/V rows all at once and 16 MiB of them at a time. The same rows as documents of 4096 tokens
-exchange nothing: what a rank holds above that is what the exchange takes. A case takes many minutes.
+exchange nothing: what a rank holds above that is what the exchange takes. A case takes many minutes; with --document
+a shorter one, and as much less of K and V at a time.
 
 Run: python benchmarks/memory.py --only loss [--rounds 3] [--tokens 4096 8192 16384]
      python benchmarks/memory.py --only exchange --rounds 1 [--document 262144]
@@ -37,7 +38,8 @@ WAYS = {"own": 0, "chunked": DistCAConfig.loss_chunk_bytes}
 """Ways to compute the loss, and their loss_chunk_bytes."""
 COMPARED_TOKENS = 8192
 """Of which the JSON object gives the ratios."""
-EXCHANGE_BUFFER_BYTES = 1 << 24
+EXCHANGE_BUFFER_BYTES = 64
+"""For each token of the document: 16 MiB for 262144 of them."""
 OWN_LOGITS = 3.5
 """The model's own loss holds so many float32 tensors of tokens × vocabulary at most."""
 
@@ -100,7 +102,7 @@ def exchange_cases(tokens: int) -> dict[str, Case]:
     whole = OneDocument(tokens, 2, 1, 128, None)
     return {
         "document in one stage": partial(exchange_case, whole),
-        "document in stages": partial(exchange_case, replace(whole, buffer_bytes=EXCHANGE_BUFFER_BYTES)),
+        "document in stages": partial(exchange_case, replace(whole, buffer_bytes=EXCHANGE_BUFFER_BYTES * tokens)),
         "without exchange": partial(exchange_case, replace(whole, documents=tokens // 4096)),
     }
 

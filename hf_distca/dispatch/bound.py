@@ -139,7 +139,9 @@ class BoundRoutes:
         self.own_in_backward: tuple[Tasks, ...] = ("own",)
         if turn == "alone" and groups:
             self.own_in_backward = ("own 1/2", "own 2/2")
-            halves = routes.own.halves(plan.window)
+            # The later rows first: they see more keys, and most memory is taken before there are sums to add to.
+            earlier, later = routes.own.halves(plan.window)
+            halves = (later, earlier) if len(later.q_lens) else (earlier, later)
             own.update(zip(self.own_in_backward, halves, strict=True))
         groups |= {(tasks, 0): group for tasks, group in own.items() if len(group.q_lens)}
         self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items()}

@@ -103,13 +103,11 @@ def _group(
         tasks: [n] the tasks that `reads.task` counts.
         place: [n] where the first query row of each is.
         received: the K/V rows of the stage.
-        causal: whether the keys' order matters; else they are taken as they lie, which may save gathering them.
+        causal: whether the keys' order matters.
     """
     q_lens, count = reads.queries.lengths, len(reads.task)
     first = place[reads.task] + reads.queries.start - tasks.rows.start[reads.task]
-    k_rows = received.find(reads.keys)
-    read_of_row = np.repeat(np.repeat(np.arange(count), reads.counts), reads.keys.lengths)
-    k_lens = np.bincount(read_of_row, minlength=count)
-    if not causal:
-        k_rows = k_rows[np.lexsort((k_rows, read_of_row))]
+    read = np.repeat(np.arange(count), reads.counts)
+    k_lens = np.bincount(read, weights=reads.keys.lengths, minlength=count).astype(np.int64)
+    k_rows = received.find(reads.keys, None if causal else read)
     return TaskGroup(q_lens, k_lens, expand(first, q_lens), k_rows, reads.pairs)

@@ -92,11 +92,21 @@ class Received:
         self._rows = came.rows[order]
         self._position = (np.cumsum(lengths) - lengths)[order]
 
-    def find(self, rows: Intervals) -> ReceivedRows:
-        """The received rows that these rows of documents are, interval after interval."""
+    def find(self, rows: Intervals, reads: IntArray | None = None) -> ReceivedRows:
+        """The received rows that these rows of documents are, interval after interval.
+
+        Args:
+            rows: [n] rows of documents.
+            reads: [n] increasing; the rows of intervals with the same number may come in any order, and come as they
+                lie, which may save gathering them. None: all rows come in the order of the intervals.
+        """
         found = rows.overlaps(self._rows)
-        into = found.rows.start - self._rows.start[found.second]
-        return expand(self._position[found.second] + into, found.rows.lengths)
+        position = self._position[found.second] + found.rows.start - self._rows.start[found.second]
+        lengths = found.rows.lengths
+        if reads is not None:
+            order = np.lexsort((position, reads[found.first]))
+            position, lengths = position[order], lengths[order]
+        return expand(position, lengths)
 
 
 def any_query_crosses(plan: Plan) -> bool:

@@ -22,7 +22,7 @@ from hf_distca.memory.core_attention import Use, count_core_attention
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.metrics import bytes_between
+from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.stages import rows_by_stage
 
@@ -85,8 +85,8 @@ def show_table() -> None:
                 "stages": len(rows),
                 "stage_mib": int(rows.max()) * row_bytes.kv / 2**20,
                 "one_stage_mib": int(rows_by_stage(replace(plan, stage_rows=None)).max()) * row_bytes.kv / 2**20,
-                "layer_forward_gb_busiest_rank": int(bytes_between(plan, row_bytes).max()) / 1e9,
-                "layer_forward_gb_all_ranks": int(bytes_between(plan, row_bytes)[0].sum()) / 1e9,
+                "layer_forward_gb_busiest_rank": int(bytes_moved(plan, row_bytes).max()) / 1e9,
+                "layer_forward_gb_all_ranks": int(bytes_moved(plan, row_bytes)[0].sum()) / 1e9,
             }
         )
     table(list(found[0]), [[f"{value:.4g}" for value in row.values()] for row in found])

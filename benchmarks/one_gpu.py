@@ -54,7 +54,7 @@ from hf_distca import PlanSettings
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import RowBytes, pairs
-from hf_distca.planner.metrics import bytes_between
+from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
 
 WAYS = ("packed", "whole", "context", "fixed", "joint")
@@ -160,9 +160,9 @@ def work_planned(plan: MicroBatchPlan, kind: AttentionKind, row_bytes: RowBytes)
 def _bytes(plan: Any, kind: AttentionKind, row_bytes: RowBytes) -> list[tuple[np.ndarray, np.ndarray]]:
     """Bytes that each rank sends and receives, in the forward and in the backward."""
     # Bytes grow with those of each kind of row, so that differences count the rows of it.
-    once = bytes_between(plan, RowBytes(q=1, kv=1, o=1))
-    q_out, q_in = bytes_between(plan, RowBytes(q=2, kv=1, o=1)) - once
-    k_out, k_in = bytes_between(plan, RowBytes(q=1, kv=2, o=1)) - once
+    once = bytes_moved(plan, RowBytes(q=1, kv=1, o=1))
+    q_out, q_in = bytes_moved(plan, RowBytes(q=2, kv=1, o=1)) - once
+    k_out, k_in = bytes_moved(plan, RowBytes(q=1, kv=2, o=1)) - once
     lse = kind.q_heads * LSE_BYTES
     there, back = row_bytes.q, row_bytes.o + lse
     forward = (q_out * there + k_out * row_bytes.kv + q_in * back, q_in * there + k_in * row_bytes.kv + q_out * back)

@@ -118,6 +118,8 @@ class Plan:
         window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
         stage_rows: K/V rows travel between ranks in stages, one after another, in each of which a rank sends and
             receives at most so many; with a window, receives so many or two windows. None: all at once.
+        nodes: [workers] the node of each worker. A K/V row that several ranks of another node read goes to one of
+            them, which passes it on to the others. None: it goes to each of them from where it is held.
     """
 
     layout: Layout
@@ -125,6 +127,7 @@ class Plan:
     workers: int
     window: int | None = None
     stage_rows: int | None = None
+    nodes: tuple[int, ...] | None = None
 
     def first_key(self) -> NDArray[np.int64]:
         """[tasks] int64: first K/V row that each task needs."""

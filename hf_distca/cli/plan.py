@@ -19,7 +19,7 @@ from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
-from hf_distca.planner.metrics import bytes_between, loads_of
+from hf_distca.planner.metrics import bytes_moved, loads_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 from hf_distca.planner.stages import rows_by_stage
 
@@ -212,7 +212,7 @@ def _figures(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings) 
     """What the plan achieves and costs, all nano-batches together."""
     plans = [nano.plans[kind] for nano in plan.nano_batches]
     loads = np.sum([loads_of(each) for each in plans], axis=0)
-    moved = np.sum([bytes_between(each, settings.row_bytes(kind)) for each in plans], axis=0)
+    moved = np.sum([bytes_moved(each, settings.row_bytes(kind)) for each in plans], axis=0)
     rows = np.concatenate([each.tasks["stop"] - each.tasks["start"] for each in plans])
     return {
         "max_over_mean": float(loads.max() / loads.mean()),

@@ -18,7 +18,7 @@ from hf_distca.kernels import AttentionParams, Kernel
 from hf_distca.memory.live import LiveMemory, Part
 from hf_distca.memory.stand_ins import CountedExchange, CountedResults
 from hf_distca.plan import AttentionKind, MicroBatchPlan
-from hf_distca.planner.metrics import bytes_between
+from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.micro_batch import PlanSettings
 
 HOST = torch.device("cpu")
@@ -47,7 +47,7 @@ class Use:
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
     """The rank through which the most bytes of a layer's exchanges go."""
     kind = settings.dominant_kind
-    moved = np.sum([bytes_between(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches], axis=0)
+    moved = np.sum([bytes_moved(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches], axis=0)
     return int(moved.sum(0)[: settings.ranks].argmax())
 
 

@@ -1,5 +1,6 @@
 """What a plan achieves: balance, bytes and sizes of tasks, counted from its segments and tasks alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,12 @@ from numpy.typing import NDArray
 from hf_distca.plan import Plan
 from hf_distca.planner.cost import RowBytes, Workers, pairs
 from hf_distca.planner.intervals import Intervals, by_document, union
+from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
+from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.passed_on import pass_on
+
+WITHIN, BETWEEN = 0, 1
+"""Links inside a node, and between nodes."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ def measure(
     rows = plan.tasks["stop"] - plan.tasks["start"]
     below = rows < balance_block_size
     at_end = plan.tasks["stop"] == plan.layout.lengths[plan.tasks["document"]]
-    moved = bytes_between(plan, row_bytes or RowBytes())
+    moved = bytes_moved(plan, row_bytes or RowBytes())
     return PlanMetrics(
         max_over_mean=float(workers.finishing(loads).max() / ideal) if ideal else 1.0,
         tokens_max_over_mean=float(tokens.max() / tokens.mean()) if tokens.any() else 1.0,
@@ -88,16 +95,33 @@ def measure(
     )
 
 
-def bytes_between(plan: Plan, row_bytes: RowBytes) -> NDArray[np.int64]:
+def bytes_moved(plan: Plan, row_bytes: RowBytes) -> NDArray[np.int64]:
     """[2, workers] int64: bytes that each worker sends and receives in one layer's forward."""
-    sent_received = np.zeros((2, plan.workers), np.int64)
+    moved: NDArray[np.int64] = bytes_by_link(plan, row_bytes, plan.nodes or (0,) * plan.workers).sum(axis=0)
+    return moved
+
+
+def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> NDArray[np.int64]:
+    """[2, 2, workers] int64: bytes that each worker sends and receives in one layer's forward, WITHIN its node and
+    BETWEEN nodes.
+
+    Args:
+        plan: the plan; if it knows of nodes itself, K/V rows that cross to a node once are counted so.
+        row_bytes: bytes of the rows.
+        nodes: [workers] the node of each worker.
+    """
+    moved = np.zeros((2, 2, plan.workers), np.int64)
     segments = by_document(plan.layout.segments)
     held, home = Intervals.of(segments), segments["rank"]
+    node = np.asarray(nodes)
 
     def add(source: NDArray[np.int64], target: NDArray[np.int64], amount: NDArray[np.int64]) -> None:
         away = source != target
-        np.add.at(sent_received[0], source[away], amount[away])
-        np.add.at(sent_received[1], target[away], amount[away])
+        source, target, amount = source[away], target[away], amount[away]
+        between = node[source] != node[target]
+        for link, these in ((WITHIN, ~between), (BETWEEN, between)):
+            np.add.at(moved[link, 0], source[these], amount[these])
+            np.add.at(moved[link, 1], target[these], amount[these])
 
     # Q goes from where it lies to the task's worker, and O back.
     queries = Intervals.of(plan.tasks).overlaps(held)
@@ -105,9 +129,26 @@ def bytes_between(plan: Plan, row_bytes: RowBytes) -> NDArray[np.int64]:
     add(holder, worker, queries.rows.lengths * row_bytes.q)
     add(worker, holder, queries.rows.lengths * row_bytes.o)
 
-    # K and V: every row that a worker's tasks read goes there once.
+    # K and V: every row that a worker's tasks read goes there once, or is passed on to it.
     needed = Intervals(plan.tasks["document"], plan.first_key(), plan.tasks["stop"])
     reader, read = union(plan.tasks["worker"], needed)
     keys = read.overlaps(held)
-    add(home[keys.second], reader[keys.first], keys.rows.lengths * row_bytes.kv)
-    return sent_received
+    moves = Moves.from_segments(keys.rows, segments[keys.second], reader[keys.first])
+    hops = pass_on(moves, plan.nodes, plan.layout.ranks)
+    for hop in (hops.first, hops.second):
+        add(hop.source, hop.target, hop.rows.lengths * row_bytes.kv)
+    return moved
+
+
+def link_seconds(
+    moved: NDArray[np.int64], node_bandwidth: float = NODE_BANDWIDTH, network_bandwidth: float = NETWORK_BANDWIDTH
+) -> float:
+    """Seconds that the busiest link takes for its bytes.
+
+    Args:
+        moved: [2, 2, workers] as `bytes_by_link` gives them.
+        node_bandwidth: GB/s that a worker sends, and receives, inside its node.
+        network_bandwidth: GB/s that it sends, and receives, between nodes.
+    """
+    within, between = (int(moved[link].max(initial=0)) for link in (WITHIN, BETWEEN))
+    return max(within / node_bandwidth, between / network_bandwidth) / 1e9

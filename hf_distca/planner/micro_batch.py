@@ -11,8 +11,9 @@ from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Pla
 from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
-from hf_distca.planner.metrics import bytes_between, loads_of
+from hf_distca.planner.metrics import bytes_moved, loads_of
 from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
+from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.stages import EXCHANGE_BUFFER_BYTES, with_stages
 
 
@@ -35,6 +36,11 @@ class PlanSettings:
         exchange_buffer_bytes: the most bytes of K/V rows that a rank sends, and receives, at a time.
         kernel: name of the attention kernel, whose costs these are; "auto" for the one of the device that suits most
             models.
+        ranks_per_node: how many consecutive ranks share a node: one number, or one for each node. With 1, or with all
+            ranks on one node, all links are alike.
+
+    Raises:
+        ValueError: nodes have another number of ranks together.
     """
 
     ranks: int
@@ -49,6 +55,16 @@ class PlanSettings:
     ping_pong: bool = False
     exchange_buffer_bytes: int = EXCHANGE_BUFFER_BYTES
     kernel: str = "auto"
+    ranks_per_node: int | tuple[int, ...] = 1
+
+    def __post_init__(self) -> None:
+        node_sizes(self.ranks, self.ranks_per_node)
+
+    @property
+    def nodes(self) -> tuple[int, ...] | None:
+        """[ranks] the node of each rank; None where all links are alike."""
+        sizes = node_sizes(self.ranks, self.ranks_per_node)
+        return None if len(sizes) in (1, self.ranks) else nodes_of(sizes)
 
     @property
     def dominant_kind(self) -> AttentionKind:
@@ -179,7 +195,7 @@ def _summary(lengths: NDArray[np.int64], nano_batches: list[NanoBatch], settings
     as_packed = np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks)
     plans = [nano.plans[kind] for nano in nano_batches]
     planned = np.sum([loads_of(plan) for plan in plans], axis=0)
-    moved = np.sum([bytes_between(plan, settings.row_bytes(kind)) for plan in plans], axis=0)
+    moved = np.sum([bytes_moved(plan, settings.row_bytes(kind)) for plan in plans], axis=0)
     return PlanSummary(
         packed_max_over_mean=float(as_packed.max() / as_packed.mean()),
         max_over_mean=float(planned.max() / planned.mean()),

@@ -199,7 +199,7 @@ class _Search:
             self.room[worker] -= amount
 
     def _traffic(self, doc: int, spans: list[Span]) -> Traffic:
-        """Bytes that a document causes if these are its tasks; what metrics.bytes_between counts for it."""
+        """Bytes that a document causes if these are its tasks; what metrics.bytes_moved counts for it."""
         size, window = self.row_bytes, self.rows.window
         traffic: Traffic = {}
         there: dict[int, int] = {}  # worker -> end of the K/V rows that its tasks so far need

@@ -50,7 +50,7 @@ def loads_by_row(plan: Plan) -> list[int]:
 
 
 def bytes_by_row(plan: Plan, row_bytes: RowBytes) -> tuple[list[int], list[int]]:
-    """(sent, received) by each worker, counted row by row: the readable form of metrics.bytes_between."""
+    """(sent, received) by each worker, counted row by row: the readable form of metrics.bytes_moved."""
     home = {
         (document, row): rank
         for document, start, stop, rank, _ in plan.layout.segments.tolist()

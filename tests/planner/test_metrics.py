@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_between, loads_of, measure, query_rows_of
+from hf_distca.planner.metrics import bytes_moved, loads_of, measure, query_rows_of
 from tests.planner.drawn_plans import drawn_plans
 from tests.planner.plan_checks import bytes_by_row, loads_by_row
 
@@ -20,7 +20,7 @@ def test_one_moved_task():
     # Rows 2 and 3 of a document of 4 go to rank 1, which needs K/V rows 0 to 3 for them.
     plan = plan_of([[4], [1]], [(0, 0, 2, 0), (0, 2, 4, 1), (1, 0, 1, 1)], 2)
     metrics = measure(plan, BYTES, balance_block_size=2)
-    assert bytes_between(plan, BYTES).tolist() == [[2 * 100 + 4 * 10, 2 * 1000], [2 * 1000, 2 * 100 + 4 * 10]]
+    assert bytes_moved(plan, BYTES).tolist() == [[2 * 100 + 4 * 10, 2 * 1000], [2 * 1000, 2 * 100 + 4 * 10]]
     assert metrics.bytes_total == 2240
     assert metrics.bytes_bottleneck == 2000
     assert metrics.max_over_mean == pytest.approx(8 / 5.5)
@@ -32,12 +32,12 @@ def test_one_moved_task():
 def test_a_kv_row_counts_once_per_worker_and_not_where_it_lives():
     # The document lies on ranks 0 and 1; rank 1 computes all of it but needs only the K/V rows of rank 0.
     plan = plan_of([[4]], [(0, 0, 1, 0), (0, 1, 4, 1)], 2, ranks=2)
-    assert bytes_between(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
+    assert bytes_moved(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
 
 
 def test_a_window_needs_only_the_rows_it_reaches():
     plan = plan_of([[6], []], [(0, 0, 5, 0), (0, 5, 6, 1)], 2, window=2)
-    assert bytes_between(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
+    assert bytes_moved(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
 
 
 def test_nothing_costs_nothing():
@@ -58,4 +58,4 @@ def test_finishing_time_counts_speed_and_base_load():
 def test_bytes_and_loads_are_those_counted_row_by_row(plan):
     assert loads_of(plan).tolist() == loads_by_row(plan)
     assert query_rows_of(plan).sum() == plan.layout.lengths.sum()
-    assert tuple(bytes_between(plan, BYTES).tolist()) == bytes_by_row(plan, BYTES)
+    assert tuple(bytes_moved(plan, BYTES).tolist()) == bytes_by_row(plan, BYTES)

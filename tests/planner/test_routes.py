@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_between
+from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.routes import TaskGroup, tasks_at_home
 from tests.planner.carried_out import local_rows, messages_of, routes_of
 from tests.planner.drawn_plans import drawn_plans
@@ -96,7 +96,7 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
         counts.append(sent)
     queries, *keys = counts
     moved = queries * BYTES.q + queries.T * BYTES.o + sum(keys) * BYTES.kv
-    assert [moved.sum(1).tolist(), moved.sum(0).tolist()] == bytes_between(plan, BYTES).tolist()
+    assert [moved.sum(1).tolist(), moved.sum(0).tolist()] == bytes_moved(plan, BYTES).tolist()
 
 
 @given(drawn_plans())

@@ -1,0 +1,45 @@
+"""Nodes: ranks whose links to each other are faster than those to other ranks."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+NODE_BANDWIDTH = 450.0
+"""GB/s that a GPU sends, and receives, inside its node: NVLink of an H100 or H200."""
+NETWORK_BANDWIDTH = 50.0
+"""GB/s that a GPU sends, and receives, between nodes: a network port of 400 Gbit/s for each GPU."""
+
+
+def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
+    """[nodes] how many ranks each node has, consecutive ones.
+
+    Args:
+        ranks: of all nodes.
+        ranks_per_node: one number for all nodes, or one for each.
+
+    Raises:
+        ValueError: a number is not positive, or they do not add up to the ranks.
+    """
+    if isinstance(ranks_per_node, int):
+        if ranks_per_node < 1 or ranks % ranks_per_node:
+            raise ValueError(
+                f"{ranks} ranks cannot be divided into nodes of {ranks_per_node}; give one number for each node, such "
+                f"as {ranks_per_node},{max(ranks - ranks_per_node, 1)}, or 1 for links that are all alike"
+            )
+        return (ranks_per_node,) * (ranks // ranks_per_node)
+    sizes = tuple(ranks_per_node)
+    if min(sizes, default=0) < 1 or sum(sizes) != ranks:
+        raise ValueError(
+            f"nodes of {', '.join(map(str, sizes))} ranks have {sum(sizes)} together, but {ranks} ranks train; give "
+            "the number of ranks of every node, in the order of the ranks"
+        )
+    return sizes
+
+
+def nodes_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """[ranks] the node of each rank.
+
+    Args:
+        sizes: [nodes] how many ranks each node has.
+    """
+    return tuple(np.repeat(np.arange(len(sizes)), sizes).tolist())

@@ -1,0 +1,109 @@
+"""K/V rows that cross to a node once and are passed on inside it.
+
+Between nodes a byte takes about nine times as long as inside one, and ranks of a node often read the same rows of a
+long document. Such rows go to one of these ranks, and from there to the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_distca.planner.intervals import Intervals, expand
+from hf_distca.planner.routes.moves import Moves
+
+PIECE = 128
+"""Rows, a kernel block. What several ranks of a node read is divided among them to be passed on, in pieces of so many
+rows at least."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hops:
+    """Moves in two hops: every worker receives the same rows as in one.
+
+    Attributes:
+        first: from the rank that holds the rows.
+        second: from a rank that has received the rows in the first hop; `local` still is where the rows lie at the
+            rank that holds them.
+    """
+
+    first: Moves
+    second: Moves
+
+
+def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
+    """Let rows that several ranks of another node receive go there once.
+
+    A document's rows go the same way whatever other documents there are.
+
+    Args:
+        moves: K/V rows, each once per worker.
+        nodes: [workers] the node of each worker; None: nothing is passed on.
+        ranks: number of ranks; workers from this number on are servers, which get their rows directly.
+    """
+    none = np.zeros(0, np.int64)
+    if nodes is None:
+        return Hops(moves, moves[none])
+    node = np.asarray(nodes, np.int64)
+    crossing = (node[moves.source] != node[moves.target]) & (moves.target < ranks)
+    crossed = moves[crossing]
+    if not len(crossed.target):
+        return Hops(moves, crossed)
+
+    # 1. Cut the moves into one node where any of them begins or ends: of a part, every target gets all rows.
+    into = node[crossed.target] * (int(crossed.rows.document.max()) + 1) + crossed.rows.document
+    keyed = Intervals(into, crossed.rows.start, crossed.rows.stop)
+    parts = _between_borders(keyed)
+    overlaps = keyed.overlaps(parts)
+    which, part = overlaps.first, overlaps.second
+    order = np.lexsort((crossed.target[which], part))
+    which, part = which[order], part[order]
+    readers = np.bincount(part, minlength=len(parts))
+    first_reader = np.cumsum(readers) - readers
+
+    # 2. Divide each part among its readers, and let each piece cross to one of them: in turns, beginning with another
+    #    one in every part.
+    pieces = np.minimum(readers, np.maximum(parts.lengths // PIECE, 1))
+    of_part = np.repeat(np.arange(len(parts)), pieces)
+    nth = expand(np.zeros_like(pieces), pieces)
+    share, more = np.divmod(parts.lengths, pieces)
+    begin = parts.start[of_part] + nth * share[of_part] + np.minimum(nth, more[of_part])
+    end = begin + share[of_part] + (nth < more[of_part])
+    group_first = np.searchsorted(parts.document, parts.document)
+    turn = (nth + (np.arange(len(parts)) - group_first)[of_part]) % readers[of_part]
+    gateway_move = which[first_reader[of_part] + turn]
+    gateway = crossed.target[gateway_move]
+
+    # 3. The first hop goes to the gateways, the second from there to the other readers.
+    first_row = crossed.rows.start[gateway_move]
+    hop = crossed.pieces(gateway_move, begin - first_row, end - first_row)
+    others = readers[of_part]
+    piece = np.repeat(np.arange(len(of_part)), others)
+    reader = which[expand(first_reader[of_part], others)]
+    elsewhere = crossed.target[reader] != gateway[piece]
+    piece, reader = piece[elsewhere], reader[elsewhere]
+    second = Moves(hop.rows[piece], gateway[piece], crossed.target[reader], hop.local[piece])
+    kept = moves[~crossing]
+    return Hops(_joined(kept, hop), second)
+
+
+def _between_borders(intervals: Intervals) -> Intervals:
+    """The rows of some intervals, cut wherever one begins or ends; by (document, start)."""
+    document = np.concatenate([intervals.document, intervals.document])
+    row = np.concatenate([intervals.start, intervals.stop])
+    opened = np.repeat([1, -1], len(intervals))
+    order = np.lexsort((row, document))
+    document, row, opened = document[order], row[order], opened[order]
+    covered = np.cumsum(opened)[:-1] > 0
+    within = covered & (document[1:] == document[:-1]) & (row[1:] > row[:-1])
+    return Intervals(document[:-1][within], row[:-1][within], row[1:][within])
+
+
+def _joined(one: Moves, other: Moves) -> Moves:
+    document, start, stop = (
+        np.concatenate([getattr(each.rows, name) for each in (one, other)]) for name in ("document", "start", "stop")
+    )
+    source, target, local = (
+        np.concatenate([getattr(each, name) for each in (one, other)]) for name in ("source", "target", "local")
+    )
+    return Moves(Intervals(document, start, stop), source, target, local)

@@ -11,20 +11,38 @@ Rows move in few and cheap tasks:
 Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
 worker is within the tolerance. Swaps of work then relieve the busiest worker (`swapped`). What tasks
 below a block are not needed for the balance are taken out (`without_short`).
+
+Where links between nodes are slower than inside them all this is done twice: for nodes, and inside each of them
+(two_levels.py).
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.plan import Layout, Plan
-from hf_distca.planner.balancing_pass import BalancingPass, Prices
-from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers
+from hf_distca.planner.balancing_pass import BalancingPass, Goal, Prices
+from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import check_settings
 from hf_distca.planner.shifted import ShiftedRows, merged
 from hf_distca.planner.short_tasks import without_short
 from hf_distca.planner.swaps import swapped
+from hf_distca.planner.two_levels import (
+    check_nodes,
+    ideals_inside,
+    layout_of_nodes,
+    tasks_of_workers,
+    workers_of_nodes,
+)
 
 AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
 """Flows aim at this share of the tolerance, pass after pass; rounding to rows has the rest."""
+NODES_SHARE = 0.5
+"""Share of the tolerance by which nodes may differ; the rest is for the workers of a node."""
+LEAST_INSIDE = 0.25
+"""Share of the tolerance that workers of a node have in any case, however much the node has to do."""
 NEARLY = 0.15
 """A layout whose last worker finishes within this share of the limit hardly needs balancing."""
 
@@ -33,6 +51,7 @@ def balance(
     layout: Layout,
     *,
     workers: Workers | None = None,
+    nodes: Sequence[int] | None = None,
     window: int | None = None,
     balance_tolerance: float = BALANCE_TOLERANCE,
     balance_block_size: int = 128,
@@ -46,6 +65,7 @@ def balance(
         layout: where the rows are; they stay there.
         workers: speeds and base loads; worker r < layout.ranks is rank r, further ones hold no rows. None for
             the ranks alone, all equal.
+        nodes: [workers] the node of each worker, those of ranks numbered in their order; None: all links are alike.
         window: width of the sliding window; None for full causal attention.
         balance_tolerance: how far above the ideal finishing time the last worker may finish, measured on the plan
             returned, as a fraction of that time. Where whole rows cannot reach it, the best found: 0 is as fine as
@@ -59,7 +79,7 @@ def balance(
             side of one that moves, compared with a byte sent.
 
     Raises:
-        ValueError: settings out of range, or fewer workers than ranks.
+        ValueError: settings out of range, fewer workers than ranks, or nodes of other workers.
     """
     check_settings(balance_tolerance, balance_block_size, window)
     workers = workers or Workers.uniform(layout.ranks)
@@ -71,22 +91,97 @@ def balance(
     rows = ShiftedRows.of(layout, window, row_overhead, balance_block_size)
     row_bytes = row_bytes or RowBytes()
     prices = Prices.of(row_bytes, rows, gather_cost)
-    tasks = rows.tasks_as_laid_out()
-    loads = rows.loads(tasks, len(workers))
-    limit = workers.ideal(int(loads.sum())) * (1 + balance_tolerance)
-    as_laid_out = float(workers.finishing(loads).max())
-    best, best_time = tasks, as_laid_out
-    for aim in AIM:
-        if best_time <= limit or not len(tasks):
-            break
-        tasks = BalancingPass(tasks, rows, workers, prices, balance_tolerance, aim, balance_block_size).run()
-        finish = float(workers.finishing(rows.loads(tasks, len(workers))).max())
-        if finish < best_time:
-            best, best_time = tasks, finish
-    most = (max(limit, best_time) - np.asarray(workers.base_load)) * np.asarray(workers.speed)
-    if as_laid_out > limit * (1 + NEARLY):  # else nearly all tasks are at home, and few bytes can be saved
-        room = (most - rows.loads(best, len(workers))).tolist()
-        best = merged(swapped(best, rows, room, row_bytes, balance_block_size))
-    room = (most - rows.loads(best, len(workers))).tolist()
-    best = merged(without_short(best, rows.segments, rows.stops, room, rows.pair_window, balance_block_size))
-    return rows.plan(best, len(workers))
+    search = _Search(rows, workers, row_bytes, prices, balance_tolerance, balance_block_size)
+    if nodes is None:
+        return rows.plan(search.over_all(), len(workers))
+    check_nodes(nodes, layout.ranks, len(workers))
+    rows_of_nodes = ShiftedRows.of(layout_of_nodes(layout, nodes), window, row_overhead, balance_block_size)
+    over_nodes = replace(
+        search,
+        rows=rows_of_nodes,
+        workers=workers_of_nodes(workers, nodes),
+        tolerance=balance_tolerance * NODES_SHARE,
+    )
+    tasks = search.inside(over_nodes.over_all(), nodes)
+    return replace(rows.plan(tasks, len(workers)), nodes=tuple(nodes))
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Looks for tasks.
+
+    Attributes:
+        rows: where the rows are.
+        workers: speeds and base loads.
+        row_bytes: bytes of the rows.
+        prices: what giving costs.
+        tolerance: how far above the ideal the last worker may finish, as a fraction of it.
+        block: rows of a kernel block.
+    """
+
+    rows: ShiftedRows
+    workers: Workers
+    row_bytes: RowBytes
+    prices: Prices
+    tolerance: float
+    block: int
+
+    def over_all(self) -> NDArray[np.void]:
+        """Tasks for which anybody gives to anybody."""
+        tasks = self.rows.tasks_as_laid_out()
+        ideal = self.workers.ideal(int(self._loads(tasks).sum()))
+        limit = ideal * (1 + self.tolerance)
+        as_laid_out = self._finish(tasks)
+        goals = (Goal(ideal * (1 + share * self.tolerance), limit, self.tolerance) for share in AIM)
+        best = self._passes(tasks, goals, limit)
+        most = max(limit, self._finish(best))
+        if as_laid_out > limit * (1 + NEARLY):  # else nearly all tasks are at home, and few bytes can be saved
+            best = merged(swapped(best, self.rows, self._room(best, most), self.row_bytes, self.block))
+        return self._without_short(best, most)
+
+    def inside(self, of_nodes: NDArray[np.void], nodes: Sequence[int]) -> NDArray[np.void]:
+        """Tasks of nodes, given to the workers of each; none leaves its node.
+
+        Args:
+            of_nodes: [tasks] of dtype TASK, whose workers are nodes.
+            nodes: [workers] the node of each worker.
+        """
+        total = int(pairs(of_nodes["start"], of_nodes["stop"], self.rows.pair_window).sum())
+        limit = self.workers.ideal(total) * (1 + self.tolerance)
+        tasks = tasks_of_workers(of_nodes, self.rows, self.workers, nodes, limit, self.block)
+        ideal = ideals_inside(self._loads(tasks), self.workers, nodes)
+        limits = np.maximum(limit, ideal * (1 + self.tolerance * LEAST_INSIDE))
+        goals = (Goal(ideal + share * (limits - ideal), limits, self.tolerance) for share in AIM)
+        best = self._passes(tasks, goals, limit, nodes)
+        return self._without_short(best, max(limit, self._finish(best)))
+
+    def _passes(
+        self, tasks: NDArray[np.void], goals: Iterable[Goal], limit: float, nodes: Sequence[int] | None = None
+    ) -> NDArray[np.void]:
+        """The tasks of the best of some passes, one after another until all workers finish by the limit."""
+        best, best_time = tasks, self._finish(tasks)
+        for goal in goals:
+            if best_time <= limit or not len(tasks):
+                break
+            tasks = BalancingPass(tasks, self.rows, self.workers, self.prices, goal, self.block, nodes).run()
+            finish = self._finish(tasks)
+            if finish < best_time:
+                best, best_time = tasks, finish
+        return best
+
+    def _loads(self, tasks: NDArray[np.void]) -> NDArray[np.int64]:
+        return self.rows.loads(tasks, len(self.workers))
+
+    def _finish(self, tasks: NDArray[np.void]) -> float:
+        """When the last worker is done."""
+        return float(self.workers.finishing(self._loads(tasks)).max())
+
+    def _room(self, tasks: NDArray[np.void], most: float) -> list[float]:
+        """[workers] pairs that each may take on and still finish by a time."""
+        room = (most - np.asarray(self.workers.base_load)) * np.asarray(self.workers.speed) - self._loads(tasks)
+        return [float(pairs) for pairs in room]
+
+    def _without_short(self, tasks: NDArray[np.void], most: float) -> NDArray[np.void]:
+        rows = self.rows
+        kept = without_short(tasks, rows.segments, rows.stops, self._room(tasks, most), rows.pair_window, self.block)
+        return merged(kept)

@@ -1,6 +1,7 @@
 """One pass of balancing: who gives what to whom, from which documents, and where in them."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import TASK
 from hf_distca.planner.cost import RowBytes, Workers, pairs, pairs_at, row_reaching
-from hf_distca.planner.flows import plan_flows
+from hf_distca.planner.flows import Flows, plan_flows
 from hf_distca.planner.intervals import grain
 from hf_distca.planner.shifted import ShiftedRows, merged
 from hf_distca.planner.sources import Price, Source
@@ -52,6 +53,21 @@ class Prices:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Goal:
+    """When the workers should finish.
+
+    Attributes:
+        aim: what flows aim at; one time for all workers, or [workers].
+        limit: until when a worker need not give anything; likewise.
+        slack: how far above the ideal the limit lies, as a fraction.
+    """
+
+    aim: float | NDArray[np.float64]
+    limit: float | NDArray[np.float64]
+    slack: float
+
+
 class BalancingPass:
     """One pass of flows, sources and places over the tasks as they stand.
 
@@ -60,9 +76,9 @@ class BalancingPass:
         rows: the view that they are counted in.
         workers: speeds and base loads.
         prices: what giving costs.
-        slack: how far above the ideal the last worker may finish, as a fraction of it.
-        share: flows aim at this share of the slack.
+        goal: when workers should finish, and may.
         block: rows of a kernel block.
+        nodes: [workers] the node of each worker, and nothing leaves a node; None: anybody gives to anybody.
 
     Attributes:
         surplus: pairs of each worker above what it should have.
@@ -78,22 +94,21 @@ class BalancingPass:
         rows: ShiftedRows,
         workers: Workers,
         prices: Prices,
-        slack: float,
-        share: float,
+        goal: "Goal",
         block: int,
+        nodes: Sequence[int] | None = None,
     ) -> None:
-        self.tasks, self.stops, self.block = tasks, rows.stops, block
+        self.tasks, self.stops, self.block, self.nodes = tasks, rows.stops, block, nodes
         self.window, self.prices = rows.pair_window, prices
         self.origin, self.key_window = rows.origin, rows.window
         loads = rows.loads(tasks, len(workers))
-        ideal = workers.ideal(int(loads.sum()))
         speed, base = np.asarray(workers.speed), np.asarray(workers.base_load)
-        aim = np.maximum((ideal * (1 + share * slack) - base) * speed, 0.0)
+        aim = np.maximum((goal.aim - base) * speed, 0.0)
         surplus = loads - aim
-        surplus[(surplus > 0) & (workers.finishing(loads) <= ideal * (1 + slack))] = 0.0
+        surplus[(surplus > 0) & (workers.finishing(loads) <= goal.limit)] = 0.0
         self.surplus: list[float] = surplus.tolist()
         self.busy = BUSY * max(self.surplus)
-        self.rounding = ROUNDING * slack * float(aim[aim > 0].min(initial=np.inf))
+        self.rounding = ROUNDING * goal.slack * float(aim[aim > 0].min(initial=np.inf))
         self.documents: list[int] = tasks["document"].tolist()
         self.first: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()
         self.known: dict[int, dict[int, int]] = {}
@@ -104,7 +119,7 @@ class BalancingPass:
 
     def run(self) -> NDArray[np.void]:
         """The tasks after this pass."""
-        for giver, flows in plan_flows(self.surplus, self._partners()).items():
+        for giver, flows in self._flows().items():
             self._give(giver, flows)
         kept = np.ones(len(self.tasks), bool)
         cut: list[tuple[int, int, int, int]] = []
@@ -112,6 +127,23 @@ class BalancingPass:
             kept[task] = False
             cut += self._stack(task, parts)
         return merged(np.concatenate([self.tasks[kept], np.array(cut, dtype=TASK)]))
+
+    def _flows(self) -> Flows:
+        """Who gives how much to whom, node by node where nothing may leave one."""
+        partners = self._partners()
+        if self.nodes is None:
+            return plan_flows(self.surplus, partners)
+        flows: Flows = {}
+        node = np.asarray(self.nodes)
+        for number in range(int(node.max()) + 1):
+            here = np.flatnonzero(node == number).tolist()
+            place = {worker: at for at, worker in enumerate(here)}
+            near = {place[w]: {place[p] for p in partners[w] if p in place} for w in here if w in partners}
+            inside = plan_flows([self.surplus[worker] for worker in here], near)
+            flows |= {
+                here[giver]: [(here[taker], amount) for taker, amount in given] for giver, given in inside.items()
+            }
+        return flows
 
     def _price(self, giver: int) -> Price:
         """What giving costs: all bytes, but for the busiest givers those they send, which all wait for."""

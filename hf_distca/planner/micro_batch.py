@@ -61,10 +61,16 @@ class PlanSettings:
         node_sizes(self.ranks, self.ranks_per_node)
 
     @property
+    def node_sizes(self) -> tuple[int, ...] | None:
+        """[nodes] how many ranks each node has; None where all links are alike."""
+        sizes = node_sizes(self.ranks, self.ranks_per_node)
+        return None if len(sizes) in (1, self.ranks) else sizes
+
+    @property
     def nodes(self) -> tuple[int, ...] | None:
         """[ranks] the node of each rank; None where all links are alike."""
-        sizes = node_sizes(self.ranks, self.ranks_per_node)
-        return None if len(sizes) in (1, self.ranks) else nodes_of(sizes)
+        sizes = self.node_sizes
+        return None if sizes is None else nodes_of(sizes)
 
     @property
     def dominant_kind(self) -> AttentionKind:
@@ -89,11 +95,12 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
     array = np.asarray(lengths, np.int64)
     groups = split_documents(array, settings.ranks) if settings.ping_pong else None
     groups = groups or [np.arange(len(array))]
-    layouts = [_layout(array[group], settings) for group in groups]
-    if len(layouts) == 2:
+    sizes = settings.node_sizes
+    layouts = [_layout(array[groups[0]], settings, sizes)]
+    if len(groups) == 2:
         # Each gives one row more to some ranks, the first ones. Mirrored, they meet on one rank only where all ranks
         # hold so many tokens, so that no rank holds more than it would without nano-batches.
-        layouts[1] = mirrored(layouts[1])
+        layouts.append(mirrored(_layout(array[groups[1]], settings, sizes and sizes[::-1])))
     return _plan(array, groups, layouts, settings)
 
 
@@ -125,7 +132,7 @@ def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> Micr
     return _plan(every, groups, layouts, settings)
 
 
-def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:
+def _layout(lengths: NDArray[np.int64], settings: PlanSettings, node_sizes: tuple[int, ...] | None) -> Layout:
     if settings.document_layout == "fixed":
         return fixed_layout([lengths.tolist()], settings.ranks)
     return joint_layout(
@@ -138,7 +145,13 @@ def _layout(lengths: NDArray[np.int64], settings: PlanSettings) -> Layout:
     )
 
 
-def plan_tasks(layout: Layout, kind: AttentionKind, settings: PlanSettings, workers: Workers | None = None) -> Plan:
+def plan_tasks(
+    layout: Layout,
+    kind: AttentionKind,
+    settings: PlanSettings,
+    workers: Workers | None = None,
+    nodes: Sequence[int] | None = None,
+) -> Plan:
     """Balance the core attention of one kind of layer on a layout, in one stage.
 
     Args:
@@ -146,10 +159,12 @@ def plan_tasks(layout: Layout, kind: AttentionKind, settings: PlanSettings, work
         kind: of the layer.
         settings: see PlanSettings.
         workers: as in `balance`.
+        nodes: as in `balance`; None for those of the ranks alone.
     """
     return balance(
         layout,
         workers=workers,
+        nodes=settings.nodes if nodes is None else nodes,
         window=kind.window,
         balance_tolerance=settings.balance_tolerance,
         balance_block_size=settings.balance_block_size,

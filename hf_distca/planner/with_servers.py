@@ -1,5 +1,6 @@
 """Balancing over ranks and dedicated servers together."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,13 @@ IDLE = 1e-9
 
 
 def balance_with_servers(
-    layout: Layout, kind: AttentionKind, workers: Workers, settings: PlanSettings, *, ranks_serve: bool = True
+    layout: Layout,
+    kind: AttentionKind,
+    workers: Workers,
+    settings: PlanSettings,
+    *,
+    ranks_serve: bool = True,
+    server_nodes: Sequence[int | None] | None = None,
 ) -> Plan:
     """Choose tasks so that ranks and servers finish together.
 
@@ -26,6 +33,8 @@ def balance_with_servers(
             attention while servers compute.
         settings: see PlanSettings.
         ranks_serve: whether ranks compute core attention too; else all of it goes to the servers.
+        server_nodes: [servers] the node of the ranks that each server is on, None for one of its own; None if each is
+            on a node of its own. Of no account where all links are alike.
 
     Raises:
         ValueError: there is no server, or settings are out of range.
@@ -35,12 +44,28 @@ def balance_with_servers(
         raise ValueError(f"{len(workers)} workers for {layout.ranks} ranks leave no server")
     if not ranks_serve:
         workers = Workers((IDLE,) * layout.ranks + workers.speed[layout.ranks :], (0.0,) * len(workers))
-    plan = plan_tasks(layout, kind, settings, workers)
+    nodes = _nodes_of_workers(settings.nodes, server_nodes or [None] * servers)
+    plan = plan_tasks(layout, kind, settings, workers, nodes)
     return plan if ranks_serve else _without_ranks(plan, workers)
 
 
+def _nodes_of_workers(of_ranks: tuple[int, ...] | None, of_servers: Sequence[int | None]) -> tuple[int, ...] | None:
+    """[workers] the node of each rank and server; None where all links are alike."""
+    if of_ranks is None:
+        return None
+    nodes = list(of_ranks)
+    for node in of_servers:
+        nodes.append(max(nodes) + 1 if node is None else node)
+    return tuple(nodes)
+
+
 def plan_with_servers(
-    plan: MicroBatchPlan, workers: Workers, settings: PlanSettings, *, ranks_serve: bool
+    plan: MicroBatchPlan,
+    workers: Workers,
+    settings: PlanSettings,
+    *,
+    ranks_serve: bool,
+    server_nodes: Sequence[int | None] | None = None,
 ) -> MicroBatchPlan:
     """The same layouts with tasks for ranks and servers.
 
@@ -49,13 +74,16 @@ def plan_with_servers(
         workers: see `balance_with_servers`; base loads are for one nano-batch.
         settings: with which the plan was made.
         ranks_serve: see `balance_with_servers`.
+        server_nodes: see `balance_with_servers`.
     """
     nano_batches = [
         replace(
             nano,
             plans={
                 kind: plan_stages(
-                    balance_with_servers(nano.layout, kind, workers, settings, ranks_serve=ranks_serve),
+                    balance_with_servers(
+                        nano.layout, kind, workers, settings, ranks_serve=ranks_serve, server_nodes=server_nodes
+                    ),
                     kind,
                     settings,
                     alone=len(plan.nano_batches) == 1,
@@ -91,4 +119,4 @@ def _without_ranks(plan: Plan, workers: Workers) -> Plan:
         server = int(np.argmin((loads + cost[index]) / speed))
         loads[server] += cost[index]
         tasks["worker"][index] = ranks + server
-    return Plan(plan.layout, merged(tasks), plan.workers, plan.window)
+    return replace(plan, tasks=merged(tasks))

@@ -113,10 +113,23 @@ def problems(draw):
     count = layout.ranks + draw(st.integers(0, 3))
     speeds = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=count, max_size=count))
     bases = draw(st.lists(st.sampled_from([0.0, 0.0, 1e3, 1e5]), min_size=count, max_size=count))
-    return layout, Workers(tuple(speeds), tuple(bases))
+    return layout, Workers(tuple(speeds), tuple(bases)), draw(nodes_of_workers(layout.ranks, count))
 
 
-@settings(max_examples=200)
+@st.composite
+def nodes_of_workers(draw, ranks, workers):
+    """Where links differ, ranks on consecutive nodes of any sizes, and servers among them or on nodes of their own."""
+    if draw(st.booleans()):
+        return None
+    nodes = [0]
+    for _ in range(ranks - 1):
+        nodes.append(nodes[-1] + draw(st.integers(0, 1)))
+    for _ in range(workers - ranks):
+        nodes.append(draw(st.integers(0, max(nodes) + 1)))
+    return tuple(nodes)
+
+
+@settings(max_examples=300)
 @given(
     problems(),
     st.sampled_from([None, 1, 60, 500]),
@@ -124,15 +137,17 @@ def problems(draw):
     st.sampled_from([1, 16, 128]),
 )
 def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_tolerance, block):
-    layout, workers = problem
+    layout, workers, nodes = problem
     options = {
         "workers": workers,
+        "nodes": nodes,
         "window": window,
         "balance_tolerance": balance_tolerance,
         "balance_block_size": block,
     }
     plan = balance(layout, **options)
     check_plan(plan)
+    assert plan.nodes == nodes
     assert tasks(balance(layout, **options)) == tasks(plan)
     loads = loads_by_row(plan)
     assert loads == loads_of(plan).tolist()

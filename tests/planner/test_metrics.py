@@ -1,11 +1,24 @@
+from collections import defaultdict
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.metrics import bytes_moved, loads_of, measure, query_rows_of
+from hf_distca.planner.metrics import (
+    BETWEEN,
+    WITHIN,
+    bytes_by_link,
+    bytes_moved,
+    link_seconds,
+    loads_of,
+    measure,
+    query_rows_of,
+)
 from tests.planner.drawn_plans import drawn_plans
 from tests.planner.plan_checks import bytes_by_row, loads_by_row
 
@@ -59,3 +72,42 @@ def test_bytes_and_loads_are_those_counted_row_by_row(plan):
     assert loads_of(plan).tolist() == loads_by_row(plan)
     assert query_rows_of(plan).sum() == plan.layout.lengths.sum()
     assert tuple(bytes_moved(plan, BYTES).tolist()) == bytes_by_row(plan, BYTES)
+
+
+def test_bytes_within_and_between_nodes():
+    # Ranks 0 and 1 are one node, 2 and 3 the other. Rank 0 holds 4 rows; ranks 2 and 3 compute the last two.
+    plan = plan_of([[4], [], [], []], [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)], 4)
+    nodes = (0, 0, 1, 1)
+    moved = bytes_by_link(plan, BYTES, nodes)
+    assert moved[WITHIN].tolist() == [[0] * 4, [0] * 4]
+    assert moved[BETWEEN].tolist() == [[200 + 30 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 40]]
+    # Rows 0 to 2 are read by both: they go to rank 2 once, which passes them on.
+    passed_on = bytes_by_link(replace(plan, nodes=nodes), BYTES, nodes)
+    assert passed_on[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
+    assert passed_on[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]
+    # 30 bytes at 1e-9 GB/s, 2000 at 100 times as much.
+    assert link_seconds(passed_on, 1e-9, 1e-7) == pytest.approx(30)
+    assert link_seconds(passed_on, 1e-9, 1e-9) == pytest.approx(2000)
+
+
+@settings(max_examples=200)
+@given(drawn_plans(), st.data())
+def test_rows_cross_to_a_node_once_and_every_worker_receives_what_it_did(plan, data):
+    nodes = tuple(sorted(data.draw(st.lists(st.integers(0, 2), min_size=plan.workers, max_size=plan.workers))))
+    plan = replace(plan, nodes=nodes)
+    moved = bytes_by_link(plan, BYTES, nodes)
+    sent, received = bytes_by_row(plan, BYTES)
+    assert moved.sum(axis=0)[1].tolist() == received
+    assert moved.sum() == 2 * sum(sent)
+    home = {(d, row): rank for d, start, stop, rank, _ in plan.layout.segments.tolist() for row in range(start, stop)}
+    between = 0
+    readers = defaultdict(set)  # (row, node) -> those of its ranks that read it
+    for (d, start, stop, worker), first in zip(plan.tasks.tolist(), plan.first_key().tolist(), strict=True):
+        away = sum(nodes[home[d, row]] != nodes[worker] for row in range(start, stop))
+        between += away * (BYTES.q + BYTES.o)
+        for row in range(first, stop):
+            if nodes[home[d, row]] != nodes[worker]:
+                # A server gets its rows from where they are held.
+                node = nodes[worker] if worker < plan.layout.ranks else ("server", worker)
+                readers[(d, row), node].add(worker)
+    assert moved[BETWEEN, 0].sum() == between + len(readers) * BYTES.kv

@@ -1,0 +1,121 @@
+"""Balancing over nodes and then inside each of them.
+
+Between nodes a byte takes about nine times as long as inside one. So nodes are balanced first, each as if it were one
+worker: what crosses the network is what their pairs differ by, and K/V rows go to a node once. Then each node's tasks
+are given to its own workers: rows to the rank that holds them where it is on the node, the others to those with room
+for them; and balancing goes on inside the node, over its fast links.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import SEGMENT, TASK, Layout
+from hf_distca.planner.cost import Workers, pairs, row_reaching
+from hf_distca.planner.intervals import Intervals, by_document, merge_touching
+from hf_distca.planner.shifted import ShiftedRows, merged
+
+
+def check_nodes(nodes: Sequence[int], ranks: int, workers: int) -> None:
+    """Raise ValueError unless nodes of workers are numbered so that nodes of ranks are the first ones, in order."""
+    of_ranks = np.asarray(nodes[:ranks])
+    steps = np.diff(of_ranks, prepend=0)
+    named = np.unique(np.asarray(nodes))
+    in_order = len(of_ranks) and of_ranks[0] == 0 and bool(np.all((steps == 0) | (steps == 1)))
+    if len(nodes) != workers or not in_order or not np.array_equal(named, np.arange(len(named))):
+        raise ValueError(
+            f"nodes must have a number for each of {workers} workers, 0, 1, 2, … in the order of the {ranks} ranks, "
+            f"then those of dedicated servers; got {tuple(nodes)!r:.120}"
+        )
+
+
+def layout_of_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:
+    """The layout with nodes for ranks; rows of a node that touch are one segment.
+
+    Args:
+        layout: where the rows are.
+        nodes: [workers] the node of each worker; ranks are on nodes 0, 1, 2, … in their order.
+    """
+    segments = layout.segments.copy()
+    segments["rank"] = np.asarray(nodes)[segments["rank"]]
+    order = np.lexsort((segments["start"], segments["document"], segments["rank"]))
+    segments = merge_touching(segments[order], "rank")
+    rows = segments["stop"] - segments["start"]
+    before = np.cumsum(rows) - rows
+    segments["offset"] = before - before[np.searchsorted(segments["rank"], segments["rank"])] if len(rows) else before
+    return Layout(layout.lengths, segments.astype(SEGMENT), max(nodes[: layout.ranks]) + 1)
+
+
+def workers_of_nodes(workers: Workers, nodes: Sequence[int]) -> Workers:
+    """Nodes as workers: as fast as theirs together, and with a base load that delays them as much."""
+    count = max(nodes) + 1
+    speed = np.bincount(nodes, weights=workers.speed, minlength=count)
+    busy = np.bincount(nodes, weights=np.asarray(workers.speed) * np.asarray(workers.base_load), minlength=count)
+    return Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
+
+
+def ideals_inside(loads: NDArray[np.int64], workers: Workers, nodes: Sequence[int]) -> NDArray[np.float64]:
+    """[workers] when the workers of each one's node would finish together with what the node has to do.
+
+    Args:
+        loads: [workers] pairs of each worker.
+        workers: speeds and base loads.
+        nodes: [workers] the node of each worker.
+    """
+    ideal = np.zeros(len(workers))
+    for node in range(max(nodes) + 1):
+        here = np.flatnonzero(np.asarray(nodes) == node)
+        own = Workers(*(tuple(np.asarray(of_all)[here].tolist()) for of_all in (workers.speed, workers.base_load)))
+        ideal[here] = own.ideal(int(loads[here].sum()))
+    return ideal
+
+
+def tasks_of_workers(
+    tasks: NDArray[np.void], rows: ShiftedRows, workers: Workers, nodes: Sequence[int], limit: float, block: int
+) -> NDArray[np.void]:
+    """The tasks of nodes, given to the workers of each.
+
+    Args:
+        tasks: [tasks] of dtype TASK, whose workers are nodes, in the view of `rows`.
+        rows: where the rows are.
+        workers: speeds and base loads.
+        nodes: [workers] the node of each worker.
+        limit: when workers may finish.
+        block: rows of a kernel block.
+
+    Returns:
+        Tasks of the same rows, sorted and merged.
+    """
+    node = np.asarray(nodes)
+    segments = by_document(rows.segments)
+    found = Intervals.of(tasks).overlaps(Intervals.of(segments))
+    home, of_node = segments["rank"][found.second], tasks["worker"][found.first]
+    given = np.zeros(len(home), TASK)
+    given["document"], given["start"], given["stop"] = found.rows.document, found.rows.start, found.rows.stop
+    given["worker"] = home
+    visits = node[home] != of_node
+    loads = rows.loads(given[~visits], len(workers))
+    room = ((limit - np.asarray(workers.base_load)) * np.asarray(workers.speed) - loads).tolist()
+    members = [np.flatnonzero(node == number).tolist() for number in range(int(node.max()) + 1)]
+    # A document's rows in one piece, the largest first: they find the most room.
+    visitors = given[visits]
+    visitors["worker"] = of_node[visits]
+    visitors = merged(visitors)
+    cost = pairs(visitors["start"], visitors["stop"], rows.pair_window)
+    placed = []
+    for index in np.argsort(-cost, kind="stable").tolist():
+        doc, start, stop, at = visitors[index].tolist()
+        while start < stop:
+            worker = max(members[at], key=lambda one: (room[one], -one))
+            cut = _last_row(start, stop, room[worker], rows.pair_window, block)
+            placed.append((doc, start, cut, worker))
+            room[worker] -= pairs(start, cut, rows.pair_window)
+            start = cut
+    return merged(np.concatenate([given[~visits], np.array(placed, TASK)]))
+
+
+def _last_row(start: int, stop: int, room: float, window: int | None, block: int) -> int:
+    """Where to cut a task so that its beginning fits into some room: at a block's boundary, or not at all."""
+    cut = int(row_reaching(pairs(0, start, window) + max(room, 0.0), window)) // block * block
+    return stop if cut < start + block or stop - cut < block else cut

@@ -1,0 +1,86 @@
+import numpy as np
+import pytest
+
+from hf_distca.plan import TASK
+from hf_distca.planner.balance import balance
+from hf_distca.planner.cost import RowBytes, Workers
+from hf_distca.planner.layout import fixed_layout
+from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of
+from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.shifted import ShiftedRows
+from hf_distca.planner.two_levels import ideals_inside, layout_of_nodes, tasks_of_workers, workers_of_nodes
+
+
+def test_node_sizes():
+    assert node_sizes(8, 4) == (4, 4)
+    assert node_sizes(20, (8, 8, 4)) == (8, 8, 4)
+    assert nodes_of((2, 1, 3)) == (0, 0, 1, 2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "message"),
+    [
+        (20, 8, "20 ranks cannot be divided into nodes of 8; give one number for each node, such as 8,12"),
+        (4, 0, "4 ranks cannot be divided into nodes of 0"),
+        (20, (8, 8), "nodes of 8, 8 ranks have 16 together, but 20 ranks train"),
+        (4, (4, 0), "nodes of 4, 0 ranks"),
+    ],
+)
+def test_node_sizes_that_do_not_fit(ranks, per_node, message):
+    with pytest.raises(ValueError, match=message):
+        node_sizes(ranks, per_node)
+
+
+def test_nodes_hold_what_their_ranks_hold():
+    layout = fixed_layout([[4], [6, 2], [3]], 3)
+    layout = layout_of_nodes(layout, (0, 0, 1))
+    assert layout.segments.tolist() == [(0, 0, 4, 0, 0), (1, 0, 6, 0, 4), (2, 0, 2, 0, 10), (3, 0, 3, 1, 0)]
+    layout = layout_of_nodes(fixed_layout([[9, 3]], 4), (0, 0, 1, 1))  # 3 rows on each rank
+    assert layout.segments.tolist() == [(0, 0, 6, 0, 0), (0, 6, 9, 1, 0), (1, 0, 3, 1, 3)]
+
+
+def test_nodes_are_as_fast_as_their_workers_and_begin_as_late():
+    workers = Workers((1.0, 3.0, 2.0), (4.0, 0.0, 5.0))
+    assert workers_of_nodes(workers, (0, 0, 1)) == Workers((4.0, 2.0), (1.0, 5.0))
+    ideal = ideals_inside(np.array([20, 0, 6]), workers, (0, 0, 1))
+    assert ideal.tolist() == [6.0, 6.0, 8.0]  # (20 + 1 · 4) / 4, and 5 + 6 / 2
+
+
+def test_rows_of_other_nodes_go_to_those_with_room():
+    layout = fixed_layout([[64], [16], [8], [8]])
+    rows = ShiftedRows.of(layout, None, 0, 8)
+    # Node 1 has rows 48 to 64 of document 0, whose 16 rows have 904 pairs.
+    of_nodes = np.array([(0, 0, 48, 0), (1, 0, 16, 0), (0, 48, 64, 1), (2, 0, 8, 1), (3, 0, 8, 1)], TASK)
+    tasks = tasks_of_workers(of_nodes, rows, Workers.uniform(4), (0, 0, 1, 1), limit=500.0, block=8)
+    # Each has room for 500 - 36 = 464 pairs, and rows 48 to 56 have 420.
+    assert tasks.tolist() == [(0, 0, 48, 0), (1, 0, 16, 1), (0, 48, 56, 2), (2, 0, 8, 2), (0, 56, 64, 3), (3, 0, 8, 3)]
+
+
+def test_a_surplus_stays_on_its_node():
+    # Both nodes have the same to do, and on each one rank has all of it.
+    layout = fixed_layout([[4096], [16] * 8, [16] * 8, [4096]])
+    plan = balance(layout, nodes=(0, 0, 1, 1))
+    loads = loads_of(plan)
+    assert plan.nodes == (0, 0, 1, 1)
+    assert loads.max() <= 1.01 * loads.mean()
+    assert bytes_by_link(plan, RowBytes(), plan.nodes)[BETWEEN].sum() == 0
+
+
+def test_keys_cross_to_a_node_once():
+    layout = fixed_layout([[8192], [16], [16], [16]])
+    nodes = (0, 0, 1, 1)
+    plan = balance(layout, nodes=nodes)
+    there = plan.tasks[plan.tasks["worker"] >= 2]
+    there = there[there["document"] == 0]
+    moved = bytes_by_link(plan, RowBytes(q=1, kv=1000000, o=1), nodes)
+    assert len(there) >= 2
+    assert moved[BETWEEN, 0].sum() // 1000000 == there["stop"].max()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers"),
+    [((0, 0, 1), 4), ((1, 1, 0, 0), 4), ((0, 0, 2, 2), 4), ((0, 1, 0, 1), 4), ((0, 0, 1, 1, 3), 5)],
+)
+def test_nodes_that_are_not_numbered_in_order_are_refused(nodes, workers):
+    with pytest.raises(ValueError, match=f"nodes must have a number for each of {workers} workers"):
+        balance(fixed_layout([[8]] * 4), workers=Workers.uniform(workers), nodes=nodes)

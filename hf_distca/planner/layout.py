@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, Layout
+from hf_distca.planner import nodes
 from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
 from hf_distca.planner.intervals import merge_touching
-from hf_distca.planner.joint.place import place
+from hf_distca.planner.joint.levels import place_on_ranks
 
 
 def fixed_layout(
@@ -87,6 +88,7 @@ def joint_layout(
     window: int | None = None,
     balance_tolerance: float = BALANCE_TOLERANCE,
     balance_block_size: int = 128,
+    node_sizes: Sequence[int] | None = None,
 ) -> Layout:
     """Place documents so that every rank has equal tokens and, as far as that allows, equal attention.
 
@@ -100,6 +102,8 @@ def joint_layout(
         window: width of the sliding window; None for full causal attention.
         balance_tolerance: how far above the mean a rank's pairs may be, as a fraction of the mean.
         balance_block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
+        node_sizes: [nodes] how many ranks each node has, consecutive ones; documents are cut between nodes only
+            where they must be. None for links that are all alike.
 
     Raises:
         ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
@@ -107,7 +111,8 @@ def joint_layout(
     array = as_lengths(lengths)
     check_settings(balance_tolerance, balance_block_size, window)
     check_capacity(array, ranks, tokens_per_rank)
-    placed = place(array, ranks, window, balance_tolerance, balance_block_size)
+    sizes = (1,) * ranks if node_sizes is None else nodes.node_sizes(ranks, node_sizes)
+    placed = place_on_ranks(array, sizes, window, balance_tolerance, balance_block_size)
     return _assemble(array, tuple(placed.T), ranks, by_document=True)
 
 

@@ -75,6 +75,7 @@ def test_joint_layout_of_nothing():
         (lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1), "balance_tolerance must be 0 or more"),
         (lambda: joint_layout([1], 1, 4, window=0), "window must be at least 1"),
         (lambda: joint_layout([1], 1, 4, balance_block_size=0), "balance_block_size must be at least 1"),
+        (lambda: joint_layout([1], 4, 4, node_sizes=(2, 1)), "nodes of 2, 1 ranks have 3 together, but 4 ranks train"),
     ],
 )
 def test_layouts_refuse(make, message):
@@ -100,6 +101,41 @@ def test_joint_layouts_hold_every_row_once_with_tokens_equal(lengths, ranks, win
     assert layout.tokens.max(initial=0) - layout.tokens.min(initial=10**9) <= 1
     again = joint_layout(lengths, ranks, tokens_per_rank, window=window, balance_block_size=block)
     assert segments(again) == segments(layout)
+
+
+def test_joint_layout_cuts_no_document_between_nodes_that_fits_into_one():
+    # Each long document is more than a rank takes, but not more than a node.
+    layout = joint_layout([96, 96, 32, 32], 4, 64, node_sizes=(2, 2), balance_block_size=16)
+    assert layout.tokens.tolist() == [64] * 4
+    nodes = [{rank // 2 for document, *_, rank, _ in segments(layout) if document == which} for which in range(4)]
+    assert nodes in ([{0}, {1}, {0}, {1}], [{0}, {1}, {1}, {0}])
+
+
+def test_joint_layout_gives_larger_nodes_more():
+    # Three ranks with as many rows and pairs each: the long documents go to the node of two.
+    layout = joint_layout([64] * 3, 3, 64, node_sizes=(1, 2))
+    assert segments(layout) == [(2, 0, 64, 0, 0), (0, 0, 64, 1, 0), (1, 0, 64, 2, 0)]
+
+
+@settings(max_examples=200)
+@given(
+    LENGTHS,
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.sampled_from([None, 1, 50, 256]),
+    st.sampled_from([1, 16, 128]),
+    st.sampled_from([0.0, 0.01, 0.3]),
+)
+def test_joint_layouts_on_nodes_hold_every_row_once_with_tokens_equal(lengths, sizes, window, block, tolerance):
+    ranks = sum(sizes)
+    settings = {"window": window, "balance_block_size": block, "balance_tolerance": tolerance}
+    most = -(-sum(lengths) // ranks) or 1
+    layout = joint_layout(lengths, ranks, most, node_sizes=sizes, **settings)
+    check_layout(layout)
+    flat = joint_layout(lengths, ranks, most, **settings)
+    assert layout.tokens.tolist() == flat.tokens.tolist()
+    assert segments(joint_layout(lengths, ranks, most, node_sizes=sizes, **settings)) == segments(layout)
+    if len(sizes) in (1, ranks):
+        assert segments(layout) == segments(flat)
 
 
 @settings(max_examples=60)

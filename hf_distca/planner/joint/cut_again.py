@@ -7,14 +7,14 @@ from hf_distca.planner.joint.placement import Placement, Segment
 
 
 def cut_again(placement: Placement) -> None:
-    """Move the cuts of every document, where that leaves nothing to balance there."""
+    """Move the cuts of every piece, where that leaves nothing to balance there."""
     home, rows = np.array(placement.home, np.int64), placement.uncut_rows()
     whole_rows = np.bincount(home[home >= 0], rows[home >= 0], placement.limits.ranks).tolist()
     chains: dict[int, list[int]] = {}
-    for at, (doc, start, stop, rank) in enumerate(placement.cuts):
+    for at, (index, start, stop, rank) in enumerate(placement.cuts):
         # Segments from the end on, each beginning where the one before it stops; heads are none of them.
-        chain = chains.setdefault(doc, [])
-        _, before, _, other = placement.cuts[chain[-1]] if chain else (doc, placement.lengths[doc], 0, -1)
+        chain = chains.setdefault(index, [])
+        _, before, _, other = placement.cuts[chain[-1]] if chain else (index, stop, 0, -1)
         if start and stop == before and rank != other:
             chain.append(at)
     for chain in chains.values():
@@ -23,7 +23,7 @@ def cut_again(placement: Placement) -> None:
 
 
 def _level(placement: Placement, chain: list[int], whole_rows: list[float]) -> None:
-    """Give the ranks of some segments, that follow each other in one document, equal pairs.
+    """Give the ranks of some segments, that follow each other in one piece, equal pairs.
 
     Args:
         placement: whose cuts move.
@@ -34,7 +34,7 @@ def _level(placement: Placement, chain: list[int], whole_rows: list[float]) -> N
     share = sum(placement.need[cuts[at][3]] for at in chain) / len(chain)
     if abs(share) > limits.mean * limits.slack:  # one rank's large surplus or room costs fewer bytes than many small
         return
-    doc, first, stop, _ = cuts[chain[-1]]
+    index, first, stop, _ = cuts[chain[-1]]
     stop = cuts[chain[0]][2]
     moved: list[Segment] = []
     for at in chain:
@@ -47,7 +47,7 @@ def _level(placement: Placement, chain: list[int], whole_rows: list[float]) -> N
         gained = (stop - start) - (old_stop - old_start)
         if start >= stop or gained > placement.room[rank] + whole_rows[rank]:
             return
-        moved.append((doc, start, stop, rank))
+        moved.append((index, start, stop, rank))
         stop = start
     for at, segment in zip(chain, moved, strict=True):
         for (_, start, stop, rank), sign in ((cuts[at], 1), (segment, -1)):

@@ -28,18 +28,18 @@ def cut_large(placement: Placement) -> None:
     """Cut the large documents, and divide what is left in front of the cuts."""
     limits = placement.limits
     cutting = _Cutting(placement)
-    # Where even the densest rows give a rank fewer pairs than the mean, the others must take more: raise
+    # Where even the densest rows give a rank fewer pairs than its share, the others must take more: raise
     # the level until what is left always fits into the ranks that are left.
     for raised in range(LEVELS + 1):
-        cuts, fits = cutting.cut_at(limits.mean * (1 + limits.slack * raised / LEVELS))
+        cuts, fits = cutting.cut_at(1 + limits.slack * raised / LEVELS)
         if fits:
             break
-    for doc, start, stop, rank in cuts:
-        placement.cuts.append((doc, start, stop, rank))
-        if stop == placement.stops[doc]:
-            placement.stops[doc] = start
+    for index, start, stop, rank in cuts:
+        placement.cuts.append((index, start, stop, rank))
+        if stop == placement.stops[index]:
+            placement.stops[index] = start
         else:
-            placement.starts[doc] = stop
+            placement.starts[index] = stop
         placement.room[rank] -= stop - start
         placement.need[rank] -= limits.pairs(start, stop)
     if limits.window is None:  # with a window, later segments need no more than the window's rows
@@ -54,35 +54,35 @@ def _divide_heads(placement: Placement) -> None:
     """
     block = placement.limits.block
     most = max((start for _, start, _, _ in placement.cuts), default=0)
-    for doc, count in Counter(doc for doc, *_ in placement.cuts).items():
-        start, stop = placement.starts[doc], placement.stops[doc]
+    for index, count in Counter(index for index, *_ in placement.cuts).items():
+        start, stop = placement.starts[index], placement.stops[index]
         stretches = min(-(-(stop - start) * count // max(most, 1)), (stop - start) // block)
         for before in range(stretches - 1, 0, -1):
             cut = start + (stop - start) * before // (before + 1) // block * block
-            placement.documents.append(doc)
+            placement.documents.append(placement.documents[index])
             placement.home.append(-1)
-            placement.lengths.append(placement.lengths[doc])
+            placement.lengths.append(placement.lengths[index])
             placement.starts.append(cut)
             placement.stops.append(stop)
             stop = cut
-        placement.stops[doc] = stop
+        placement.stops[index] = stop
 
 
 class _Shortest:
     """The shortest documents taken together, shortest first.
 
     Args:
-        ascending: [documents] tokens of each, shortest first.
-        window: width of the sliding window; None for full causal attention.
+        rows: [documents] tokens of each, shortest first.
+        costs: [documents] their pairs.
 
     Attributes:
         tokens: [documents + 1] tokens of the first 0, 1, 2, … of them.
         pairs: [documents + 1] their pairs.
     """
 
-    def __init__(self, ascending: NDArray[np.int64], window: int | None) -> None:
-        self.tokens: list[int] = np.concatenate([[0], np.cumsum(ascending)]).tolist()
-        self.pairs: list[int] = np.concatenate([[0], np.cumsum(pairs(0, ascending, window))]).tolist()
+    def __init__(self, rows: NDArray[np.int64], costs: NDArray[np.int64]) -> None:
+        self.tokens: list[int] = np.concatenate([[0], np.cumsum(rows)]).tolist()
+        self.pairs: list[int] = np.concatenate([[0], np.cumsum(costs)]).tolist()
 
     def pairs_of(self, tokens: int) -> float:
         """Pairs of the `tokens` shortest tokens, documents taken whole except the last, in proportion."""
@@ -100,57 +100,64 @@ class _Cutting:
     """Tries to cut the large documents at one level of pairs after another; changes nothing.
 
     Attributes:
-        order: the documents, longest first.
-        shortest: the documents that are not large.
+        order: indices, largest first.
+        shortest: those that are not large.
     """
 
     def __init__(self, placement: Placement) -> None:
         self.limits: Limits = placement.limits
-        self.room, self.stops = placement.room, placement.stops
-        self.most_room = max(self.room)
-        lengths = np.array(placement.lengths, np.int64)
-        self.order: list[int] = np.argsort(-lengths, kind="stable").tolist()
-        self.shortest = _Shortest(lengths[self.order[::-1]], self.limits.window)
-        large = sum(1 for _ in takewhile(self._large, self.order))
-        self.shortest = _Shortest(lengths[self.order[large:][::-1]], self.limits.window)
+        self.room, self.need = placement.room, placement.need
+        self.starts, self.stops = placement.starts, placement.stops
+        self.most_room, self.most_need = max(self.room), max(self.need)
+        rows = placement.uncut_rows()
+        costs = pairs(np.array(self.starts, np.int64), np.array(self.stops, np.int64), self.limits.window)
+        order = np.lexsort((-costs, rows <= self.most_room))
+        self.order: list[int] = order.tolist()
+        self.shortest = _Shortest(rows[order[::-1]], costs[order[::-1]])
+        rest = order[sum(1 for _ in takewhile(self._large, self.order)) :][::-1]
+        self.shortest = _Shortest(rows[rest], costs[rest])
 
-    def _large(self, doc: int) -> bool:
+    def _large(self, index: int) -> bool:
         """Whether a document is more than one rank takes, even beside the shortest documents."""
-        limits, rows, room = self.limits, self.stops[doc], self.most_room
+        limits, start, stop, room = self.limits, self.starts[index], self.stops[index], self.most_room
+        rows = stop - start
         filler = self.shortest.pairs_of(max(room - rows, 0))
-        return rows > room or bool(limits.pairs(0, rows) + filler > limits.mean * (1 + limits.slack / 2))
+        return rows > room or bool(limits.pairs(start, stop) + filler > self.most_need * (1 + limits.slack / 2))
 
     def cut_at(self, level: float) -> tuple[list[Segment], bool]:
-        """Cut so that every rank that gets a segment has `level` pairs.
+        """Cut so that every rank that gets a segment has `level` times the pairs that it should get.
 
         Returns:
             The segments, and whether the other documents fit into the ranks that are left.
         """
         cuts: list[Segment] = []
         rank, used, carry, fits = 0, 0, 0.0, True
-        for doc in self.order:
-            head, stop = 0, self.stops[doc]
+        for index in self.order:
+            first = head = self.starts[index]
+            stop = self.stops[index]
             while rank < self.limits.ranks and stop > head:
-                room, aim, short = self.room[rank], level + carry, self.shortest.tokens[-1] - used
+                room, aim = self.room[rank], self.need[rank] * level + carry
+                short = self.shortest.tokens[-1] - used
                 filled = partial(self._filled, head, stop, room, used)
-                if not head and stop <= room and filled(stop) <= aim + self.limits.mean * self.limits.slack / 2:
+                enough = aim + self.limits.mean * self.limits.slack / 2
+                if head == first and stop - head <= room and filled(stop - head) <= enough:
                     break
                 rows = self._most_rows(filled, stop, min(stop - head, room), aim)
-                start = max(self.limits.cut_near(stop - rows, stop - room), head)
+                start = max(self.limits.cut_near(stop - rows, stop - room, first), head)
                 if start >= stop:
                     break
                 tail = stop - start
                 carry = aim - filled(tail)
                 own = min(max(room - tail - short, 0), start - head)
                 used += min(room - tail, short)
-                cuts.append((doc, start, stop, rank))
+                cuts.append((index, start, stop, rank))
                 if own:
-                    cuts.append((doc, head, head + own, rank))
+                    cuts.append((index, head, head + own, rank))
                 head, stop, rank = head + own, start, rank + 1
             if rank == self.limits.ranks:
                 fits = stop <= head
                 break
-            if stop == self.stops[doc] and not self._large(doc):
+            if stop == self.stops[index] and not self._large(index):
                 break
         return cuts, fits
 

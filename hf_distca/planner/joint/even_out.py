@@ -57,7 +57,7 @@ def _shed(placement: Placement, rank: int, items: list[tuple[int, int]], under: 
         if moved < rows:
             insort(rest, (rows - moved, index))
             placement.stops[index] = start
-            placement.cuts.append((placement.documents[index], start, stop, target))
+            placement.cuts.append((index, start, stop, target))
         else:
             placement.home[index] = target
         cost = limits.pairs(start, stop)

@@ -17,29 +17,22 @@ What pairs still differ is left to `balance`.
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.planner.cost import pairs
 from hf_distca.planner.joint.cut_again import cut_again
 from hf_distca.planner.joint.cut_large import cut_large
 from hf_distca.planner.joint.even_out import even_out
 from hf_distca.planner.joint.place_whole import place_whole
-from hf_distca.planner.joint.placement import Limits, Placement
+from hf_distca.planner.joint.placement import Placement
 
 
-def place(lengths: NDArray[np.int64], ranks: int, window: int | None, slack: float, block: int) -> NDArray[np.int64]:
-    """Place all rows of all documents, total / ranks of them on every rank, rounded down or up.
+def place(placement: Placement) -> NDArray[np.int64]:
+    """Place all rows, on every rank as many as it has room for.
 
     Args:
-        lengths: [documents] int64, all positive.
-        ranks: number of ranks.
-        window: width of the sliding window; None for full causal attention.
-        slack: how far above the mean a rank's pairs may be, as a fraction of the mean.
-        block: rows of a kernel block.
+        placement: of which nothing is placed yet.
 
     Returns:
         [segments, 4] int64: document, start, stop and rank of each segment, in no order.
     """
-    mean = int(pairs(0, lengths, window).sum()) / ranks
-    placement = Placement.of_whole(lengths, Limits(ranks, window, slack, block, mean))
     cut_large(placement)
     spare = place_whole(placement)
     cut_again(placement)

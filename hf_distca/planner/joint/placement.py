@@ -6,12 +6,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import grain
+from hf_distca.planner.intervals import Intervals, grain
 
 Segment = tuple[int, int, int, int]
-"""(document, start, stop, rank)"""
+"""(index, start, stop, rank) of rows that were cut off"""
 Item = tuple[int, int, int]
-"""(index, rows, pairs) of a document's rows that are not cut off"""
+"""(index, rows, pairs) of a piece's rows that are not cut off"""
 
 ROUNDING = 0.1
 """Share of the slack in pairs that rounding one cut may cost before it leaves the block's boundaries."""
@@ -19,14 +19,14 @@ ROUNDING = 0.1
 
 @dataclass(frozen=True)
 class Limits:
-    """What every rank should get, and how exactly.
+    """How exactly pairs are to be placed.
 
     Attributes:
         ranks: number of ranks.
         window: width of the sliding window; None for full causal attention.
-        slack: how far above the mean a rank's pairs may be, as a fraction of the mean.
+        slack: how far above its share a rank's pairs may be, as a fraction of the mean.
         block: rows of a kernel block.
-        mean: pairs of a rank if all had equally many.
+        mean: pairs of all ranks over the number of ranks.
     """
 
     ranks: int
@@ -39,30 +39,36 @@ class Limits:
         """Query-key pairs of rows [start, stop) of a document."""
         return pairs(start, stop, self.window)
 
-    def cut_near(self, start: int, least: int) -> int:
+    def cut_near(self, start: int, least: int, first: int = 0) -> int:
         """A cut near row `start`, at least `least`, that leaves no head below a block.
 
         It falls on a block's boundary if that moves few pairs, else on a finer one.
+
+        Args:
+            start: the row.
+            least: the first row at which the cut may be.
+            first: the first row of what is cut.
         """
         pairs_a_row, most = min(start, self.window or start), ROUNDING * self.slack * self.mean
         multiple = grain(self.block, lambda size: size * pairs_a_row > most)
         row = round(start / multiple) * multiple
-        if row < self.block:
-            row = self.block if start >= self.block // 2 else 0
+        if row - first < self.block:
+            row = first + self.block if start - first >= self.block // 2 else first
         return max(row, least)
 
 
 @dataclass
 class Placement:
-    """Rows of documents on ranks, as far as they are placed.
+    """Rows of documents on ranks, as far as they are placed. Where nodes are given rows, a node stands for a rank.
 
-    Every document has an index, and so has each of the stretches that the head of a cut document is divided into:
-    lists of [indices] hold what is true of their rows. Rows that were cut off stand in `cuts` instead.
+    Every piece to be placed, a document or what a node has of it, has an index, and so has each of the stretches that
+    the head of a cut piece is divided into: lists of [indices] hold what is true of their rows. Rows that were cut off
+    stand in `cuts` instead.
 
     Attributes:
-        limits: what every rank should get.
+        limits: how exactly pairs are to be placed.
         room: [ranks] rows that each rank still takes.
-        need: [ranks] pairs that each rank is still short of the mean; negative above it.
+        need: [ranks] pairs that each rank is still short of its share; negative above it.
         lengths: [indices] tokens of the whole document.
         documents: [indices] the document that the rows are of.
         starts: [indices] first row that is not cut off.
@@ -82,23 +88,27 @@ class Placement:
     cuts: list[Segment] = field(default_factory=list)
 
     @classmethod
-    def of_whole(cls, lengths: NDArray[np.int64], limits: Limits) -> "Placement":
-        """Nothing cut and nothing placed; ranks have room for the same number of rows, or one more.
+    def of_pieces(
+        cls, lengths: NDArray[np.int64], pieces: Intervals, limits: Limits, room: list[int], need: list[float]
+    ) -> "Placement":
+        """Nothing cut and nothing placed.
 
         Args:
             lengths: [documents] tokens of each document.
-            limits: what every rank should get.
+            pieces: the rows of documents that are to be placed.
+            limits: how exactly.
+            room: [ranks] rows that each rank takes.
+            need: [ranks] pairs that each rank should get.
         """
-        share, more = divmod(int(lengths.sum()), limits.ranks)
         return cls(
             limits,
-            room=[share + (rank < more) for rank in range(limits.ranks)],
-            need=[limits.mean] * limits.ranks,
-            lengths=lengths.tolist(),
-            documents=list(range(len(lengths))),
-            starts=[0] * len(lengths),
-            stops=lengths.tolist(),
-            home=[-1] * len(lengths),
+            room=list(room),
+            need=list(need),
+            lengths=lengths[pieces.document].tolist(),
+            documents=pieces.document.tolist(),
+            starts=pieces.start.tolist(),
+            stops=pieces.stop.tolist(),
+            home=[-1] * len(pieces),
         )
 
     def uncut_rows(self) -> NDArray[np.int64]:
@@ -114,5 +124,8 @@ class Placement:
 
     def segments(self) -> NDArray[np.int64]:
         """[segments, 4] int64: (document, start, stop, rank) of all rows that are placed."""
-        uncut = np.array([self.documents, self.starts, self.stops, self.home], np.int64).T
-        return np.concatenate([uncut[uncut[:, 3] >= 0], np.array(self.cuts, np.int64).reshape(-1, 4)])
+        documents = np.array(self.documents, np.int64)
+        uncut = np.array([documents, self.starts, self.stops, self.home], np.int64).T
+        cut = np.array(self.cuts, np.int64).reshape(-1, 4)
+        cut[:, 0] = documents[cut[:, 0]]
+        return np.concatenate([uncut[uncut[:, 3] >= 0], cut])

@@ -1,0 +1,71 @@
+"""One level of placing, or two: documents on nodes, and what each node has on its ranks.
+
+Only rows of documents that are cut between nodes cross between them. So a document goes to one node if it fits, and
+nodes get equal pairs a rank to a part of the tolerance, which leaves the rest of it to the ranks inside.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.intervals import Intervals
+from hf_distca.planner.joint.place import place
+from hf_distca.planner.joint.placement import Limits, Placement
+
+OF_NODES = 0.25
+"""Share of the slack in pairs that nodes may use."""
+
+
+def place_on_ranks(
+    lengths: NDArray[np.int64], sizes: Sequence[int], window: int | None, slack: float, block: int
+) -> NDArray[np.int64]:
+    """Place all rows of all documents, total / ranks of them on every rank, rounded down or up.
+
+    Args:
+        lengths: [documents] int64, all positive.
+        sizes: [nodes] how many ranks each node has.
+        window: width of the sliding window; None for full causal attention.
+        slack: how far above the mean a rank's pairs may be, as a fraction of the mean.
+        block: rows of a kernel block.
+
+    Returns:
+        [segments, 4] int64: document, start, stop and rank of each segment, in no order.
+    """
+    ranks = sum(sizes)
+    share, more = divmod(int(lengths.sum()), ranks)
+    room = [share + (rank < more) for rank in range(ranks)]
+    mean = int(pairs(0, lengths, window).sum()) / ranks
+    documents = Intervals(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+    if len(sizes) in (1, ranks):
+        limits = Limits(ranks, window, slack, block, mean)
+        return place(Placement.of_pieces(lengths, documents, limits, room, [mean] * ranks))
+
+    # The largest nodes come first, so that what is too large for one of them is too large for all after it.
+    order = np.argsort(-np.array(sizes), kind="stable")
+    first = np.cumsum(sizes) - sizes
+    limits = Limits(len(sizes), window, slack * OF_NODES, block, mean * ranks / len(sizes))
+    rooms = [sum(room[first[node] : first[node] + sizes[node]]) for node in order]
+    needs = [mean * sizes[node] for node in order]
+    on_nodes = place(Placement.of_pieces(lengths, documents, limits, rooms, needs))
+    placed = []
+    for nth, node in enumerate(order):
+        pieces = _joined(on_nodes[on_nodes[:, 3] == nth])
+        own = int(pairs(pieces.start, pieces.stop, window).sum()) / sizes[node]
+        most = mean * (1 + slack) / own - 1 if own else slack
+        limits = Limits(sizes[node], window, max(most, slack * OF_NODES), block, own)
+        its_room = room[first[node] : first[node] + sizes[node]]
+        segments = place(Placement.of_pieces(lengths, pieces, limits, its_room, [own] * sizes[node]))
+        segments[:, 3] += first[node]
+        placed.append(segments)
+    return np.concatenate(placed)
+
+
+def _joined(segments: NDArray[np.int64]) -> Intervals:
+    """The rows of one node's segments, those that touch made one; by (document, start)."""
+    document, start, stop, _ = segments[np.lexsort((segments[:, 1], segments[:, 0]))].T
+    begins = np.append(True, (document[1:] != document[:-1]) | (start[1:] != stop[:-1]))[: len(document)]
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(document))[: len(first)] - 1
+    return Intervals(document[first], start[first], stop[last])

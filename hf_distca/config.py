@@ -9,6 +9,8 @@ from hf_distca.kernels import KERNEL_NAMES
 DOCUMENT_LAYOUTS = ("joint", "fixed")
 EXTERNAL = "external"
 """Attention servers that are started apart."""
+AS_LAUNCHED = "auto"
+"""Ranks per node as the launcher of the processes says."""
 LongDocuments = Literal["error", "truncate", "split"]
 
 
@@ -109,6 +111,15 @@ class DistCAConfig:
             "0 computes all rows at once. Blocks of experts are left as they are."
         },
     )
+    ranks_per_node: str = field(
+        default=AS_LAUNCHED,
+        metadata={
+            "help": "How many of the ranks that train share a node, inside which links (NVLink) are faster than "
+            "between nodes: a number, or one for each node with commas between them, such as '8,8,4', in the order of "
+            "the ranks. Plans then move hardly a byte between nodes. 'auto' is as the processes were launched; 1 "
+            "takes all links to be alike."
+        },
+    )
     exchange_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
     )
@@ -147,6 +158,7 @@ class DistCAConfig:
             raise ValueError(
                 f"attention_servers must be a number of processes or 'external', got {self.attention_servers!r}"
             )
+        self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
         for name in (
             "tokens_per_rank",
             "balance_block_size",
@@ -171,13 +183,17 @@ class DistCAConfig:
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name} must be one of {list(valid)}, got {getattr(self, name)!r}")
 
-    def planning(self, ranks: int) -> dict[str, Any]:
+    def planning(self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1) -> dict[str, Any]:
         """What plans depend on of these settings, by the names that PlanSettings has for it.
 
         Args:
             ranks: that train together; one rank alone has nobody to exchange with while the other nano-batch runs,
                 unless there are dedicated servers.
+            ranks_per_node: what "auto" stands for, see `hf_distca.dispatch.nodes.ranks_per_node`; 1 without a launch.
         """
+        if self.ranks_per_node != AS_LAUNCHED:
+            numbers = tuple(map(int, self.ranks_per_node.split(",")))
+            ranks_per_node = numbers[0] if len(numbers) == 1 else numbers
         return {
             "ranks": ranks,
             "tokens_per_rank": self.tokens_per_rank,
@@ -186,4 +202,19 @@ class DistCAConfig:
             "balance_block_size": self.balance_block_size,
             "exchange_buffer_bytes": self.exchange_buffer_bytes,
             "ping_pong": self.ping_pong and (ranks > 1 or self.attention_servers != "0"),
+            "ranks_per_node": ranks_per_node,
         }
+
+
+def _ranks_per_node(given: Any) -> str:
+    """The setting as a string, of whatever stands for it in Python or YAML: 8, [8, 8, 4], "8, 8, 4"."""
+    parts = given if isinstance(given, (list, tuple)) else str(given).split(",")
+    parts = [str(part).strip() for part in parts]
+    if parts == [AS_LAUNCHED]:
+        return AS_LAUNCHED
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(
+            "ranks_per_node must be a number of ranks, one number for each node such as '8,8,4', or 'auto', got "
+            f"{given!r}"
+        )
+    return ",".join(str(int(part)) for part in parts)

@@ -94,6 +94,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     for name in ("document_layout", "balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong"):
         add_setting(parser, name)
     add_setting(
+        parser,
+        "ranks_per_node",
+        default="1",
+        metavar="K",
+        help="ranks that share a node: a number, or one for each node with commas between them, such as 8,8,4, in the "
+        "order of the ranks; 1 takes all links to be alike",
+    )
+    add_setting(
         parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="whose costs are taken"
     )
     for name, value in HEADS.items():

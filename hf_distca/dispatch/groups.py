@@ -5,7 +5,7 @@ No group of the training framework is touched: its collectives and ours never wa
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from hf_distca.dispatch.backends import (
 )
 from hf_distca.dispatch.failures import Failures
 
+Value = TypeVar("Value")
 RankMesh = DeviceMesh | dist.ProcessGroup
 """The ranks that train together, as one dimension of a mesh or as a group."""
 
@@ -34,7 +35,7 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
     Raises:
         ValueError: the mesh has more than one dimension.
     """
-    if not _in_world():
+    if not in_world():
         return [0]
     if mesh is None:
         return list(range(dist.get_world_size()))
@@ -75,15 +76,15 @@ class Groups:
     def __init__(self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None) -> None:
         members = mesh_ranks(mesh)
         self.ranks = len(members)
-        self.rank = members.index(dist.get_rank()) if _in_world() else 0
+        self.rank = members.index(dist.get_rank()) if in_world() else 0
         self.exchange: dist.ProcessGroup | None = None
         self._words: dist.ProcessGroup | None = None
         store = None
-        if _in_world() and dist.get_world_size() > 1:
+        if in_world() and dist.get_world_size() > 1:
             timeout = timedelta(seconds=timeout_s)
             device = indexed(device)
+            meshes = None if mesh is None else _meshes(gather_in_world(members, timeout_s))
             try:
-                meshes = None if mesh is None else _meshes_of_world(members, timeout)
                 self._words = _new_group(meshes, backend="gloo", timeout=timeout, group_desc="distca words")
                 uuids = self.all_gather(device_uuid(device))
             except RuntimeError as error:
@@ -150,18 +151,40 @@ class Groups:
         raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in failed.items())) from error
 
 
-def _in_world() -> bool:
+def in_world() -> bool:
     """Whether this process is one of a launch."""
     return dist.is_available() and dist.is_initialized()
 
 
-def _meshes_of_world(members: list[int], timeout: timedelta) -> list[list[int]]:
-    """The ranks of every mesh of the world, the same list on every process. A collective of the world."""
-    world = dist.new_group(backend="gloo", timeout=timeout, group_desc="distca meshes")
-    gathered: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, members, group=world)
-    dist.destroy_process_group(world)
-    return [list(ranks) for ranks in dict.fromkeys(map(tuple, gathered))]
+def _meshes(members: list[list[int]]) -> list[list[int]]:
+    """The ranks of every mesh of the world.
+
+    Args:
+        members: of every process, the ranks of its mesh.
+    """
+    return [list(ranks) for ranks in dict.fromkeys(map(tuple, members))]
+
+
+def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
+    """Every process's value, in the order of their ranks in the world. A collective of the world, on the CPU.
+
+    Args:
+        value: a small Python object.
+        timeout_s: seconds after which it fails where a process is silent.
+
+    Raises:
+        RuntimeError: this process cannot reach the others, or not in time.
+    """
+    if not in_world() or dist.get_world_size() == 1:
+        return [value]
+    gathered = [value] * dist.get_world_size()
+    try:
+        world = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="distca world")
+        dist.all_gather_object(gathered, value, group=world)
+        dist.destroy_process_group(world)
+    except RuntimeError as error:
+        raise unreachable(dist.get_rank(), error) from error
+    return gathered
 
 
 def _new_group(meshes: list[list[int]] | None, **options: Any) -> dist.ProcessGroup:

@@ -29,6 +29,7 @@ def plan_settings(
     ranks: int,
     device: torch.device,
     dtype: torch.dtype | None = None,
+    ranks_per_node: int | tuple[int, ...] = 1,
 ) -> PlanSettings:
     """The settings of plans that fit a model, once it is known that it can be planned.
 
@@ -39,9 +40,11 @@ def plan_settings(
         device: the rank's device; the attention kernel there says what balances best. Where config.attention_kernel is
             "auto", it is chosen here, for all that the model needs, and rank 0 logs which it is.
         dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
+        ranks_per_node: how many of the ranks share a node, where config.ranks_per_node leaves it to the launch.
 
     Raises:
-        ValueError: the model cannot be planned, see `checked_attentions`, or the kernel cannot compute its attention.
+        ValueError: the model cannot be planned, see `checked_attentions`, the kernel cannot compute its attention, or
+            nodes have another number of ranks together.
         ImportError: the package of the kernel is missing.
     """
     attentions = checked_attentions(model)
@@ -51,7 +54,7 @@ def plan_settings(
     needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
     kernel = _kernel(config.attention_kernel, device, needs)
     return PlanSettings(
-        **config.planning(ranks),
+        **config.planning(ranks, ranks_per_node),
         kinds=kinds,
         bytes_per_value=dtype.itemsize,
         row_overhead=kernel.row_overhead,

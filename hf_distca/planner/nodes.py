@@ -23,15 +23,15 @@ def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ..
     if isinstance(ranks_per_node, int):
         if ranks_per_node < 1 or ranks % ranks_per_node:
             raise ValueError(
-                f"{ranks} ranks cannot be divided into nodes of {ranks_per_node}; give one number for each node, such "
-                f"as {ranks_per_node},{max(ranks - ranks_per_node, 1)}, or 1 for links that are all alike"
+                f"ranks_per_node={ranks_per_node} does not divide the {ranks} ranks that train together; give the "
+                "number of ranks of every node, in the order of the ranks, or 1 where all links are alike"
             )
         return (ranks_per_node,) * (ranks // ranks_per_node)
     sizes = tuple(ranks_per_node)
     if min(sizes, default=0) < 1 or sum(sizes) != ranks:
         raise ValueError(
-            f"nodes of {', '.join(map(str, sizes))} ranks have {sum(sizes)} together, but {ranks} ranks train; give "
-            "the number of ranks of every node, in the order of the ranks"
+            f"ranks_per_node={','.join(map(str, sizes))} is {sum(sizes)} ranks together, but {ranks} ranks train; "
+            "give the number of ranks of every node, in the order of the ranks, or 1 where all links are alike"
         )
     return sizes
 

@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import RankMesh, mesh_ranks
+from hf_distca.dispatch.nodes import ranks_per_node
 from hf_distca.patches.model import plan_settings
 from hf_distca.patches.prepare import prepare_model
 
@@ -33,11 +34,15 @@ def make_dispatcher(
             the world.
 
     Raises:
-        ValueError: the model cannot be planned, the kernel cannot compute its attention, or the settings differ
-            between ranks; says why and what to do.
+        ValueError: the model cannot be planned, the kernel cannot compute its attention, nodes have another number of
+            ranks together, or the settings differ between ranks; says why and what to do.
+        RuntimeError: this rank cannot reach the others.
         ImportError: the package of the kernel is missing.
     """
-    settings = plan_settings(model, config, ranks=len(mesh_ranks(mesh)), device=device, dtype=dtype)
+    launched = ranks_per_node(mesh, config.exchange_timeout)
+    settings = plan_settings(
+        model, config, ranks=len(mesh_ranks(mesh)), device=device, dtype=dtype, ranks_per_node=launched
+    )
     dispatcher = Dispatcher(
         settings,
         device,

@@ -206,6 +206,7 @@ def _settings_error(folder: str, settings_by_rank: list[dict[str, Any]]) -> str:
         {"balance_tolerance": 0.1},
         {"attention_kernel": "reference"},
         {"keep_received": True},
+        {"ranks_per_node": 2},
         {"seed": 2},
         {"long_documents": "split"},
         {"gradient_accumulation_steps": 2},
@@ -215,6 +216,11 @@ def _settings_error(folder: str, settings_by_rank: list[dict[str, Any]]) -> str:
 def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank_pools, tmp_path, settings):
     for error in rank_pools[2].run(_settings_error, str(tmp_path), [{}, settings]):
         assert re.search("differs? between ranks", error)
+
+
+def test_nodes_of_other_ranks_are_an_error_on_every_rank(rank_pools, tmp_path):
+    for error in rank_pools[2].run(_settings_error, str(tmp_path), [{"ranks_per_node": "2,1"}] * 2):
+        assert error.startswith("ranks_per_node=2,1 is 3 ranks together, but 2 ranks train; give the number")
 
 
 def test_saved_model_loads_with_any_attention(tmp_path):

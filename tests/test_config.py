@@ -1,0 +1,58 @@
+"""Settings as users write them: in Python, on the command line, in YAML."""
+
+import pytest
+from transformers import HfArgumentParser
+
+from hf_distca import DistCAConfig
+from hf_distca.planner.micro_batch import PlanSettings
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "planned"),
+    [
+        ("auto", "auto", 4),
+        (8, "8", 8),
+        ("8", "8", 8),
+        ([8, 8, 4], "8,8,4", (8, 8, 4)),
+        ((8, 12), "8,12", (8, 12)),
+        ([10], "10", 10),
+        (" 8, 8 ,4", "8,8,4", (8, 8, 4)),
+        ("1", "1", 1),
+    ],
+)
+def test_ranks_per_node(given, setting, planned):
+    config = DistCAConfig(ranks_per_node=given)
+    assert config.ranks_per_node == setting
+    assert config.planning(20, 4)["ranks_per_node"] == planned
+
+
+def test_without_a_launch_all_links_are_alike():
+    assert DistCAConfig().planning(8)["ranks_per_node"] == 1
+
+
+@pytest.mark.parametrize(
+    "given", ["", "0", "8,0", "8,", "-8", "8;8", "8.0", 8.0, 0, -1, True, None, [], [8, "x"], "all"]
+)
+def test_what_ranks_per_node_cannot_be(given):
+    with pytest.raises(ValueError, match=r"ranks_per_node must be a number of ranks, one number for each node.*got "):
+        DistCAConfig(ranks_per_node=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("3", "3 does not divide the 8 ranks"), ("4,3", "4,3 is 7 ranks together")]
+)
+def test_nodes_of_other_ranks(given, told):
+    with pytest.raises(ValueError, match=f"ranks_per_node={told}.*the number of ranks of every node"):
+        PlanSettings(**DistCAConfig(ranks_per_node=given).planning(8))
+
+
+@pytest.mark.parametrize(
+    ("written", "setting"), [("8", "8"), ("[8, 8, 4]", "8,8,4"), ("8,8,4", "8,8,4"), ("auto", "auto")]
+)
+def test_ranks_per_node_on_the_command_line_and_in_yaml(tmp_path, written, setting):
+    parser = HfArgumentParser(DistCAConfig)
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"ranks_per_node: {written}\n")
+    assert parser.parse_yaml_file(str(file))[0].ranks_per_node == setting
+    if "[" not in written:
+        assert parser.parse_args_into_dataclasses(["--ranks_per_node", written])[0].ranks_per_node == setting

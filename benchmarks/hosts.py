@@ -1,8 +1,13 @@
-"""Two ranks of one machine as two hosts: network namespaces joined by a link of limited rate. Needs root."""
+"""Ranks of one machine as two hosts: network namespaces joined by a link of limited rate. Needs root.
+
+Ranks of one host reach each other by the namespace's loopback device, which nothing limits, also where gloo is bound
+to the device of the link: what is sent to an address of the namespace itself never gets to that device.
+"""
 
 import ctypes
 import os
 import subprocess
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -14,13 +19,17 @@ NETWORK_NAMESPACE = 0x40000000
 class Hosts:
     """Two network namespaces and the pair of devices that joins them; a context manager.
 
+    Args:
+        ranks_per_host: the first so many ranks are on the first host, the others on the second.
+
     Attributes:
         names: of the namespaces, others in every process, so that two checkouts can be measured in turns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks_per_host: int = 1) -> None:
         self.names = tuple(f"distca{os.getpid()}{side}" for side in "ab")
         self._devices = tuple(f"dv{os.getpid()}{side}" for side in "ab")
+        self._ranks_per_host = ranks_per_host
 
     def __enter__(self) -> "Hosts":
         for name in self.names:
@@ -37,22 +46,41 @@ class Hosts:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
+    def host_of(self, rank: int) -> int:
+        """0 or 1."""
+        return rank // self._ranks_per_host
+
     def move_in(self, rank: int) -> None:
-        """Make this process one on the host of a rank: it and what it starts see nothing but the link."""
-        with open(f"/run/netns/{self.names[rank]}") as namespace:
+        """Make this process one on the host of a rank: it and what it starts see nothing but it and the link."""
+        host = self.host_of(rank)
+        with open(f"/run/netns/{self.names[host]}") as namespace:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.setns(namespace.fileno(), NETWORK_NAMESPACE) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {self.names[rank]}")
-        os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=self._devices[rank])
+                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {self.names[host]}")
+        os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=self._devices[host])
 
     def limit(self, rank: int, rate_mbit: float | None) -> None:
-        """Limit what the host of this rank sends; None: no limit. A collective."""
-        device = self._devices[rank]
-        subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
-        if rate_mbit is not None:
-            shape = ["tbf", "rate", f"{rate_mbit:.0f}mbit", "burst", "256kb", "latency", "400ms"]
-            subprocess.run(["tc", "qdisc", "add", "dev", device, "root", *shape], check=True)
+        """Limit what each host sends; None: no limit. A collective.
+
+        Args:
+            rank: of this process, which is on its host.
+            rate_mbit: of one host's ranks together, in either direction.
+        """
+        if rank % self._ranks_per_host == 0:
+            device = self._devices[self.host_of(rank)]
+            subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
+            if rate_mbit is not None:
+                shape = ["tbf", "rate", f"{rate_mbit:.0f}mbit", "burst", "256kb", "latency", "400ms"]
+                subprocess.run(["tc", "qdisc", "add", "dev", device, "root", *shape], check=True)
         dist.barrier()
+
+    def sent(self, rank: int) -> int:
+        """Bytes that the host of this rank has sent over the link so far; its process is on that host."""
+        for line in Path("/proc/self/net/dev").read_text().splitlines():
+            device, _, counters = line.partition(":")
+            if device.strip() == self._devices[self.host_of(rank)]:
+                return int(counters.split()[8])  # after eight numbers of what was received
+        raise RuntimeError(f"rank {rank} is on no host: call move_in first")
 
 
 def ip(*words: str) -> None:

@@ -1,4 +1,4 @@
-"""How much of the exchange ping-pong hides: two ranks as two hosts behind a link of limited rate.
+"""How much of the exchange is hidden, or spared: ranks as two hosts behind a link of limited rate.
 
 The hosts are two network namespaces joined by a veth pair whose rate `tc … tbf` limits, so it needs root and
 iproute2. Each round runs a step (forward and backward, no gradient reduction) in shuffled order over the link free or
@@ -23,6 +23,18 @@ then with all K and V rows in one exchange, "stages" is as users have it, and --
 stages". What is hidden is told beside "waiting", as above, and beside "own first"; the overhead of stages is what they
 add to a step over the free link beside own tasks first in one stage. Derived names begin with one_document_.
 
+With --nodes each host has two ranks, and plans that know of it (`PlanSettings(ranks_per_node=2)`) are compared with
+flat ones: of documents whose lengths have a long tail, or with --one-document of one document over all ranks. "flat"
+and "node-aware" are as users have them, with ping-pong where the documents allow it; in "flat waiting" and "node-aware
+waiting" every exchange is waited for where it is started. The rate is chosen for "flat waiting".
+
+    exposed = limited - free, by step time and by waits: what the link adds
+
+of a node-aware plan over that of a flat one, paired as above. "over the link, MB" is what the devices of the link sent
+in a step over the free link, "between nodes, MB" what is counted from the plan for one layer's forward. Four ranks
+share this machine's cores, so that one that waits leaves its core to others: what a link adds is less than it were
+with a machine for each host, on either side. Derived names begin with nodes_, or nodes_one_document_.
+
 With --trace it limits nothing and needs no root: it traces one ping-pong step and says how much of the exchange lies
 under computation, in the forward and in the backward. On GPUs, 8 layers as wide as those of Llama-3-8B, a rank each:
 
@@ -30,6 +42,7 @@ under computation, in the forward and in the backward. On GPUs, 8 layers as wide
 
 Run: sudo python benchmarks/overlap.py [--rounds 12] [--tokens 4096]
      sudo python benchmarks/overlap.py --one-document [--stages 2 8] [--rounds 12] [--tokens 2048]
+     sudo python benchmarks/overlap.py --nodes [--one-document] [--rounds 12] [--tokens 2048]
      sudo python benchmarks/overlap.py --rate-mbit 420 --against OTHER_CHECKOUT      two checkouts in turns
      python benchmarks/overlap.py --trace trace.json [--tokens 4096]      two ranks on the CPU
 """
@@ -41,8 +54,7 @@ import random
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,36 +63,13 @@ import torch
 import torch.distributed as dist
 from covered import DIRECTIONS, Covered, covered_exchange
 from harness import Ranks, Round, over, print_json, report, rounds_parser, run_ranks, table, take_rounds
-from harness.models import documents_of, llama, rows_of_rank, settings_of
 from hosts import Hosts
 from torch.profiler import ProfilerActivity, profile, record_function
-from waiting import WaitingExchange
-
-from hf_distca import Dispatcher
-from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import MicroBatchPlan, Plan
-from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.stages import rows_by_stage
+from ways import Steps, Way, few_documents, long_tail
 
 LINKS = ("free", "limited")
 MEASURES = {"": ", s", ", by waits": ": in waits, s"}
-"""Of what is hidden: how each is told, and how the names of its figures end."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a step is carried out.
-
-    Attributes:
-        turns: halves of layers take turns.
-        waits: every exchange is waited for where it is started.
-        stages: how many K and V rows come in; None for those of the plan.
-    """
-
-    turns: bool = False
-    waits: bool = False
-    stages: int | None = None
-
+"""Of what a link adds: how each is told, and how the names of its figures end."""
 
 PING_PONG = {"ping-pong": Way(turns=True)}
 SEVERAL_DOCUMENTS = {
@@ -91,92 +80,56 @@ SEVERAL_DOCUMENTS = {
 }
 ONE_DOCUMENT = {"waiting": Way(waits=True, stages=1), "own first": Way(stages=1), "stages": Way()}
 
-WIDE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+RANKS_PER_HOST = 2
+"""With --nodes."""
+NODES = {
+    "flat waiting": Way(waits=True),
+    "node-aware waiting": Way(waits=True, ranks_per_node=RANKS_PER_HOST),
+    "flat": Way(turns=True),
+    "node-aware": Way(turns=True, ranks_per_node=RANKS_PER_HOST),
 }
-"""Sizes of the model on GPUs (Llama-3-8B)."""
 
 
-def in_stages(plan: MicroBatchPlan, count: int) -> MicroBatchPlan:
-    """The plan with its K and V rows in as few stages as rows of the same size allow, `count` of them or some more."""
+@dataclass(frozen=True)
+class Case:
+    """What is measured behind a link.
 
-    def divided(of_kind: Plan) -> Plan:
-        whole = replace(of_kind, stage_rows=None)
-        return whole if count == 1 else replace(whole, stage_rows=-(-int(rows_by_stage(whole).max()) // count))
-
-    nano_batches = (
-        replace(nano, plans={kind: divided(of_kind) for kind, of_kind in nano.plans.items()})
-        for nano in plan.nano_batches
-    )
-    return replace(plan, nano_batches=tuple(nano_batches))
-
-
-class Steps:
-    """One rank's models and its plan, ready to step any way.
-
-    Args:
-        tokens: of a rank.
-        device: of this rank.
-        ways: by name.
-        one_document: of all tokens, instead of several.
+    Attributes:
+        lengths: of the documents.
+        ways: by name; the rate of the link is chosen for the first one, which waits.
+        ranks_per_host: on each of the two hosts.
     """
 
-    def __init__(
-        self, tokens: int, device: torch.device, ways: Mapping[str, Way], *, one_document: bool = False
-    ) -> None:
-        total = tokens * dist.get_world_size()
-        on_gpu = device.type == "cuda"
-        dtype, sizes = (torch.bfloat16, WIDE) if on_gpu else (torch.float32, {})
-        models = {
-            turns: llama(total, dtype=dtype, **sizes).to(device) for turns in {way.turns for way in ways.values()}
-        }
-        if True in models:
-            plan_layers(models[True])
-        settings = settings_of(next(iter(models.values())), dist.get_world_size(), tokens, device)
-        self.models = {name: models[way.turns] for name, way in ways.items()}
-        self.dispatchers = {name: Dispatcher(settings, device) for name in ways}
-        for name, dispatcher in self.dispatchers.items():
-            if ways[name].waits:
-                dispatcher.exchange = WaitingExchange(dispatcher)
-        # Of several, each nano-batch has a document too long for one rank's share of it, which the joint layout cuts.
-        lengths = [total] if one_document else [total * 3 // 8] * 2 + [total // 16] * 4
-        plan = plan_micro_batch(lengths, settings)
-        self.plans = {name: plan if way.stages is None else in_stages(plan, way.stages) for name, way in ways.items()}
-        self.batch = rows_of_rank(plan, dist.get_rank(), documents_of(lengths), device)
+    lengths: Sequence[int]
+    ways: Mapping[str, Way]
+    ranks_per_host: int = 1
 
-    def step(self, way: str) -> tuple[float, float]:
-        """Seconds of a step until both ranks are done, and seconds that the ranks stood in waits, on average."""
-        dispatcher = self.dispatchers[way]
-        bound = dispatcher.bind(self.plans[way])
-        dist.barrier()
-        waited = dispatcher.recorder.seconds("wait")
-        begin = time.perf_counter()
-        self.models[way](**self.batch, distca_plan=bound).loss.backward()
-        waited = dispatcher.recorder.seconds("wait") - waited
-        dist.barrier()
-        total = time.perf_counter() - begin
-        self.models[way].zero_grad()
-        figures = torch.tensor([total, waited], dtype=torch.float64)
-        dist.all_reduce(figures)
-        seconds, seconds_waited = (figures / dist.get_world_size()).tolist()
-        return seconds, seconds_waited
+
+def case_of(options: argparse.Namespace) -> Case:
+    """What the options ask for."""
+    tokens = options.tokens or (2048 if options.nodes or options.one_document else 4096)
+    if options.nodes:
+        total = tokens * 2 * RANKS_PER_HOST
+        if not options.one_document:
+            return Case(long_tail(total), NODES, RANKS_PER_HOST)
+        in_one = {name: replace(way, stages=1) if way.waits else way for name, way in NODES.items()}
+        return Case([total], in_one, RANKS_PER_HOST)
+    if options.one_document:
+        return Case([tokens * 2], ONE_DOCUMENT | {f"{stages} stages": Way(stages=stages) for stages in options.stages})
+    return Case(few_documents(tokens * 2), SEVERAL_DOCUMENTS)
 
 
 def trace_rank(tokens: int, file: str) -> dict[str, Covered]:
     """Trace a ping-pong step of this rank; rank 0 leaves its trace in the file."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    steps = Steps(tokens, device, PING_PONG)
+    steps = Steps(few_documents(tokens * dist.get_world_size()), device, PING_PONG)
     model, dispatcher = steps.models["ping-pong"], steps.dispatchers["ping-pong"]
 
     def step() -> None:
         bound = dispatcher.bind(steps.plans["ping-pong"])
         dist.barrier()
         with record_function("forward"):
-            loss = model(**steps.batch, distca_plan=bound).loss
+            loss = model(**steps.batches["ping-pong"], distca_plan=bound).loss
             finish(device)
         with record_function("backward"):
             loss.backward()
@@ -236,7 +189,7 @@ def trace(options: argparse.Namespace) -> None:
         print_json(ranks=len(ranks), device="cuda" if torch.cuda.is_available() else "cpu", **means)
 
 
-def exchange_share(steps: Steps, hosts: Hosts, rate_mbit: float) -> float:
+def exchange_share(steps: Steps, hosts: Hosts, waiting: str, rate_mbit: float) -> float:
     """What the limit adds to the waits of a step that waits, over the step on the free link.
 
     By waits, because the time of a step varies by more than what is to be measured.
@@ -244,58 +197,71 @@ def exchange_share(steps: Steps, hosts: Hosts, rate_mbit: float) -> float:
     free, limited = [], []
     for _ in range(5):
         hosts.limit(dist.get_rank(), None)
-        free.append(steps.step("waiting"))
+        free.append(steps.step(waiting))
         hosts.limit(dist.get_rank(), rate_mbit)
-        limited.append(steps.step("waiting"))
+        limited.append(steps.step(waiting))
     step, waited = map(statistics.median, zip(*free, strict=True))
     _, limited_waited = map(statistics.median, zip(*limited, strict=True))
     return (limited_waited - waited) / step
 
 
-def chosen_rate(steps: Steps, hosts: Hosts) -> float:
+def chosen_rate(steps: Steps, hosts: Hosts, waiting: str) -> float:
     """The rate in Mbit/s at which the exchange adds 36 to 39 % to a step that waits."""
     rate = 500.0
     for _ in range(8):  # the exchange takes time in inverse proportion to the rate
-        share = exchange_share(steps, hosts, rate)
+        share = exchange_share(steps, hosts, waiting, rate)
         if 0.36 <= share <= 0.39:
             break
         rate *= min(max(share / 0.375, 0.3), 3.0)
     return rate
 
 
-def prepare(
-    hosts: Hosts, tokens: int, ways: Mapping[str, Way], one_document: bool, given_rate: float | None
-) -> Callable[[], Round]:
+def prepare(hosts: Hosts, case: Case, given_rate: float | None) -> Callable[[], Round]:
     """Make the models on this rank and choose the rate, and a round: every way over every link, in shuffled order."""
-    steps, order = Steps(tokens, torch.device("cpu"), ways, one_document=one_document), random.Random(0)
-    for way in ways:
+    steps, order = Steps(case.lengths, torch.device("cpu"), case.ways), random.Random(0)
+    for way in case.ways:
         steps.step(way)  # warms up
-    rate = chosen_rate(steps, hosts) if given_rate is None else given_rate
+    rate = chosen_rate(steps, hosts, next(iter(case.ways))) if given_rate is None else given_rate
 
     def take() -> Round:
-        figures = {}
-        for link, way in order.sample([(link, way) for link in LINKS for way in ways], len(LINKS) * len(ways)):
-            hosts.limit(dist.get_rank(), rate if link == "limited" else None)
+        figures, rank = {"rate, Mbit/s": rate}, dist.get_rank()
+        for link, way in order.sample(
+            [(link, way) for link in LINKS for way in case.ways], len(LINKS) * len(case.ways)
+        ):
+            hosts.limit(rank, rate if link == "limited" else None)
+            before = hosts.sent(rank)
             figures[f"{link}, {way}, s"], figures[f"{link}, {way}: in waits, s"] = steps.step(way)
-        return {name: figures[name] for name in sorted(figures)} | {"rate, Mbit/s": rate}
+            if link == "free" and case.ranks_per_host > 1:
+                sent = torch.tensor(hosts.sent(rank) - before, dtype=torch.float64)
+                dist.all_reduce(sent)  # every rank counts what its whole host sends
+                figures[f"{way}: over the link, MB"] = sent.item() / case.ranks_per_host / 1e6
+                between = steps.bytes_between(way, case.ranks_per_host)
+                figures[f"{way}: between nodes, MB"] = between / 1e6
+        return {name: figures[name] for name in sorted(figures)}
 
     return take
 
 
-def hidden(way: str, ending: str, beside: str = "waiting") -> Callable[[Round], float]:
-    """The share of what the limit adds to a step one way which it does not add to one another way.
+def added(way: str, beside: str, ending: str) -> Callable[[Round], float]:
+    """What the limit adds to a step one way, over what it adds to a step another way.
 
     Args:
-        way: the other one.
+        way: the one.
+        beside: the other one.
         ending: of the names of the figures.
-        beside: the one.
     """
 
     def compute(taken: Round) -> float:
-        added = {name: taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (way, beside)}
-        return 1 - added[way] / added[beside]
+        one, other = (taken[f"limited, {name}{ending}"] - taken[f"free, {name}{ending}"] for name in (way, beside))
+        return one / other
 
     return compute
+
+
+def hidden(way: str, ending: str, beside: str = "waiting") -> Callable[[Round], float]:
+    """The share of what the limit adds to a step one way which it does not add to one another way, as in `added`."""
+    compute = added(way, beside, ending)
+    return lambda taken: 1 - compute(taken)
 
 
 def hidden_of(*ways: str) -> dict[str, Callable[[Round], float]]:
@@ -317,14 +283,35 @@ def derived_of_one_document(ways: Mapping[str, Way]) -> dict[str, Callable[[Roun
     return {f"one_document_{name}": compute for name, compute in derived.items()}
 
 
+def derived_of_nodes(one_document: bool) -> dict[str, Callable[[Round], float]]:
+    """What the link adds to steps of node-aware plans, over what it adds to those of flat ones."""
+    derived = {}
+    for kind in ("", " waiting"):
+        flat, aware = f"flat{kind}", f"node-aware{kind}"
+        for name, ending in MEASURES.items():
+            derived[f"exposed: {aware} / {flat}{name}"] = added(aware, flat, ending)
+        for link in LINKS:
+            derived[f"{link}: {aware} / {flat}"] = over(f"{link}, {aware}, s", f"{link}, {flat}, s")
+        derived[f"what the limit adds to {flat}"] = over(f"limited, {flat}, s", f"free, {flat}, s")
+        for what in ("over the link", "between nodes"):
+            derived[f"{what}: {aware} / {flat}"] = over(f"{aware}: {what}, MB", f"{flat}: {what}, MB")
+    prefix = "nodes_one_document_" if one_document else "nodes_"
+    return {f"{prefix}{name}": compute for name, compute in derived.items()}
+
+
 def main() -> None:
     """Make the hosts, run a rank on each, print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=12)
     parser.add_argument(
-        "--tokens", type=int, help="tokens per rank; default 4096, of one document 2048, of a trace on GPUs 32768"
+        "--tokens",
+        type=int,
+        help="of a rank; default 4096, with --nodes or of one document 2048, of a trace on GPUs 32768",
     )
     parser.add_argument("--rate-mbit", type=float, help="of the limited link; by default it is found by trying")
     parser.add_argument("--one-document", action="store_true", help="one document over both hosts instead of several")
+    parser.add_argument(
+        "--nodes", action="store_true", help="hosts of two ranks: plans that know of them beside flat ones"
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=[], help="with --one-document: so many stages too")
     parser.add_argument("--trace", help="file for a profiler trace of one ping-pong step of rank 0")
     options = parser.parse_args()
@@ -335,15 +322,18 @@ def main() -> None:
         sys.exit("benchmarks/overlap.py makes network namespaces and limits a link: run it as root")
     if options.against is not None and options.rate_mbit is None:
         parser.error("--against needs --rate-mbit, so that both checkouts have the same link; a run alone finds one")
-    ways, tokens = SEVERAL_DOCUMENTS, options.tokens or 4096
-    if options.one_document:
-        ways = ONE_DOCUMENT | {f"{stages} stages": Way(stages=stages) for stages in options.stages}
-        tokens = options.tokens or 2048
-    prepared = (tokens, ways, options.one_document, options.rate_mbit)
-    with Hosts() as hosts, Ranks(2, prepare, hosts, *prepared, enter=hosts.move_in) as ranks:
+    case = case_of(options)
+    count = 2 * case.ranks_per_host
+    with (
+        Hosts(case.ranks_per_host) as hosts,
+        Ranks(count, prepare, hosts, case, options.rate_mbit, enter=hosts.move_in) as ranks,
+    ):
         measured = take_rounds(options, lambda: ranks.take()[0])
+    if options.nodes:
+        report(measured, derived_of_nodes(options.one_document))
+        return
     if options.one_document:
-        report(measured, derived_of_one_document(ways))
+        report(measured, derived_of_one_document(case.ways))
         return
     derived = hidden_of("own first", "ping-pong") | {
         "overhead: ping-pong / own first": over("free, ping-pong, s", "free, own first, s"),

@@ -4,7 +4,7 @@ Each rank holds at most 32768 tokens; lengths are drawn from a log-normal distri
 those of users who set nothing: Llama-3-8B's attention in bfloat16, ping-pong, the default tolerance. What they achieve
 is for `planner.py` to say.
 
-Run: python benchmarks/plan_time.py [--rounds 12] [--ranks 8 64 256]
+Run: python benchmarks/plan_time.py [--rounds 12] [--ranks 8 64 256] [--ranks-per-node 8]
      python benchmarks/plan_time.py --against OTHER_CHECKOUT      two checkouts in turns
 """
 
@@ -41,10 +41,11 @@ def main() -> None:
     """Measure, print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=12)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256], help="how many (default: 8 64 256)")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="of each node (default: 1, links all alike)")
     options = parser.parse_args()
     ways = {}
     for ranks in options.ranks:
-        settings = PlanSettings(ranks=ranks, tokens_per_rank=TOKENS, ping_pong=True)
+        settings = PlanSettings(ranks, TOKENS, ping_pong=True, ranks_per_node=options.ranks_per_node)
         batches = [documents(ranks, seed) for seed in range(BATCHES)]
         whole = [[length for row in rows for length in row] for rows in batches]
         ways[f"joint, {ranks} ranks, ms"] = [partial(plan_micro_batch, lengths, settings) for lengths in whole]

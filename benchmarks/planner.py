@@ -1,6 +1,7 @@
 """The planner beside a reference planner, on the same documents, at the same balance.
 
 Run: python benchmarks/planner.py [--repeats 3]
+     python benchmarks/planner.py --nodes-only      the last section alone
 
 Documents and the reference's figures stand in benchmarks/data/, whose README says where they come from. R ranks take
 the first rows of a batch; in layout "dp" a row is one rank's, in layout "cp4" one of 4 consecutive ranks.
@@ -23,31 +24,39 @@ layer's forward of Llama-3-8B in bfloat16. Planning times are medians on both si
 each made once, on one core of another machine.
 "cut<128" counts tasks below a kernel block that do not end where their document ends, "unneeded" those of them
 that neither are a whole segment at home nor are needed for the balance (hf_distca/planner/short_tasks.py).
+
+The last section compares plans of 64 ranks in nodes of 8 that know of the nodes with flat ones, at the same tolerance;
+ratios are node-aware / flat by input, where the flat plan's figure is not 0: median, quartiles and the largest, with
+the input that has it. Bytes within and between nodes are counted for both in the same way. In the JSON's "nodes":
+
+percent_above_mean                    pairs of the most loaded rank, above the mean; with "flat_" before it, as the
+                                      names below, of the flat plans
+tokens_max_over_mean                  tokens of the fullest rank over the mean
+plans_with_bytes_between_nodes        plans in which any byte leaves its node
+bytes_between_nodes_ratio             bytes that ranks send to other nodes
+busiest_within_node_ratio             bytes of the busiest rank inside its node, over those of the flat plan's busiest
+                                      rank over all of its links
+link_seconds_ratio                    time of the busiest link, at 450 GB/s inside a node and 50 GB/s between nodes
+bytes_total_ratio                     all bytes
+plan_ms, plan_ms_128k_tokens          planning time as above; the latter of node-aware plans at up to 512 ranks
 """
 
 import argparse
 import csv
-import gzip
-import json
-import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import numpy as np
 from harness import print_json, spread, table
+from planner_inputs import DATA, growth, plan_once, read_batches, timed
+from planner_nodes import RANKS_PER_NODE, compare_nodes
 
-from hf_distca.plan import SEGMENT, Layout, Plan
-from hf_distca.planner.balance import balance
+from hf_distca.plan import Plan
 from hf_distca.planner.cost import BALANCE_TOLERANCE
-from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import PlanMetrics, loads_of, measure
 from hf_distca.planner.short_tasks import without_short
 
-DATA = Path(__file__).parent / "data"
 RANKS = (4, 8, 16, 32, 64)
 KINDS = ("fixed", "fixed, head-tail", "joint")
 TOLERANCES = (0.001, BALANCE_TOLERANCE)
@@ -97,41 +106,6 @@ class Result:
     plan_ms: float
 
 
-def plan_once(batch: dict[str, Any], ranks: int, kind: str, tolerance: float) -> Plan:
-    """Plan one input the way `kind` says."""
-    rows = rows_of(batch, ranks)
-    if kind == "joint":
-        lengths = [length for row in rows for length in row]
-        layout = joint_layout(lengths, ranks, batch["T"], balance_tolerance=tolerance)
-    else:
-        layout = fixed_layout(rows, ranks)
-        if kind == "fixed, head-tail":
-            layout = head_tail(layout)
-    return balance(layout, balance_tolerance=tolerance)
-
-
-def head_tail(layout: Layout) -> Layout:
-    """The same rows per document and rank, those of documents on several ranks from both ends inwards."""
-    shares = []
-    taken = dict.fromkeys(range(len(layout.lengths)), 0)
-    left = dict(enumerate(layout.lengths.tolist()))
-    for doc, start, stop, rank, _ in layout.segments.tolist():
-        head = (stop - start) // 2
-        tail = stop - start - head
-        shares += [(rank, doc, taken[doc], taken[doc] + head), (rank, doc, left[doc] - tail, left[doc])]
-        taken[doc] += head
-        left[doc] -= tail
-    segments, filled = [], [0] * layout.ranks
-    for rank, doc, start, stop in sorted(share for share in shares if share[2] < share[3]):
-        last = segments[-1] if segments else (-1,) * 5
-        if (doc, start, rank) == (last[0], last[2], last[3]):
-            segments[-1] = (doc, last[1], stop, rank, last[4])
-        else:
-            segments.append((doc, start, stop, rank, filled[rank]))
-        filled[rank] += stop - start
-    return Layout(layout.lengths, np.array(segments, SEGMENT), layout.ranks)
-
-
 def unneeded_short(plan: Plan, tolerance: float) -> int:
     """Short tasks that can go one by one while every worker stays within the tolerance."""
     loads = loads_of(plan)
@@ -141,21 +115,6 @@ def unneeded_short(plan: Plan, tolerance: float) -> int:
     return measure(plan).tasks_cut_below_block - measure(without).tasks_cut_below_block
 
 
-def rows_of(batch: dict[str, Any], ranks: int) -> list[list[int]]:
-    """The rows of documents that `ranks` ranks take."""
-    return batch["rows"][: ranks // (4 if batch["layout"] == "cp4" else 1)]
-
-
-def timed(make: Callable[[], Plan], repeats: int) -> tuple[Plan, float]:
-    """A plan and the median of the processor times that it took, in ms."""
-    times = []
-    for _ in range(repeats):
-        began = time.process_time()
-        plan = make()
-        times.append((time.process_time() - began) * 1e3)
-    return plan, statistics.median(times)
-
-
 def compare(
     batches: list[dict[str, Any]], reference: dict[tuple[str, int], Theirs], kind: str, tolerance: float, repeats: int
 ) -> list[Result]:
@@ -163,11 +122,7 @@ def compare(
     results = []
     for batch in batches:
         for ranks in RANKS:
-
-            def make(batch: dict[str, Any] = batch, ranks: int = ranks) -> Plan:
-                return plan_once(batch, ranks, kind, tolerance)
-
-            plan, plan_ms = timed(make, repeats)
+            plan, plan_ms = timed(partial(plan_once, batch, ranks, kind, tolerance), repeats)
             theirs, unneeded = reference[batch["id"], ranks], unneeded_short(plan, tolerance)
             results.append(Result(batch["id"], ranks, measure(plan), theirs, unneeded, plan_ms))
     return results
@@ -226,26 +181,6 @@ def line(name: str, results: list[Result]) -> list[str]:
     ]
 
 
-def growth(batches: list[dict[str, Any]], repeats: int) -> dict[str, dict[str, float]]:
-    """Planning time in ms by ranks of 128K tokens, from rows of batches of that size, for both layouts."""
-    rows = [row for b in batches if b["T"] == 131072 and b["layout"] == "dp" for row in b["rows"]]
-    # One row of every batch in turn, so that any first rows are a mixture of all of them.
-    per = len(batches[0]["rows"])
-    rows = [rows[start] for first in range(per) for start in range(first, len(rows), per)]
-    times: dict[str, dict[str, float]] = {"fixed": {}, "joint": {}}
-    for ranks in (64, 128, 256, 512):
-        batch = {"rows": rows[:ranks], "layout": "dp", "T": 131072}
-        if len(batch["rows"]) < ranks:
-            break
-        for kind, by_ranks in times.items():
-
-            def make(batch: dict[str, Any] = batch, ranks: int = ranks, kind: str = kind) -> Plan:
-                return plan_once(batch, ranks, kind, BALANCE_TOLERANCE)
-
-            by_ranks[str(ranks)] = timed(make, repeats)[1]
-    return times
-
-
 def read_reference() -> dict[tuple[str, int], Theirs]:
     """What the reference did, by batch and number of ranks."""
     with (DATA / "reference_planner.csv").open() as file:
@@ -257,19 +192,13 @@ def read_reference() -> dict[tuple[str, int], Theirs]:
         }
 
 
-def main() -> None:
-    """Run all comparisons and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs per timing (default: 3)")
-    options = parser.parse_args()
-    with gzip.open(DATA / "planner_batches.json.gz", "rt") as file:
-        batches = json.load(file)["batches"]
+def compare_with_reference(batches: list[dict[str, Any]], repeats: int) -> dict[str, Any]:
+    """All kinds of plans at all tolerances; prints tables and returns the figures."""
     reference = read_reference()
-
     figures: dict[str, Any] = {}
     for tolerance in TOLERANCES:
         for kind in KINDS:
-            results = compare(batches, reference, kind, tolerance, options.repeats)
+            results = compare(batches, reference, kind, tolerance, repeats)
             figures[f"{kind}, at {tolerance}"] = summary(results)
             by_kind: dict[str, list[Result]] = defaultdict(list)
             for result in results:
@@ -278,10 +207,31 @@ def main() -> None:
             print(f"{kind}, balance_tolerance {tolerance}{free}: worst max/mean of attention; bytes ours / theirs")
             table(HEADER, [*(line(name, some) for name, some in by_kind.items()), line("all", results)])
             print()
-    figures["plan_ms_128k_tokens"] = growth(batches, options.repeats)
-    for kind, times in figures["plan_ms_128k_tokens"].items():
-        shown = ", ".join(f"{ranks}: {ms:.1f} ms" for ranks, ms in times.items())
-        print(f"{kind}, ranks of 128K tokens, balance_tolerance {BALANCE_TOLERANCE}:", shown)
+    return figures
+
+
+def show_growth(times: dict[str, dict[str, float]], nodes: str = "") -> None:
+    """Print planning times by number of ranks."""
+    for kind, by_ranks in times.items():
+        shown = ", ".join(f"{ranks}: {ms:.1f} ms" for ranks, ms in by_ranks.items())
+        print(f"{kind}, ranks of 128K tokens{nodes}, balance_tolerance {BALANCE_TOLERANCE}:", shown)
+
+
+def main() -> None:
+    """Run all comparisons and print them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="runs per timing (default: 3)")
+    parser.add_argument("--nodes-only", action="store_true", help="only plans that know of nodes, beside flat ones")
+    options = parser.parse_args()
+    batches, figures = read_batches(), {}
+    if not options.nodes_only:
+        figures = compare_with_reference(batches, options.repeats)
+        figures["plan_ms_128k_tokens"] = growth(batches, options.repeats)
+        show_growth(figures["plan_ms_128k_tokens"])
+        print()
+    figures["nodes"] = compare_nodes(batches, TOLERANCES, options.repeats)
+    figures["nodes"]["plan_ms_128k_tokens"] = growth(batches, options.repeats, RANKS_PER_NODE)
+    show_growth(figures["nodes"]["plan_ms_128k_tokens"], f" in nodes of {RANKS_PER_NODE}")
     print_json(**figures)
 
 

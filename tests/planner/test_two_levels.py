@@ -56,13 +56,6 @@ def test_rows_of_other_nodes_go_to_those_with_room():
     assert tasks.tolist() == [(0, 0, 48, 0), (1, 0, 16, 1), (0, 48, 56, 2), (2, 0, 8, 2), (0, 56, 64, 3), (3, 0, 8, 3)]
 
 
-def test_large_tasks_find_the_most_room():
-    rows = ShiftedRows.of(fixed_layout([[16, 24], [8], []]), None, 0, 8)
-    of_nodes = np.array([(0, 0, 16, 1), (1, 0, 24, 1), (2, 0, 8, 1)], TASK)
-    tasks = tasks_of_workers(of_nodes, rows, Workers.uniform(3), (0, 1, 1), limit=300.0, block=8)
-    assert tasks.tolist() == [(0, 0, 16, 1), (2, 0, 8, 1), (1, 0, 24, 2)]
-
-
 def test_a_surplus_stays_on_its_node():
     # Both nodes have the same to do, and on each one rank has all of it.
     layout = fixed_layout([[4096], [16] * 8, [16] * 8, [4096]])
@@ -71,14 +64,6 @@ def test_a_surplus_stays_on_its_node():
     assert plan.nodes == (0, 0, 1, 1)
     assert loads.max() <= 1.01 * loads.mean()
     assert bytes_by_link(plan, RowBytes(), plan.nodes)[BETWEEN].sum() == 0
-
-
-def test_nobody_gives_to_another_node_that_has_room():
-    # Without nodes rank 0 would give its 10 documents to rank 4, whose room takes all of them.
-    layout = fixed_layout([[100] * count for count in (30, 15, 15, 30, 10, 20)])
-    nodes = (0, 0, 0, 1, 1, 1)
-    assert bytes_by_link(balance(layout), RowBytes(), nodes)[BETWEEN].sum() > 0
-    assert bytes_by_link(balance(layout, nodes=nodes), RowBytes(), nodes)[BETWEEN].sum() == 0
 
 
 def test_keys_cross_to_a_node_once():

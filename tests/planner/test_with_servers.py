@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -53,27 +51,6 @@ def test_what_is_left_at_ranks_goes_to_the_server_that_finishes_first():
     assert plan.tasks.tolist() == [(0, 0, 8, 3), (1, 0, 4, 3), (2, 0, 4, 3)]
     plan = _without_ranks(Plan(layout, tasks, 4), Workers((1e-9, 1e-9, 1.0, 2.0), (0.0,) * 4))
     assert plan.tasks.tolist() == [(1, 0, 4, 2), (2, 0, 4, 2), (0, 0, 8, 3)]
-
-
-@pytest.mark.parametrize(
-    ("server_nodes", "nodes"),
-    [(None, (0, 0, 1, 1, 2, 3)), ((1, None), (0, 0, 1, 1, 1, 2)), ((0, 0), (0, 0, 1, 1, 0, 0))],
-)
-@pytest.mark.parametrize("ranks_serve", [True, False])
-def test_servers_are_on_nodes(server_nodes, nodes, ranks_serve):
-    settings = PlanSettings(4, 4096, balance_block_size=16, ranks_per_node=2)
-    layout = fixed_layout([[900], [700] * 2, [700] * 2, [100] * 9])
-    plan = balance_with_servers(
-        layout, AttentionKind(), Workers.uniform(6), settings, ranks_serve=ranks_serve, server_nodes=server_nodes
-    )
-    check_plan(plan)
-    assert plan.nodes == nodes
-    loads = np.array(loads_by_row(plan))[0 if ranks_serve else 4 :]
-    assert loads.max() <= 1.02 * loads.mean()
-    flat = balance_with_servers(
-        layout, AttentionKind(), Workers.uniform(6), replace(settings, ranks_per_node=1), server_nodes=server_nodes
-    )
-    assert flat.nodes is None
 
 
 def test_a_pool_needs_a_server():

@@ -154,6 +154,36 @@ class NanoBatch:
 
 
 @dataclass(frozen=True)
+class ExchangeFigures:
+    """What exchanges carry in one layer's forward, all nano-batches together.
+
+    A worker's, or a node's, bytes are those it sends or those it receives, whichever are more. Where plans know of no
+    nodes, each rank is one.
+
+    Attributes:
+        bytes_total: bytes that cross between workers, those within nodes and those between nodes.
+        bytes_bottleneck: of them, those of the busiest worker.
+        bytes_within_nodes: bytes that cross between workers of the same node.
+        bytes_within_nodes_bottleneck: of them, those of the busiest worker.
+        bytes_within_nodes_busiest_node: of them, those of the busiest node, all of its workers together.
+        bytes_between_nodes: bytes that cross between workers of different nodes.
+        bytes_between_nodes_bottleneck: of them, those of the busiest worker.
+        bytes_between_nodes_busiest_node: of them, those of the busiest node, all of its workers together.
+        link_seconds: the time that the busiest link of a worker takes for its bytes.
+    """
+
+    bytes_total: int
+    bytes_bottleneck: int
+    bytes_within_nodes: int
+    bytes_within_nodes_bottleneck: int
+    bytes_within_nodes_busiest_node: int
+    bytes_between_nodes: int
+    bytes_between_nodes_bottleneck: int
+    bytes_between_nodes_busiest_node: int
+    link_seconds: float
+
+
+@dataclass(frozen=True)
 class PlanSummary:
     """What a micro-batch's plan achieves for the layers of the model that cost the most.
 
@@ -161,13 +191,12 @@ class PlanSummary:
         packed_max_over_mean: query-key pairs of the most loaded rank over the mean, if each rank computed
             its share of the same documents packed in order.
         max_over_mean: the same for the plan.
-        bytes_bottleneck: bytes through the busiest rank in one layer's forward, the larger of those it sends
-            and those it receives.
+        exchange: what exchanges carry.
     """
 
     packed_max_over_mean: float
     max_over_mean: float
-    bytes_bottleneck: int
+    exchange: ExchangeFigures
 
 
 @dataclass(frozen=True, eq=False)

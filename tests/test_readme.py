@@ -46,6 +46,13 @@ def test_the_shown_plan_is_printed(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert printed[:-1] == expected[:-1]
     assert printed[-1].split()[:2] == expected[-1].split()[:2] == ["planned", "in"]
+    (shown,) = re.findall(
+        r"^```\n(\$ hf-distca [^\n]*--ranks-per-node.*?)^```", section("Planning without training"), re.S | re.M
+    )
+    command, *expected = shown.splitlines()
+    assert main(shlex.split(command)[2:]) == 0
+    assert set(expected) <= set(capsys.readouterr().out.splitlines())
+    assert len(expected) == 3
 
 
 def test_options_of_the_plan_exist(capsys):

@@ -156,7 +156,7 @@ def _step(setting: Setting, way: Way) -> RankResult:
     for grad in grads.values():  # on the CPU: this is not what is being looked at
         dist.all_reduce(grad)
     arrays = {name: grad.numpy() for name, grad in grads.items()}
-    return RankResult(total.item(), arrays, plan.summary.bytes_bottleneck)
+    return RankResult(total.item(), arrays, plan.summary.exchange.bytes_bottleneck)
 
 
 def _block(setting: Setting) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,9 @@ from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
-from hf_distca.planner.metrics import bytes_moved, loads_of
+from hf_distca.planner.metrics import exchange_figures, loads_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
+from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes, nodes_of
 from hf_distca.planner.stages import rows_by_stage
 
 if TYPE_CHECKING:
@@ -101,6 +103,17 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="ranks that share a node: a number, or one for each node with commas between them, such as 8,8,4, in the "
         "order of the ranks; 1 takes all links to be alike",
     )
+    for name, value, where in (
+        ("--node-bandwidth", NODE_BANDWIDTH, "inside its node"),
+        ("--network-bandwidth", NETWORK_BANDWIDTH, "between nodes"),
+    ):
+        add(
+            name,
+            type=_gigabytes,
+            default=value,
+            metavar="GB/S",
+            help=f"what a rank sends, and receives, {where} (default: {value:g})",
+        )
     add_setting(
         parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="whose costs are taken"
     )
@@ -138,7 +151,7 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(str(error)) from error
     kind = settings.dominant_kind
     figures: dict[str, Any] = {
-        **_figures(plan, kind, settings),
+        **_figures(plan, kind, settings, options),
         "stages": max(len(rows_by_stage(nano.plans[kind])) for nano in plan.nano_batches),
         "exchange_buffers": _exchange_buffers(plan, kind, settings, options.dtype),
         "plan_ms": round(plan_ms, 3),
@@ -150,7 +163,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(figures))
         return
-    print(_table(plan, figures, options))
+    print(_table(plan, figures, settings, options))
     if memory is not None:
         print("", *memory.lines(figures["memory"]), sep="\n")
 
@@ -216,17 +229,24 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
     return plan_placed(rows, settings)
 
 
-def _figures(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings) -> dict[str, float]:
+def _figures(
+    plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings, options: argparse.Namespace
+) -> dict[str, float]:
     """What the plan achieves and costs, all nano-batches together."""
     plans = [nano.plans[kind] for nano in plan.nano_batches]
     loads = np.sum([loads_of(each) for each in plans], axis=0)
-    moved = np.sum([bytes_moved(each, settings.row_bytes(kind)) for each in plans], axis=0)
     rows = np.concatenate([each.tasks["stop"] - each.tasks["start"] for each in plans])
+    exchange = exchange_figures(
+        plans,
+        settings.row_bytes(kind),
+        nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)),
+        options.node_bandwidth,
+        options.network_bandwidth,
+    )
     return {
         "max_over_mean": float(loads.max() / loads.mean()),
         "tokens_max_over_mean": float(plan.tokens.max() / plan.tokens.mean()),
-        "bytes_total": int(moved[0].sum()),
-        "bytes_bottleneck": int(moved.max()),
+        **asdict(exchange),
         "tasks": len(rows),
         "min_rows": int(rows.min()),
         "tasks_below_block": int((rows < settings.balance_block_size).sum()),
@@ -250,7 +270,7 @@ def _dump(plan: MicroBatchPlan, kind: AttentionKind, path: str) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _table(plan: MicroBatchPlan, figures: dict[str, Any], options: argparse.Namespace) -> str:
+def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings, options: argparse.Namespace) -> str:
     documents = sum(len(nano.documents) for nano in plan.nano_batches)
     cuts = sum(len(nano.layout.segments) for nano in plan.nano_batches) - documents
     divided = "2 nano-batches" if len(plan.nano_batches) == 2 else "1 nano-batch"
@@ -261,6 +281,7 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], options: argparse.Name
         ("tokens, max / mean", f"{figures['tokens_max_over_mean']:.4f}"),
         ("bytes per layer, all ranks", f"{figures['bytes_total'] / 1e6:.2f} MB"),
         ("bytes per layer, busiest rank", f"{figures['bytes_bottleneck'] / 1e6:.2f} MB"),
+        *([] if settings.ranks_per_node == 1 else _node_lines(figures, options)),
         ("stages of a layer's K and V", f"{figures['stages']}"),
         ("exchange buffers, busiest rank", f"{figures['exchange_buffers'] / 1e6:.2f} MB"),
         ("tasks", f"{figures['tasks']}, the smallest of {figures['min_rows']} rows"),
@@ -268,3 +289,15 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], options: argparse.Name
         ("planned in", f"{figures['plan_ms']:.1f} ms"),
     ]
     return "\n".join(f"{name:<30} {value}" for name, value in lines)
+
+
+def _node_lines(figures: dict[str, Any], options: argparse.Namespace) -> list[tuple[str, str]]:
+    """What crosses inside nodes and between them."""
+    lines = []
+    for where in ("within_nodes", "between_nodes"):
+        total, rank, node = (
+            f"{figures[f'bytes_{where}{of}'] / 1e6:.2f} MB" for of in ("", "_bottleneck", "_busiest_node")
+        )
+        lines.append((f"bytes {where.replace('_', ' ')}", f"{total}, busiest rank {rank}, busiest node {node}"))
+    speeds = f"{options.node_bandwidth:g} GB/s within and {options.network_bandwidth:g} GB/s between nodes"
+    return [*lines, ("busiest link, per layer", f"{figures['link_seconds'] * 1e3:.2f} ms at {speeds}")]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import Plan
+from hf_distca.plan import ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes, Workers, pairs
 from hf_distca.planner.intervals import Intervals, by_document, union
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
@@ -138,6 +138,37 @@ def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> NDAr
     for hop in (hops.first, hops.second):
         add(hop.source, hop.target, hop.rows.lengths * row_bytes.kv)
     return moved
+
+
+def exchange_figures(
+    plans: Sequence[Plan],
+    row_bytes: RowBytes,
+    nodes: Sequence[int],
+    node_bandwidth: float = NODE_BANDWIDTH,
+    network_bandwidth: float = NETWORK_BANDWIDTH,
+) -> ExchangeFigures:
+    """Count what exchanges carry.
+
+    Args:
+        plans: of each nano-batch, for one kind of attention.
+        row_bytes: bytes of the rows.
+        nodes: [workers] the node of each worker, from 0 on.
+        node_bandwidth: GB/s that a worker sends, and receives, inside its node.
+        network_bandwidth: GB/s that it sends, and receives, between nodes.
+    """
+    moved = np.sum([bytes_by_link(plan, row_bytes, nodes) for plan in plans], axis=0)
+    of_nodes = moved @ np.equal.outer(nodes, np.unique(nodes))
+    return ExchangeFigures(
+        bytes_total=int(moved[:, 0].sum()),
+        bytes_bottleneck=int(moved.sum(axis=0).max()),
+        bytes_within_nodes=int(moved[WITHIN, 0].sum()),
+        bytes_within_nodes_bottleneck=int(moved[WITHIN].max()),
+        bytes_within_nodes_busiest_node=int(of_nodes[WITHIN].max()),
+        bytes_between_nodes=int(moved[BETWEEN, 0].sum()),
+        bytes_between_nodes_bottleneck=int(moved[BETWEEN].max()),
+        bytes_between_nodes_busiest_node=int(of_nodes[BETWEEN].max()),
+        link_seconds=link_seconds(moved, node_bandwidth, network_bandwidth),
+    )
 
 
 def link_seconds(

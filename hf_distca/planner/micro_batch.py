@@ -11,7 +11,7 @@ from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Pla
 from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
-from hf_distca.planner.metrics import bytes_moved, loads_of
+from hf_distca.planner.metrics import exchange_figures, loads_of
 from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.stages import EXCHANGE_BUFFER_BYTES, with_stages
@@ -210,9 +210,9 @@ def _summary(lengths: NDArray[np.int64], nano_batches: list[NanoBatch], settings
     as_packed = np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks)
     plans = [nano.plans[kind] for nano in nano_batches]
     planned = np.sum([loads_of(plan) for plan in plans], axis=0)
-    moved = np.sum([bytes_moved(plan, settings.row_bytes(kind)) for plan in plans], axis=0)
+    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
     return PlanSummary(
         packed_max_over_mean=float(as_packed.max() / as_packed.mean()),
         max_over_mean=float(planned.max() / planned.mean()),
-        bytes_bottleneck=int(moved.max()),
+        exchange=exchange_figures(plans, settings.row_bytes(kind), nodes),
     )

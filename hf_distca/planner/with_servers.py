@@ -7,7 +7,7 @@ import numpy as np
 
 from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers, pairs
-from hf_distca.planner.metrics import bytes_moved, loads_of, query_rows_of
+from hf_distca.planner.metrics import exchange_figures, loads_of, query_rows_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_stages, plan_tasks
 from hf_distca.planner.shifted import merged
 
@@ -98,11 +98,11 @@ def plan_with_servers(
     loads = np.sum([loads_of(plan) + settings.row_overhead * query_rows_of(plan) for plan in plans], axis=0)
     working = np.arange(len(workers)) >= (0 if ranks_serve else settings.ranks)
     every = Workers(workers.speed, tuple(len(plans) * load for load in workers.base_load))
-    moved = np.sum([bytes_moved(plan, settings.row_bytes(kind)) for plan in plans], axis=0)
+    nodes = plans[0].nodes or range(len(workers))
     summary = replace(
         plan.summary,
         max_over_mean=float(every.finishing(loads)[working].max() / every.finishing(loads)[working].mean()),
-        bytes_bottleneck=int(moved.max()),
+        exchange=exchange_figures(plans, settings.row_bytes(kind), nodes),
     )
     return MicroBatchPlan(tuple(nano_batches), summary)
 

@@ -60,6 +60,9 @@ class StepMeter(TrainerCallback):
                 the same documents packed in order.
             pairs_max_over_mean: the same for the plans.
             exchange_bytes: per layer and micro-batch, bytes in one forward through the busiest rank.
+            exchange_bytes_within_nodes, exchange_bytes_between_nodes: where ranks share nodes, the same inside nodes,
+                and between them.
+            busiest_node_bytes_within, busiest_node_bytes_between: likewise, of all ranks of the busiest node together.
             ping_pong_share: share of the decoder layers' runs in which two nano-batches took turns; none do in a
                 micro-batch with a document of more than half of its tokens, or where a hook inside a layer is to see
                 all rows.
@@ -82,11 +85,19 @@ class StepMeter(TrainerCallback):
             "tokens_per_second": sum(int(plan.tokens.sum()) for plan in plans) / elapsed,
             "pairs_max_over_mean_packed": sum(s.packed_max_over_mean for s in summaries) / count,
             "pairs_max_over_mean": sum(s.max_over_mean for s in summaries) / count,
-            "exchange_bytes": sum(s.bytes_bottleneck for s in summaries) / count,
+            "exchange_bytes": sum(s.exchange.bytes_bottleneck for s in summaries) / count,
             "ping_pong_share": sum(ran.layers_in_turns for ran in runs) / max(sum(ran.layers for ran in runs), 1),
             "exchange_stages": sum(stages) / count,
             "exchange_wait_seconds": waited,
         }
+        if self._dispatcher.settings.nodes is not None:
+            moved = [summary.exchange for summary in summaries]
+            figures |= {
+                "exchange_bytes_within_nodes": sum(m.bytes_within_nodes_bottleneck for m in moved) / count,
+                "exchange_bytes_between_nodes": sum(m.bytes_between_nodes_bottleneck for m in moved) / count,
+                "busiest_node_bytes_within": sum(m.bytes_within_nodes_busiest_node for m in moved) / count,
+                "busiest_node_bytes_between": sum(m.bytes_between_nodes_busiest_node for m in moved) / count,
+            }
         if self._pool is not None:
             figures["attention_servers"] = len(self._pool.servers)
         device = self._dispatcher.device

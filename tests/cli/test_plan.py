@@ -14,6 +14,13 @@ KEYS = [
     "tokens_max_over_mean",
     "bytes_total",
     "bytes_bottleneck",
+    "bytes_within_nodes",
+    "bytes_within_nodes_bottleneck",
+    "bytes_within_nodes_busiest_node",
+    "bytes_between_nodes",
+    "bytes_between_nodes_bottleneck",
+    "bytes_between_nodes_busiest_node",
+    "link_seconds",
     "tasks",
     "min_rows",
     "tasks_below_block",
@@ -47,7 +54,8 @@ def test_json_is_one_object_with_the_figures(plan, capsys):
     assert figures["max_over_mean"] == pytest.approx(24 / 22)
     assert figures["tokens_max_over_mean"] == 1.0
     assert figures["plan_ms"] > 0
-    assert [figures[key] for key in KEYS[2:8]] == [0, 0, 4, 2, 4, 2]
+    assert [figures[key] for key in KEYS[2:11]] == [0] * 9
+    assert [figures[key] for key in KEYS[11:15]] == [4, 2, 4, 2]
 
 
 def test_table_is_for_people(plan, capsys):
@@ -142,6 +150,10 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1], ("--balance-tolerance", "x"), "--balance-tolerance: invalid float value: 'x'"),
         ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
         ([1], ("--document-layout", "best"), "--document-layout: invalid choice: 'best'"),
+        ([1], ("--ranks-per-node", "3"), "ranks_per_node=3 does not divide the 2 ranks"),
+        ([1], ("--ranks-per-node", "2,1"), "ranks_per_node=2,1 is 3 ranks together, but 2 ranks train"),
+        ([1], ("--ranks-per-node", "x"), "ranks_per_node must be a number of ranks"),
+        ([1], ("--network-bandwidth", "0"), "--network-bandwidth: must be a positive number of gigabytes, got '0'"),
         ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
         ([1], ("--dtype", "int3"), "--dtype: invalid choice"),
         ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x"),
@@ -207,6 +219,44 @@ def test_the_plan_is_the_trainers(plan, tmp_path, layout):
         assert printed["documents"] == nano.documents.tolist()
         assert printed["segments"] == [list(segment) for segment in nano.layout.segments.tolist()]
         assert printed["tasks"] == [list(task) for task in nano.plans[own[4].dominant_kind].tasks.tolist()]
+
+
+# A document of 8 rows on 4 ranks, each of which reads all rows before its own; a row of K and V is 8 bytes.
+ONE_DOCUMENT = ["--document-layout", "fixed", "--balance-tolerance", "100", "--dtype", "float32"]
+ONE_DOCUMENT += ["--q-heads", "1", "--kv-heads", "1", "--head-dim", "1"]
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "within", "between", "link_seconds"),
+    [
+        # Ranks receive 0, 2, 4 and 6 rows.
+        ("1", (0, 0, 0), (96, 48, 48), 48 / 0.25e9),
+        ("auto", (0, 0, 0), (96, 48, 48), 48 / 0.25e9),
+        ("4", (96, 48, 96), (0, 0, 0), 48e-9),
+        # The first 4 rows cross to ranks 2 and 3, two to each, and are passed on there.
+        ("2", (64, 32, 48), (32, 16, 32), 16 / 0.25e9),
+        # The first 4 rows cross from the first node to rank 2, and to rank 3 as well, which gets 6.
+        ("2,1,1", (16, 16, 16), (80, 48, 64), 48 / 0.25e9),
+    ],
+)
+def test_bytes_within_nodes_and_between(plan, capsys, ranks_per_node, within, between, link_seconds):
+    options = ["--ranks-per-node", ranks_per_node, "--node-bandwidth", "1", "--network-bandwidth", "0.25", "--json"]
+    assert plan([8], 4, 2, *ONE_DOCUMENT, *options) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["bytes_total"], figures["bytes_bottleneck"]) == (96, 48)
+    assert tuple(figures[key] for key in KEYS[4:7]) == within
+    assert tuple(figures[key] for key in KEYS[7:10]) == between
+    assert figures["link_seconds"] == pytest.approx(link_seconds)
+
+
+def test_nodes_in_the_table(plan, capsys):
+    # The same of a document of 1024 rows: what was 2 rows of 8 bytes is 256 of 4096.
+    options = ["--document-layout", "fixed", "--balance-tolerance", "100", "--ranks-per-node", "2"]
+    assert plan([1024], 4, 256, *options) == 0
+    output = capsys.readouterr().out
+    assert "bytes within nodes             4.19 MB, busiest rank 2.10 MB, busiest node 3.15 MB\n" in output
+    assert "bytes between nodes            2.10 MB, busiest rank 1.05 MB, busiest node 2.10 MB\n" in output
+    assert "busiest link, per layer        0.02 ms at 450 GB/s within and 50 GB/s between nodes\n" in output
 
 
 def test_an_unreadable_file(capsys, tmp_path):

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from hf_distca.kernels import get_kernel
-from hf_distca.plan import SEGMENT, TASK, AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
+from hf_distca.plan import (
+    SEGMENT,
+    TASK,
+    AttentionKind,
+    ExchangeFigures,
+    Layout,
+    MicroBatchPlan,
+    NanoBatch,
+    Plan,
+    PlanSummary,
+)
 from hf_distca.planner.cost import RowBytes, pairs
 
 KIND = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
@@ -46,7 +56,9 @@ def test_bytes_of_a_plan_are_those_that_the_documents_count(one_gpu):
     # Of the document's 8 rows, all on rank 0, rank 1 computes the last 4.
     layout = Layout(np.array([8, 2]), np.array([(0, 0, 8, 0, 0), (1, 0, 2, 1, 0)], SEGMENT), 2)
     plan = Plan(layout, np.array([(0, 0, 4, 0), (0, 4, 8, 1), (1, 0, 2, 1)], TASK), 2)
-    micro_batch = MicroBatchPlan((NanoBatch(np.arange(2), layout, {KIND: plan}),), PlanSummary(1, 1, 0))
+    micro_batch = MicroBatchPlan(
+        (NanoBatch(np.arange(2), layout, {KIND: plan}),), PlanSummary(1, 1, ExchangeFigures(*[0] * 9))
+    )
     q, kv, lse = 64, 64, 16
     here, there = one_gpu.work_planned(micro_batch, KIND, RowBytes.of_kind(KIND, 2))
     assert (here.calls, there.calls) == ([[(0, 4)]], [[(4, 8), (0, 2)]])

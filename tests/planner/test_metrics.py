@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import TASK, Plan
+from hf_distca.plan import TASK, ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import (
@@ -14,6 +14,7 @@ from hf_distca.planner.metrics import (
     WITHIN,
     bytes_by_link,
     bytes_moved,
+    exchange_figures,
     link_seconds,
     loads_of,
     measure,
@@ -88,6 +89,29 @@ def test_bytes_within_and_between_nodes():
     # 30 bytes at 1e-9 GB/s, 2000 at 100 times as much.
     assert link_seconds(passed_on, 1e-9, 1e-7) == pytest.approx(30)
     assert link_seconds(passed_on, 1e-9, 1e-9) == pytest.approx(2000)
+
+
+def test_figures_of_exchanges_add_up_nano_batches_before_they_look_for_the_busiest():
+    nodes = (0, 0, 1, 1)
+    rows, others = [[4], [], [], []], [[], [4], [], []]
+    passed_on = replace(plan_of(rows, [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)], 4), nodes=nodes)  # as above
+    within = plan_of(rows, [(0, 0, 2, 0), (0, 2, 4, 1)], 4)
+    between = plan_of(others, [(0, 0, 2, 1), (0, 2, 4, 3)], 4)
+    # Within nodes workers send 240, 2000, 30, 0 and receive 2000, 240, 0, 30;
+    # between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
+    figures = exchange_figures([passed_on, within, between], BYTES, nodes)
+    assert figures == ExchangeFigures(
+        bytes_total=6750,
+        bytes_bottleneck=4000,
+        bytes_within_nodes=2270,
+        bytes_within_nodes_bottleneck=2000,
+        bytes_within_nodes_busiest_node=2240,
+        bytes_between_nodes=4480,
+        bytes_between_nodes_bottleneck=3000,
+        bytes_between_nodes_busiest_node=4000,
+        link_seconds=pytest.approx(3000 / 50e9),
+    )
+    assert exchange_figures([within], BYTES, nodes, node_bandwidth=0.5).link_seconds == pytest.approx(2000 / 0.5e9)
 
 
 @settings(max_examples=200)

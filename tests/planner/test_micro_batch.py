@@ -40,7 +40,7 @@ def test_the_summary_counts_both_nano_batches():
     loads = np.sum([loads_by_row(each) for each in plans], axis=0)
     moved = np.sum([bytes_by_row(each, RowBytes()) for each in plans], axis=0)
     assert plan.summary.max_over_mean == pytest.approx(loads.max() / loads.mean())
-    assert plan.summary.bytes_bottleneck == moved.max() > 0
+    assert plan.summary.exchange.bytes_bottleneck == moved.max() > 0
 
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 200)), min_size=1, max_size=12)

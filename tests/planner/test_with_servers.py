@@ -68,7 +68,7 @@ def test_the_summary_counts_both_nano_batches(ranks_serve):
     plans = [only for nano in plan.nano_batches for only in nano.plans.values()]
     assert len(plans) == 2
     moved = np.sum([bytes_by_row(each, RowBytes()) for each in plans], axis=0)
-    assert plan.summary.bytes_bottleneck == moved.max()
+    assert plan.summary.exchange.bytes_bottleneck == moved.max()
     assert plan.summary.packed_max_over_mean == before.summary.packed_max_over_mean
     # Every rank has its base load once for each nano-batch.
     cost = np.sum([np.array(loads_by_row(each)) + 32 * query_rows_of(each) for each in plans], axis=0)

@@ -1,8 +1,14 @@
 """Figures of a training run, by a clock that the test turns."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
+import torch
 from transformers import TrainerCallback
 
+from hf_distca.plan import ExchangeFigures, PlanSummary
+from hf_distca.trainer.meter import StepMeter
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
@@ -50,3 +56,30 @@ def test_only_training_counts(tmp_path, monkeypatch):
         figures = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert [entry["tokens_per_second"] for entry in figures] == pytest.approx([sum(LENGTHS) / 2.0] * 2)
         assert [entry["exchange_wait_seconds"] for entry in figures] == [2.0] * 2
+
+
+OF_NODES = {
+    "exchange_bytes_within_nodes": 3.5,
+    "exchange_bytes_between_nodes": 6.5,
+    "busiest_node_bytes_within": 4.5,
+    "busiest_node_bytes_between": 7.5,
+}
+
+
+@pytest.mark.parametrize(("nodes", "logged"), [(None, {}), ((0, 0, 1), OF_NODES)])
+def test_bytes_of_nodes_are_logged_where_ranks_share_nodes(nodes, logged):
+    dispatcher = SimpleNamespace(
+        settings=SimpleNamespace(nodes=nodes),
+        recorder=SimpleNamespace(seconds=lambda kind: 0.0),
+        groups=SimpleNamespace(all_gather=lambda value: [value]),
+        device=torch.device("cpu"),
+    )
+    meter = StepMeter(dispatcher, None)
+    for first in (0, 1):
+        exchange = ExchangeFigures(*range(first, first + 9))
+        plan = SimpleNamespace(tokens=np.array([1]), summary=PlanSummary(1.0, 1.0, exchange))
+        ran = SimpleNamespace(layers_in_turns=0, layers=1)
+        meter.count(SimpleNamespace(plan=plan, ran=ran, stages=1))
+    figures = meter.figures()
+    assert figures["exchange_bytes"] == 1.5
+    assert {name: value for name, value in figures.items() if "node" in name} == logged

@@ -5,7 +5,8 @@ are compared with float64, by the definition of attention; of dO every sixteenth
 can be had in some minutes. Memory is the most that a rank's process held, above what it held before q, k, v and dO,
 beside the estimate of hf_distca.memory.
 
-With --table: what plans of one document of a million tokens and more take of Llama-3-8B in bfloat16; nothing is run.
+With --table: what plans of one document of a million tokens and more take of Llama-3-8B in bfloat16, those of 32 ranks
+also with nodes of 8 known; nothing is run.
 
 Run: python benchmarks/long_document.py [--tokens 262144]
      python benchmarks/long_document.py --table
@@ -22,14 +23,17 @@ from hf_distca.memory.core_attention import Use, count_core_attention
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.metrics import bytes_moved
+from hf_distca.planner.metrics import BETWEEN, bytes_by_link
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.stages import rows_by_stage
 
 RANKS, HEADS, HEAD_DIM, BUFFER_BYTES, WITH_GRADIENT = 4, 1, 16, 1 << 21, 16
 SAMPLES = 64
-LONG = ((8, 1 << 20), (32, 1 << 22))
-"""Ranks and tokens of the table."""
+LONG = ((8, 1 << 20, 1), (32, 1 << 22, 1), (32, 1 << 22, 8))
+"""Ranks, tokens and ranks of a node that plans of the table know of."""
+RANKS_PER_NODE = 8
+"""By which bytes between nodes are counted for all of them."""
 
 
 def run(tokens: int) -> None:
@@ -72,21 +76,25 @@ def estimated(case: OneDocument) -> list[float]:
 def show_table() -> None:
     """Print what long documents' plans take, and one JSON object."""
     kind, found = AttentionKind(), []
-    for ranks, tokens in LONG:
-        settings = PlanSettings(ranks, tokens // ranks)
+    for ranks, tokens, ranks_per_node in LONG:
+        settings = PlanSettings(ranks, tokens // ranks, ranks_per_node=ranks_per_node)
         (nano,) = plan_micro_batch([tokens], settings).nano_batches
         plan = nano.plans[kind]
         row_bytes = settings.row_bytes(kind)
         rows = rows_by_stage(plan)
+        moved = bytes_by_link(plan, row_bytes, nodes_of(node_sizes(ranks, RANKS_PER_NODE)))
         found.append(
             {
                 "ranks": ranks,
                 "tokens": tokens,
+                "ranks_per_node": ranks_per_node,
                 "stages": len(rows),
                 "stage_mib": int(rows.max()) * row_bytes.kv / 2**20,
                 "one_stage_mib": int(rows_by_stage(replace(plan, stage_rows=None)).max()) * row_bytes.kv / 2**20,
-                "layer_forward_gb_busiest_rank": int(bytes_moved(plan, row_bytes).max()) / 1e9,
-                "layer_forward_gb_all_ranks": int(bytes_moved(plan, row_bytes)[0].sum()) / 1e9,
+                "layer_forward_gb_busiest_rank": int(moved.sum(axis=0).max()) / 1e9,
+                "layer_forward_gb_between_nodes_busiest_rank": int(moved[BETWEEN].max()) / 1e9,
+                "layer_forward_gb_all_ranks": int(moved[:, 0].sum()) / 1e9,
+                "layer_forward_gb_between_nodes": int(moved[BETWEEN, 0].sum()) / 1e9,
             }
         )
     table(list(found[0]), [[f"{value:.4g}" for value in row.values()] for row in found])

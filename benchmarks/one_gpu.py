@@ -1,6 +1,7 @@
 """One GPU standing for many: the steps of 8, 16 and 64 ranks, each rank's work timed on the one device at hand.
 
 Run: python benchmarks/one_gpu.py --batches FILE.json.gz [--ranks 8 16 64] [--tokens 32768] [--bandwidth 50 450]
+     python benchmarks/one_gpu.py --batches FILE.json.gz --ranks-per-node 8 [--node-bandwidth 450] --bandwidth 50
 
 --batches: {"batches": [{"id", "layout", "T", "rows": [[lengths]...]}...]}, gzipped JSON; those of layout "dp" are
 taken, one row of documents a rank; R ranks take the first rows. With --seeds 1 (the default) one batch of each kind,
@@ -10,7 +11,7 @@ Of each batch the same documents, five ways, in one layer of Llama-3-8B (forward
 
   packed   documents where they are, each rank computes its own attention
   whole    whole documents balanced: longest first, each to the rank with the fewest pairs so far
-  context  every document over all ranks, head and tail; K and V gathered from all of them
+  context  every document over all ranks, head and tail; K and V gathered from all of them, each row once to a node
   fixed    hf_distca: documents where they are, attention balanced
   joint    hf_distca: documents placed together with their attention
 
@@ -23,7 +24,8 @@ Counted from the plan: the bytes that each rank sends and receives (docs/exchang
 Modelled:
 - a rank's time is the sum of its parts. What surrounds the kernels (gathering, merging, adding up, launches that the
   GPU waits for) is left out; `make gpu` measures it.
-- an exchange takes the larger of the bytes sent and received by the busiest rank over the bandwidth, a direction each.
+- an exchange takes the larger of the bytes sent and received by the busiest rank over the bandwidth, a direction each;
+  with --ranks-per-node, of which plans know, the longer of that inside nodes and that between them.
 - without overlap a step takes the slowest rank's time and the exchanges; with overlap the longer of the two.
 - gradients and weights that ranks exchange are left out, on all ways alike.
 
@@ -45,6 +47,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import median_seconds, provenance, table
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, LlamaConfig
@@ -52,10 +55,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from hf_distca import PlanSettings
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
-from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import RowBytes, pairs
-from hf_distca.planner.metrics import bytes_moved
+from hf_distca.planner.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.nodes import NODE_BANDWIDTH, node_sizes, nodes_of
 
 WAYS = ("packed", "whole", "context", "fixed", "joint")
 LAST_PIECE = 256
@@ -91,6 +95,22 @@ class Shape:
         return AttentionKind(None, self.heads, self.kv_heads, self.head_dim, self.head_dim)
 
 
+@dataclass(frozen=True)
+class Links:
+    """How fast ranks exchange rows.
+
+    Attributes:
+        bandwidths: 10⁹ bytes a second that a rank sends to other nodes, and receives at the same time; one or more,
+            for each of which steps are modelled.
+        ranks_per_node: the ranks of a node, or fewer where there are fewer; plans know of it.
+        node_bandwidth: as the others, but inside a node.
+    """
+
+    bandwidths: Sequence[float]
+    ranks_per_node: int = 1
+    node_bandwidth: float = NODE_BANDWIDTH
+
+
 @dataclass
 class Work:
     """What one rank does in one layer, forward and backward.
@@ -98,14 +118,13 @@ class Work:
     Attributes:
         tokens: rows that it holds.
         calls: the tasks of each nano-batch that it computes.
-        sent: bytes that it sends in the forward, and in the backward.
-        received: likewise.
+        moved: [2, 2, 2] bytes in the forward and in the backward, WITHIN its node and BETWEEN nodes, that it sends
+            and that it receives.
     """
 
     tokens: int = 0
     calls: list[list[Task]] = field(default_factory=list)
-    sent: tuple[int, int] = (0, 0)
-    received: tuple[int, int] = (0, 0)
+    moved: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 2, 2), np.int64))
 
 
 def work_packed(rows: Sequence[Sequence[int]]) -> list[Work]:
@@ -124,7 +143,7 @@ def work_whole(rows: Sequence[Sequence[int]]) -> list[Work]:
     return work_packed(placed)
 
 
-def work_context(rows: Sequence[Sequence[int]], row_bytes: RowBytes) -> list[Work]:
+def work_context(rows: Sequence[Sequence[int]], row_bytes: RowBytes, ranks_per_node: int) -> list[Work]:
     """Every document in twice as many pieces as ranks; a rank has one from the front and one from the back."""
     ranks = len(rows)
     tasks: list[list[Task]] = [[] for _ in rows]
@@ -133,48 +152,49 @@ def work_context(rows: Sequence[Sequence[int]], row_bytes: RowBytes) -> list[Wor
         for piece in range(2 * ranks):
             if cuts[piece] < cuts[piece + 1]:
                 tasks[min(piece, 2 * ranks - 1 - piece)].append((cuts[piece], cuts[piece + 1]))
-    tokens = [sum(stop - start for start, stop in own) for own in tasks]
-    total, works = sum(tokens), []
-    for own, held in zip(tasks, tokens, strict=True):
-        # K/V rows to all others in either direction, and the gradients of theirs back to them.
-        out, back = (ranks - 1) * held * row_bytes.kv, (total - held) * row_bytes.kv
-        works.append(Work(held, [own], sent=(out, out + back), received=(back, back + out)))
-    return works
+    # K/V rows to the rank of the same place in every other node; then these and its own to all others of its node.
+    held = np.array([sum(stop - start for start, stop in own) for own in tasks])
+    of_place = np.tile(held.reshape(-1, ranks_per_node).sum(axis=0), ranks // ranks_per_node)
+    forward = np.zeros((2, 2, ranks), np.int64)
+    forward[BETWEEN] = (ranks // ranks_per_node - 1) * held, of_place - held
+    forward[WITHIN] = (ranks_per_node - 1) * of_place, held.sum() - of_place
+    backward = forward + forward[:, ::-1]  # again, and the gradients back
+    moved = np.stack([forward, backward]) * row_bytes.kv
+    return [Work(int(held[rank]), [tasks[rank]], moved[..., rank]) for rank in range(ranks)]
 
 
-def work_planned(plan: MicroBatchPlan, kind: AttentionKind, row_bytes: RowBytes) -> list[Work]:
-    """What a plan gives every rank."""
+def work_planned(plan: MicroBatchPlan, kind: AttentionKind, row_bytes: RowBytes, nodes: Sequence[int]) -> list[Work]:
+    """What a plan gives every rank.
+
+    Args:
+        plan: of a micro-batch.
+        kind: of the layer.
+        row_bytes: bytes of its rows.
+        nodes: [ranks] the node of each rank.
+    """
     works = [Work(int(tokens)) for tokens in plan.tokens]
     for nano in plan.nano_batches:
-        tasks = nano.plans[kind].tasks
+        tasks, moved = nano.plans[kind].tasks, _bytes(nano.plans[kind], kind, row_bytes, nodes)
         for rank, work in enumerate(works):
             own = tasks[tasks["worker"] == rank]
             work.calls.append(list(zip(own["start"].tolist(), own["stop"].tolist(), strict=True)))
-        for direction, (sent, received) in enumerate(_bytes(nano.plans[kind], kind, row_bytes)):
-            for rank, work in enumerate(works):
-                work.sent = _added(work.sent, direction, int(sent[rank]))
-                work.received = _added(work.received, direction, int(received[rank]))
+            work.moved += moved[..., rank]
     return works
 
 
-def _bytes(plan: Any, kind: AttentionKind, row_bytes: RowBytes) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Bytes that each rank sends and receives, in the forward and in the backward."""
+def _bytes(plan: Plan, kind: AttentionKind, row_bytes: RowBytes, nodes: Sequence[int]) -> NDArray[np.int64]:
+    """[2, 2, 2, ranks] bytes of every rank, as in `Work.moved`."""
     # Bytes grow with those of each kind of row, so that differences count the rows of it.
-    once = bytes_moved(plan, RowBytes(q=1, kv=1, o=1))
-    q_out, q_in = bytes_moved(plan, RowBytes(q=2, kv=1, o=1)) - once
-    k_out, k_in = bytes_moved(plan, RowBytes(q=1, kv=2, o=1)) - once
+    once = bytes_by_link(plan, RowBytes(q=1, kv=1, o=1), nodes)
+    queries = bytes_by_link(plan, RowBytes(q=2, kv=1, o=1), nodes) - once
+    keys = bytes_by_link(plan, RowBytes(q=1, kv=2, o=1), nodes) - once
+    queries_back, keys_back = queries[:, ::-1], keys[:, ::-1]
     lse = kind.q_heads * LSE_BYTES
-    there, back = row_bytes.q, row_bytes.o + lse
-    forward = (q_out * there + k_out * row_bytes.kv + q_in * back, q_in * there + k_in * row_bytes.kv + q_out * back)
+    forward = queries * row_bytes.q + keys * row_bytes.kv + queries_back * (row_bytes.o + lse)
     again = row_bytes.q + 2 * row_bytes.o + lse  # q, do, o and log-sum-exp
-    keys = (k_out + k_in) * row_bytes.kv  # there, and their gradients back
-    backward = (q_out * again + q_in * row_bytes.q + keys, q_in * again + q_out * row_bytes.q + keys)
-    return [forward, backward]
-
-
-def _added(amounts: tuple[int, int], direction: int, more: int) -> tuple[int, int]:
-    forward, backward = amounts
-    return (forward + more, backward) if direction == 0 else (forward, backward + more)
+    # Keys go there again, and their gradients back.
+    backward = queries * again + queries_back * row_bytes.q + (keys + keys_back) * row_bytes.kv
+    return np.stack([forward, backward])
 
 
 class Stopwatch:
@@ -303,30 +323,34 @@ def no_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *
 AttentionInterface.register("one_gpu_none", no_attention)
 
 
-def step_seconds(works: Sequence[Work], stopwatch: Stopwatch, bandwidths: Sequence[float]) -> dict[str, Any]:
+def step_seconds(works: Sequence[Work], stopwatch: Stopwatch, links: Links) -> dict[str, Any]:
     """What a step of all ranks takes.
 
     Args:
         works: by rank.
         stopwatch: times them.
-        bandwidths: 10⁹ bytes a second that a rank sends, and receives at the same time.
+        links: between them.
 
     Returns:
         attention_s, others_s: of the slowest rank in each, measured. slowest_s: of the slowest rank in both.
-        max_over_mean: of the times of both. bytes: of the busiest rank, a step. By bandwidth: exchange_s, and step_s
-        without and with overlap, modelled.
+        max_over_mean: of the times of both. bytes, bytes_between_nodes: a step, of the rank with the most of them.
+        By bandwidth: exchange_s, and step_s without and with overlap, modelled.
     """
     attention = [sum(stopwatch.attention(tasks) for tasks in work.calls) for work in works]
     others = [stopwatch.others(work.tokens) for work in works]
     both = [a + b for a, b in zip(attention, others, strict=True)]
-    busiest = [max(max(work.sent[way], work.received[way]) for work in works) for way in (0, 1)]
-    exchange = {f"{bandwidth:g}": sum(busiest) / (bandwidth * 1e9) for bandwidth in bandwidths}
+    moved = np.stack([work.moved for work in works], axis=-1)
+    exchange = {
+        f"{bandwidth:g}": sum(link_seconds(of_direction, links.node_bandwidth, bandwidth) for of_direction in moved)
+        for bandwidth in links.bandwidths
+    }
     return {
         "attention_s": max(attention),
         "others_s": max(others),
         "slowest_s": max(both),
         "max_over_mean": max(both) / statistics.mean(both),
-        "bytes": sum(busiest),
+        "bytes": int(moved.sum(axis=1).max(axis=(1, 2)).sum()),
+        "bytes_between_nodes": int(moved[:, BETWEEN].max(axis=(1, 2)).sum()),
         "exchange_s": exchange,
         "step_s": {name: max(both) + seconds for name, seconds in exchange.items()},
         "step_with_overlap_s": {name: max(max(both), seconds) for name, seconds in exchange.items()},
@@ -334,9 +358,11 @@ def step_seconds(works: Sequence[Work], stopwatch: Stopwatch, bandwidths: Sequen
 
 
 def works_of(
-    rows: Sequence[Sequence[int]], tokens: int, shape: Shape, kernel: Kernel, itemsize: int
+    rows: Sequence[Sequence[int]], tokens: int, shape: Shape, kernel: Kernel, itemsize: int, ranks_per_node: int = 1
 ) -> dict[str, Any]:
     """The work of every rank, by way."""
+    ranks_per_node = min(ranks_per_node, len(rows))
+    nodes = nodes_of(node_sizes(len(rows), ranks_per_node))
     settings = PlanSettings(
         ranks=len(rows),
         tokens_per_rank=tokens,
@@ -345,15 +371,16 @@ def works_of(
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
         ping_pong=True,
+        ranks_per_node=ranks_per_node,
     )
     row_bytes = settings.row_bytes(shape.kind)
     lengths = [length for row in rows for length in row]
     return {
         "packed": work_packed(rows),
         "whole": work_whole(rows),
-        "context": work_context(rows, row_bytes),
-        "fixed": work_planned(plan_placed(rows, settings), shape.kind, row_bytes),
-        "joint": work_planned(plan_micro_batch(lengths, settings), shape.kind, row_bytes),
+        "context": work_context(rows, row_bytes, ranks_per_node),
+        "fixed": work_planned(plan_placed(rows, settings), shape.kind, row_bytes, nodes),
+        "joint": work_planned(plan_micro_batch(lengths, settings), shape.kind, row_bytes, nodes),
     }
 
 
@@ -369,7 +396,7 @@ def chosen(batches: Sequence[dict[str, Any]], tokens: Sequence[int], seeds: int)
 def measure(
     batches: Sequence[dict[str, Any]],
     ranks: Sequence[int],
-    bandwidths: Sequence[float],
+    links: Links,
     shape: Shape,
     watch: Callable[[int], Stopwatch],
     kernel: Kernel,
@@ -381,7 +408,7 @@ def measure(
     Args:
         batches: documents, one row a rank.
         ranks: numbers of ranks, each at most the rows.
-        bandwidths: see `step_seconds`.
+        links: between ranks.
         shape: of the layer.
         watch: a stopwatch for ranks of so many tokens.
         kernel: computes core attention.
@@ -394,8 +421,8 @@ def measure(
         stopwatch = watches.get(batch["T"]) or watch(batch["T"])
         watches[batch["T"]] = stopwatch
         for count in ranks:
-            ways = works_of(batch["rows"][:count], batch["T"], shape, kernel, itemsize)
-            result = {name: step_seconds(works, stopwatch, bandwidths) for name, works in ways.items()}
+            ways = works_of(batch["rows"][:count], batch["T"], shape, kernel, itemsize, links.ranks_per_node)
+            result = {name: step_seconds(works, stopwatch, links) for name, works in ways.items()}
             results.append({"batch": batch["id"], "tokens": batch["T"], "ranks": count, "ways": result})
             leave(results)
             print(f"{batch['id']}, {count} ranks: {stopwatch.calls} shapes timed", file=sys.stderr, flush=True)
@@ -431,6 +458,13 @@ def main() -> None:
     parser.add_argument(
         "--bandwidth", type=float, nargs="+", default=[50.0, 450.0], help="GB/s of a rank (default: 50 450)"
     )
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="of each node (default: 1, links all alike)")
+    parser.add_argument(
+        "--node-bandwidth",
+        type=float,
+        default=NODE_BANDWIDTH,
+        help=f"GB/s of a rank inside its node (default: {NODE_BANDWIDTH:g})",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kernel", default="auto", help="of core attention (default: auto)")
     parser.add_argument("--keys", type=int, default=2**20, help="the most K/V rows of a call (default: 1048576)")
@@ -450,7 +484,7 @@ def main() -> None:
         "device": str(device),
         "kernel": kernel.name,
         "measured": ["attention_s", "others_s", "slowest_s", "max_over_mean", "computation"],
-        "counted": ["bytes"],
+        "counted": ["bytes", "bytes_between_nodes"],
         "modelled": ["exchange_s", "step_s", "step_with_overlap_s", "at … GB/s"],
     }
 
@@ -459,7 +493,8 @@ def main() -> None:
         if options.output is not None:
             options.output.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
 
-    measure(batches, options.ranks, options.bandwidth, shape, watch, kernel, dtype.itemsize, leave)
+    links = Links(options.bandwidth, options.ranks_per_node, options.node_bandwidth)
+    measure(batches, options.ranks, links, shape, watch, kernel, dtype.itemsize, leave)
     figures = told["result"]["summary"]
     columns = list(figures[str(options.ranks[0])]["packed"])
     rows = [

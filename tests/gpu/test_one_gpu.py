@@ -20,6 +20,7 @@ from hf_distca.plan import (
     PlanSummary,
 )
 from hf_distca.planner.cost import RowBytes, pairs
+from hf_distca.planner.metrics import BETWEEN, WITHIN
 
 KIND = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
 ROWS = [[300], [100, 100, 60, 40], [200, 50, 50], [150, 150]]
@@ -46,10 +47,18 @@ def test_documents_stay_whole_or_are_divided_head_and_tail(one_gpu):
         (8, [[(0, 8)]]),
         (8, [[(0, 4), (0, 4)]]),
     ]
-    first, second = one_gpu.work_context([[8], [4]], RowBytes(q=20, kv=10, o=20))
+    first, second = one_gpu.work_context([[8], [4]], RowBytes(q=20, kv=10, o=20), 1)
     assert first.calls == [[(0, 2), (6, 8), (0, 1), (3, 4)]]
     assert second.calls == [[(2, 4), (4, 6), (1, 2), (2, 3)]]
-    assert (first.tokens, first.sent, first.received) == (6, (60, 120), (60, 120))
+    none = [0, 0]
+    assert (first.tokens, first.moved.tolist()) == (6, [[none, [60, 60]], [none, [120, 120]]])
+
+
+def test_rows_of_context_parallelism_come_to_a_node_once(one_gpu):
+    works = one_gpu.work_context([[8]] * 4, RowBytes(q=20, kv=10, o=20), 2)
+    # 8 rows each: 8 from the other node's rank of the same place; 8 and 8 from the other rank of the node.
+    for work in works:
+        assert work.moved.tolist() == [[[160, 160], [80, 80]], [[320, 320], [160, 160]]]
 
 
 def test_bytes_of_a_plan_are_those_that_the_documents_count(one_gpu):
@@ -60,10 +69,15 @@ def test_bytes_of_a_plan_are_those_that_the_documents_count(one_gpu):
         (NanoBatch(np.arange(2), layout, {KIND: plan}),), PlanSummary(1, 1, ExchangeFigures(*[0] * 9))
     )
     q, kv, lse = 64, 64, 16
-    here, there = one_gpu.work_planned(micro_batch, KIND, RowBytes.of_kind(KIND, 2))
-    assert (here.calls, there.calls) == ([[(0, 4)]], [[(4, 8), (0, 2)]])
-    assert here.sent == there.received == (4 * q + 8 * kv, 4 * (3 * q + lse) + 8 * kv)
-    assert here.received == there.sent == (4 * (q + lse), 4 * q + 8 * kv)
+    there_and_back = [
+        [4 * q + 8 * kv, 4 * (q + lse)],
+        [4 * (3 * q + lse) + 8 * kv, 4 * q + 8 * kv],
+    ]
+    for nodes, link in (((0, 1), BETWEEN), ((0, 0), WITHIN)):
+        here, there = one_gpu.work_planned(micro_batch, KIND, RowBytes.of_kind(KIND, 2), nodes)
+        assert (here.calls, there.calls) == ([[(0, 4)]], [[(4, 8), (0, 2)]])
+        assert here.moved[:, link].tolist() == there.moved[:, link, ::-1].tolist() == there_and_back
+        assert not here.moved[:, 1 - link].any()
 
 
 def test_every_way_computes_the_same_pairs_of_the_same_tokens(one_gpu, shape):
@@ -74,7 +88,8 @@ def test_every_way_computes_the_same_pairs_of_the_same_tokens(one_gpu, shape):
         seen = [sum(pairs(start, stop) for call in work.calls for start, stop in call) for work in ranks]
         assert sum(seen) == sum(pairs(0, length) for row in rows for length in row), way
         assert sum(work.tokens for work in ranks) == 38400
-        assert sum(map(sum, (work.sent for work in ranks))) == sum(map(sum, (work.received for work in ranks)))
+        sent, received = sum(work.moved for work in ranks).sum(axis=(0, 1))
+        assert sent == received
         if way in ("context", "fixed", "joint"):
             assert [len(work.calls) for work in ranks] == [1 if way == "context" else len(ranks[0].calls)] * 4
             assert max(seen) < 1.1 * sum(seen) / 4
@@ -91,19 +106,23 @@ class Clock:
 
 
 def test_a_step_is_the_slowest_rank_and_the_exchanges(one_gpu):
+    gb = 10**9
+    none = [0, 0]
     works = [
-        one_gpu.Work(100, [[(0, 10)], [(5, 15)]], sent=(3 * 10**9, 0), received=(10**9, 10**9)),
-        one_gpu.Work(200, [[(0, 10)]], sent=(0, 5 * 10**9), received=(2 * 10**9, 0)),
+        one_gpu.Work(100, [[(0, 10)], [(5, 15)]], gb * np.array([[none, [3, 1]], [[18, 0], [0, 1]]])),
+        one_gpu.Work(200, [[(0, 10)]], gb * np.array([[none, [0, 2]], [[0, 18], [5, 0]]])),
     ]
-    assert one_gpu.step_seconds(works, Clock(), [2.0, 4.0]) == {
+    # The forward's 3 GB take longest between nodes; the backward's 18 GB inside take as long as 6 GB between.
+    assert one_gpu.step_seconds(works, Clock(), one_gpu.Links([2.0, 4.0], 2, node_bandwidth=6.0)) == {
         "attention_s": 2.0,
         "others_s": 2.0,
         "slowest_s": 3.0,
         "max_over_mean": 1.0,
-        "bytes": 8 * 10**9,
-        "exchange_s": {"2": 4.0, "4": 2.0},
-        "step_s": {"2": 7.0, "4": 5.0},
-        "step_with_overlap_s": {"2": 4.0, "4": 3.0},
+        "bytes": 3 * gb + 18 * gb,
+        "bytes_between_nodes": 8 * gb,
+        "exchange_s": {"2": 4.5, "4": 3.75},
+        "step_s": {"2": 7.5, "4": 6.75},
+        "step_with_overlap_s": {"2": 4.5, "4": 3.75},
     }
 
 
@@ -138,7 +157,7 @@ def test_all_ways_on_the_cpu(one_gpu, shape):
 
     left = []
     results = one_gpu.measure(
-        batches, [2, 4], [50.0], shape, watch, kernel, 4, lambda results: left.append(len(results))
+        batches, [2, 4], one_gpu.Links([50.0], 2), shape, watch, kernel, 4, lambda results: left.append(len(results))
     )
     assert left == [1, 2]
     assert [result["ranks"] for result in results] == [2, 4]

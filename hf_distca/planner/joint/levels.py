@@ -54,7 +54,7 @@ def place_on_ranks(
         pieces = _joined(on_nodes[on_nodes[:, 3] == nth])
         own = int(pairs(pieces.start, pieces.stop, window).sum()) / sizes[node]
         most = mean * (1 + slack) / own - 1 if own else slack
-        limits = Limits(sizes[node], window, max(most, slack * OF_NODES), block, own)
+        limits = Limits(sizes[node], window, max(most, slack * OF_NODES), block, own, inside=True)
         its_room = room[first[node] : first[node] + sizes[node]]
         segments = place(Placement.of_pieces(lengths, pieces, limits, its_room, [own] * sizes[node]))
         segments[:, 3] += first[node]

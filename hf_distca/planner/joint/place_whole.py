@@ -20,8 +20,9 @@ def place_whole(placement: Placement) -> list[Item]:
     """Place what is not cut, and return what fits nowhere."""
     limits = placement.limits
     rows = placement.uncut_rows()
-    order = np.argsort(-rows, kind="stable")[: np.count_nonzero(rows)]
-    costs = pairs(np.array(placement.starts)[order], np.array(placement.stops)[order], limits.window)
+    costs = pairs(np.array(placement.starts), np.array(placement.stops), limits.window)
+    order = np.argsort(-(costs if limits.inside else rows), kind="stable")[: np.count_nonzero(rows)]
+    costs = costs[order]
     items = list(zip(order.tolist(), rows[order].tolist(), costs.tolist(), strict=True))
     before = np.cumsum(costs) - costs
     matter = costs.sum() - before > limits.mean * limits.ranks * limits.slack * NEGLIGIBLE

@@ -27,6 +27,7 @@ class Limits:
         slack: how far above its share a rank's pairs may be, as a fraction of the mean.
         block: rows of a kernel block.
         mean: pairs of all ranks over the number of ranks.
+        inside: whether these are the ranks of one node of several.
     """
 
     ranks: int
@@ -34,6 +35,7 @@ class Limits:
     slack: float
     block: int
     mean: float
+    inside: bool = False
 
     def pairs(self, start: int, stop: int) -> int:
         """Query-key pairs of rows [start, stop) of a document."""
@@ -74,6 +76,7 @@ class Placement:
         starts: [indices] first row that is not cut off.
         stops: [indices] one past the last row that is not cut off.
         home: [indices] the rank of these rows; -1 where none are left, or they are not placed yet.
+        abroad: [indices] what it takes to send a row of it to all other nodes that read it, in rows sent inside a node.
         cuts: rows that were cut off, with their ranks.
     """
 
@@ -85,11 +88,18 @@ class Placement:
     starts: list[int]
     stops: list[int]
     home: list[int]
+    abroad: list[float]
     cuts: list[Segment] = field(default_factory=list)
 
     @classmethod
     def of_pieces(
-        cls, lengths: NDArray[np.int64], pieces: Intervals, limits: Limits, room: list[int], need: list[float]
+        cls,
+        lengths: NDArray[np.int64],
+        pieces: Intervals,
+        limits: Limits,
+        room: list[int],
+        need: list[float],
+        abroad: list[float] | None = None,
     ) -> "Placement":
         """Nothing cut and nothing placed.
 
@@ -99,6 +109,7 @@ class Placement:
             limits: how exactly.
             room: [ranks] rows that each rank takes.
             need: [ranks] pairs that each rank should get.
+            abroad: [pieces] as in the attribute; None for pieces that no other node reads.
         """
         return cls(
             limits,
@@ -109,6 +120,7 @@ class Placement:
             starts=pieces.start.tolist(),
             stops=pieces.stop.tolist(),
             home=[-1] * len(pieces),
+            abroad=abroad or [0.0] * len(pieces),
         )
 
     def uncut_rows(self) -> NDArray[np.int64]:

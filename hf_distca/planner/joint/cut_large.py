@@ -34,6 +34,10 @@ def cut_large(placement: Placement) -> None:
         cuts, fits = cutting.cut_at(1 + limits.slack * raised / LEVELS)
         if fits:
             break
+    if limits.inside and limits.window is None:
+        shared, still_fits = cutting.cut_at(1 + limits.slack * raised / LEVELS, cutting.head_rows(cuts))
+        if still_fits or not fits:
+            cuts = shared
     for index, start, stop, rank in cuts:
         placement.cuts.append((index, start, stop, rank))
         if stop == placement.stops[index]:
@@ -54,14 +58,20 @@ def _divide_heads(placement: Placement) -> None:
     """
     block = placement.limits.block
     most = max((start for _, start, _, _ in placement.cuts), default=0)
-    for index, count in Counter(index for index, *_ in placement.cuts).items():
+    readers = Counter(index for index, *_ in placement.cuts)
+    for index in [*readers, *(index for index, cost in enumerate(placement.abroad) if cost and index not in readers)]:
         start, stop = placement.starts[index], placement.stops[index]
-        stretches = min(-(-(stop - start) * count // max(most, 1)), (stop - start) // block)
+        stretches = -(-(stop - start) * readers[index] // max(most, 1))
+        if placement.abroad[index]:
+            sent = (stop - start) * placement.abroad[index] / max(placement.room)
+            stretches = max(stretches, min(math.ceil(sent), placement.limits.ranks))
+        stretches = min(stretches, (stop - start) // block)
         for before in range(stretches - 1, 0, -1):
             cut = start + (stop - start) * before // (before + 1) // block * block
             placement.documents.append(placement.documents[index])
             placement.home.append(-1)
             placement.lengths.append(placement.lengths[index])
+            placement.abroad.append(placement.abroad[index])
             placement.starts.append(cut)
             placement.stops.append(stop)
             stop = cut
@@ -107,7 +117,7 @@ class _Cutting:
     def __init__(self, placement: Placement) -> None:
         self.limits: Limits = placement.limits
         self.room, self.need = placement.room, placement.need
-        self.starts, self.stops = placement.starts, placement.stops
+        self.starts, self.stops, self.abroad = placement.starts, placement.stops, placement.abroad
         self.most_room, self.most_need = max(self.room), max(self.need)
         rows = placement.uncut_rows()
         costs = pairs(np.array(self.starts, np.int64), np.array(self.stops, np.int64), self.limits.window)
@@ -124,8 +134,40 @@ class _Cutting:
         filler = self.shortest.pairs_of(max(room - rows, 0))
         return rows > room or bool(limits.pairs(start, stop) + filler > self.most_need * (1 + limits.slack / 2))
 
-    def cut_at(self, level: float) -> tuple[list[Segment], bool]:
+    def head_rows(self, cuts: list[Segment]) -> dict[int, int]:
+        """rank -> rows of the head that it should take beside its segment, so that none sends many more than others.
+
+        A row of the head goes to the ranks of all segments, one of a segment to those of later segments. What ranks
+        without segments send stays below what others receive.
+
+        Args:
+            cuts: as `cut_at` gives them if no rank takes any.
+        """
+        rows: dict[int, int] = {}
+        left = self.limits.ranks - len({rank for *_, rank in cuts})
+        most = max((start for _, start, _, _ in cuts), default=0)
+        chains: dict[int, list[Segment]] = {}
+        for cut in cuts:
+            chains.setdefault(cut[0], []).append(cut)
+        for index, chain in chains.items():
+            head = min(start for _, start, _, _ in chain) - self.starts[index]
+            cost = len(chain) + self.abroad[index]
+            sent = [(stop - start) * (later + self.abroad[index]) for later, (_, start, stop, _) in enumerate(chain)]
+            level = max(_level(sorted([*sent, *[0.0] * left]), head * cost), most)
+            given = head * cost - left * level
+            for (*_, rank), amount in sorted(zip(chain, sent, strict=True), key=lambda each: each[1]):
+                part = int(max(min(level - amount, given), 0) / cost) // self.limits.block * self.limits.block
+                rows[rank] = part
+                given -= part * cost
+        return rows
+
+    def cut_at(self, level: float, head_rows: dict[int, int] | None = None) -> tuple[list[Segment], bool]:
         """Cut so that every rank that gets a segment has `level` times the pairs that it should get.
+
+        Args:
+            level: of the pairs.
+            head_rows: rank -> rows of the head that it takes beside its segment, however many short documents there
+                are.
 
         Returns:
             The segments, and whether the other documents fit into the ranks that are left.
@@ -138,9 +180,10 @@ class _Cutting:
             while rank < self.limits.ranks and stop > head:
                 room, aim = self.room[rank], self.need[rank] * level + carry
                 short = self.shortest.tokens[-1] - used
-                filled = partial(self._filled, head, stop, room, used)
+                asked = head_rows.get(rank, 0) if head_rows else 0
+                filled = partial(self._filled, head, stop, room, used, asked)
                 enough = aim + self.limits.mean * self.limits.slack / 2
-                if head == first and stop - head <= room and filled(stop - head) <= enough:
+                if (head == first or head_rows) and stop - head <= room and filled(stop - head) <= enough:
                     break
                 rows = self._most_rows(filled, stop, min(stop - head, room), aim)
                 start = max(self.limits.cut_near(stop - rows, stop - room, first), head)
@@ -148,8 +191,8 @@ class _Cutting:
                     break
                 tail = stop - start
                 carry = aim - filled(tail)
-                own = min(max(room - tail - short, 0), start - head)
-                used += min(room - tail, short)
+                own = min(max(room - tail - short, asked), room - tail, start - head)
+                used += min(room - tail - own, short)
                 cuts.append((index, start, stop, rank))
                 if own:
                     cuts.append((index, head, head + own, rank))
@@ -181,7 +224,7 @@ class _Cutting:
                 guess = (low + high + 1) // 2
         return low
 
-    def _filled(self, head: int, stop: int, room: int, used: int, tail: int) -> float:
+    def _filled(self, head: int, stop: int, room: int, used: int, asked: int, tail: int) -> float:
         """Pairs of a rank with rows [stop - tail, stop) of a document and the cheapest rows beside them.
 
         Args:
@@ -189,9 +232,21 @@ class _Cutting:
             stop: end of the document's rows that are not taken.
             room: rows of the rank.
             used: tokens of the shortest documents that are taken.
+            asked: rows of the head that the rank takes in any case.
             tail: rows of the segment.
         """
-        others = min(room - tail, self.shortest.tokens[-1] - used)
+        asked = min(asked, room - tail, stop - tail - head)
+        others = min(room - tail - asked, self.shortest.tokens[-1] - used)
         own = min(room - tail - others, stop - tail - head)
         filler = self.shortest.pairs_of(used + others) - self.shortest.pairs_of(used)
         return self.limits.pairs(stop - tail, stop) + filler + self.limits.pairs(head, head + own)
+
+
+def _level(amounts: list[float], more: float) -> float:
+    """The level up to which `more` fills some amounts, smallest first."""
+    below = 0.0
+    for count, amount in enumerate(amounts):
+        if amount * count - below > more:
+            return (below + more) / count
+        below += amount
+    return (below + more) / len(amounts)

@@ -13,6 +13,7 @@ from hf_distca.planner.cost import pairs
 from hf_distca.planner.intervals import Intervals
 from hf_distca.planner.joint.place import place
 from hf_distca.planner.joint.placement import Limits, Placement
+from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 
 OF_NODES = 0.25
 """Share of the slack in pairs that nodes may use."""
@@ -49,14 +50,16 @@ def place_on_ranks(
     rooms = [sum(room[first[node] : first[node] + sizes[node]]) for node in order]
     needs = [mean * sizes[node] for node in order]
     on_nodes = place(Placement.of_pieces(lengths, documents, limits, rooms, needs))
+    pieces = [_joined(on_nodes[on_nodes[:, 3] == nth]) for nth in range(len(sizes))]
+    abroad = [[0.0] * len(each) for each in pieces] if window else _abroad(pieces)
     placed = []
     for nth, node in enumerate(order):
-        pieces = _joined(on_nodes[on_nodes[:, 3] == nth])
-        own = int(pairs(pieces.start, pieces.stop, window).sum()) / sizes[node]
+        own = int(pairs(pieces[nth].start, pieces[nth].stop, window).sum()) / sizes[node]
         most = mean * (1 + slack) / own - 1 if own else slack
         limits = Limits(sizes[node], window, max(most, slack * OF_NODES), block, own, inside=True)
         its_room = room[first[node] : first[node] + sizes[node]]
-        segments = place(Placement.of_pieces(lengths, pieces, limits, its_room, [own] * sizes[node]))
+        placement = Placement.of_pieces(lengths, pieces[nth], limits, its_room, [own] * sizes[node], abroad[nth])
+        segments = place(placement)
         segments[:, 3] += first[node]
         placed.append(segments)
     return np.concatenate(placed)
@@ -69,3 +72,22 @@ def _joined(segments: NDArray[np.int64]) -> Intervals:
     first = np.flatnonzero(begins)
     last = np.append(first[1:], len(document))[: len(first)] - 1
     return Intervals(document[first], start[first], stop[last])
+
+
+def _abroad(pieces: list[Intervals]) -> list[list[float]]:
+    """What sending a row of each piece to the other nodes that read it takes, in rows sent inside a node.
+
+    Args:
+        pieces: for each node, its rows.
+    """
+    document, start, stop = (
+        np.concatenate([getattr(each, name) for each in pieces]) for name in ("document", "start", "stop")
+    )
+    node = np.repeat(np.arange(len(pieces)), [len(each) for each in pieces])
+    cost = np.zeros(len(document))
+    shared = np.flatnonzero(np.bincount(document)[document] > 1)
+    for index in shared.tolist():
+        later = shared[(document[shared] == document[index]) & (start[shared] >= stop[index])]
+        readers = set(node[later].tolist()) - {int(node[index])}
+        cost[index] = len(readers) * NODE_BANDWIDTH / NETWORK_BANDWIDTH
+    return [cost[node == nth].tolist() for nth in range(len(pieces))]

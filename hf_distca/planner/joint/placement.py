@@ -76,7 +76,7 @@ class Placement:
         starts: [indices] first row that is not cut off.
         stops: [indices] one past the last row that is not cut off.
         home: [indices] the rank of these rows; -1 where none are left, or they are not placed yet.
-        abroad: [indices] what it takes to send a row of it to all other nodes that read it, in rows sent inside a node.
+        abroad: [indices] what sending a row to all other nodes that read it takes, in rows sent inside a node.
         cuts: rows that were cut off, with their ranks.
     """
 

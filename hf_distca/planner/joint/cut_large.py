@@ -47,14 +47,19 @@ def cut_large(placement: Placement) -> None:
         placement.room[rank] -= stop - start
         placement.need[rank] -= limits.pairs(start, stop)
     if limits.window is None:  # with a window, later segments need no more than the window's rows
-        _divide_heads(placement)
+        _divide_heads(placement, cutting.most_room)
 
 
-def _divide_heads(placement: Placement) -> None:
+def _divide_heads(placement: Placement, most_room: int) -> None:
     """Divide what is left of cut documents until its rank sends no more K/V rows than others receive.
 
     Every later segment of a document needs the K/V rows of its head, so the rank of a head of h rows sends
-    h rows to each of them; the last segment receives as many rows as lie before it.
+    h rows to each of them; the last segment receives as many rows as lie before it. To other nodes a rank sends what
+    takes as long as sending all rows that it may hold inside its node.
+
+    Args:
+        placement: whose large documents are cut.
+        most_room: the most rows that a rank takes.
     """
     block = placement.limits.block
     most = max((start for _, start, _, _ in placement.cuts), default=0)
@@ -63,7 +68,7 @@ def _divide_heads(placement: Placement) -> None:
         start, stop = placement.starts[index], placement.stops[index]
         stretches = -(-(stop - start) * readers[index] // max(most, 1))
         if placement.abroad[index]:
-            sent = (stop - start) * placement.abroad[index] / max(placement.room)
+            sent = (stop - start) * placement.abroad[index] / max(most_room, 1)
             stretches = max(stretches, min(math.ceil(sent), placement.limits.ranks))
         stretches = min(stretches, (stop - start) // block)
         for before in range(stretches - 1, 0, -1):

@@ -80,6 +80,7 @@ class ServerLink:
 
     Attributes:
         name: HOST:PORT, for messages.
+        within_host: whether the server is on this rank's host.
 
     Raises:
         LinkLost: the server cannot be reached, has another token, or refuses.
@@ -104,6 +105,7 @@ class ServerLink:
             if frame.kind is not Kind.WELCOME:
                 raise ProtocolError(f"the server answers {frame.kind.name}, expected WELCOME")
             self._channel.set_timeout(None)
+            self.within_host = self._channel.within_host
         except LinkLost as error:
             self._channel.close()
             raise type(error)(f"server {self.name}: {error}") from error

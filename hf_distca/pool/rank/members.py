@@ -50,6 +50,7 @@ class Members:
         self._directory = directory
         self._links: dict[int, ServerLink] = {}
         self._infos: dict[int, ServerInfo] = {}
+        self._beside: dict[int, int | None] = {}
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -59,6 +60,10 @@ class Members:
     def link(self, server: int) -> ServerLink | None:
         """To a server; None where it takes no part any more."""
         return self._links.get(server)
+
+    def rank_beside(self, server: int) -> int | None:
+        """The first rank on the host of a server that takes part or did; None where there is no rank."""
+        return self._beside[server]
 
     def name(self, server: int) -> str:
         """Of a server that takes part or did, for messages."""
@@ -105,13 +110,15 @@ class Members:
                 )
             except LinkLost as error:
                 failures[info.id] = str(error)
-        told = self._groups.all_gather(failures)
+        here = {server for server, link in links.items() if link.within_host}
+        told = self._groups.all_gather((failures, here))
         connected = []
         for info in joined:
-            reasons = [failures[info.id] for failures in told if info.id in failures]
+            reasons = [failures[info.id] for failures, _ in told if info.id in failures]
             if not reasons:
                 self._links[info.id] = links[info.id]
                 self._infos[info.id] = info
+                self._beside[info.id] = next((rank for rank, (_, here) in enumerate(told) if info.id in here), None)
                 connected.append(info)
                 continue
             if info.id in links:

@@ -8,6 +8,7 @@ they lost: all of them go on without these, and compute at home what was lost.
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -99,7 +100,13 @@ class Pool:
         servers = self.servers
         if not servers:
             return plan, None
-        plan = plan_with_servers(plan, self.workers(len(plan.nano_batches)), settings, ranks_serve=self.ranks_serve)
+        plan = plan_with_servers(
+            plan,
+            self.workers(len(plan.nano_batches)),
+            settings,
+            ranks_serve=self.ranks_serve,
+            server_nodes=self._nodes(servers, settings.nodes),
+        )
         plan_id = next(self._plan_ids)
         if self._groups.rank == 0:
             for index, server in enumerate(servers):
@@ -109,6 +116,18 @@ class Pool:
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
                     link.send(Kind.PLAN, header, [table.data for table in tables])
         return plan, PlanAtServers(plan_id, servers, self.members, self._call_ids, self._recorder)
+
+    def _nodes(self, servers: Sequence[int], nodes: Sequence[int] | None) -> list[int | None] | None:
+        """[servers] the node of the ranks that share a server's host; None for a server on a host of its own.
+
+        Args:
+            servers: their ids.
+            nodes: [ranks] the node of each rank; None where all links are alike.
+        """
+        if nodes is None:
+            return None
+        beside = (self.members.rank_beside(server) for server in servers)
+        return [None if rank is None else nodes[rank] for rank in beside]
 
     def close(self) -> None:
         """Let go of all servers, and tell them that training is over."""

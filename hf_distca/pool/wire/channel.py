@@ -14,6 +14,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from ipaddress import ip_address
 from typing import Any
 
 from hf_distca.pool.wire.errors import LinkLost, PeerLeft, ProtocolError
@@ -73,6 +74,12 @@ class Channel:
     def peer_host(self) -> str:
         """Address of the other side."""
         return str(self._sock.getpeername()[0])
+
+    @property
+    def within_host(self) -> bool:
+        """Whether the other side is on this host: at its own address, or at one that leads nowhere else."""
+        peer = self.peer_host
+        return peer == self._sock.getsockname()[0] or ip_address(peer).is_loopback
 
     def fileno(self) -> int:
         """For select: readable when a message or the end of the connection has come."""

@@ -25,12 +25,12 @@ class FakeReply:
 
 
 class FakeLink:
-    """A link to a server that computes for 1.75 s; nobody answers at port 1.
+    """A link to a server that computes for 1.75 s; nobody answers at port 1, and port 4000 is on the rank's host.
 
     Attributes:
         calls: so far.
         sent: other messages.
-        lost: as of a ServerLink.
+        lost, within_host: as of a ServerLink.
         closed: whether it is closed.
     """
 
@@ -38,6 +38,7 @@ class FakeLink:
         if port == 1:
             raise LinkLost("nobody answers")
         self.calls, self.sent, self.lost, self.closed = [], [], "", False
+        self.within_host = port == 4000
 
     def send(self, kind, header, buffers):
         self.sent.append((kind, header))

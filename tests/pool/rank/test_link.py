@@ -94,6 +94,7 @@ def test_a_call_gets_its_reply_into_its_buffers(server, link):
     assert reply.wait(60) == REPLY
     assert bytes_of(first, rest) == b"abcdefgh"
     assert server.hellos == [{"rank": 1, "ranks": 2}]
+    assert link.within_host
 
 
 def test_a_payload_leaves_when_it_is_ready(link):

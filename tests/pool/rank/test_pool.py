@@ -1,5 +1,6 @@
 """One rank's pool, with servers behind links that do what the test says. A rank computes 50 pairs/s, a server 100."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -124,8 +125,8 @@ def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monk
     monkeypatch.setattr(
         "hf_distca.pool.rank.members.ServerLink", lambda *args: made.append(FakeLink(*args)) or made[-1]
     )
-    failures = iter([{}, {8: "nobody answers"}])
-    groups = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value, next(failures)])
+    told = iter([({}, set()), ({8: "nobody answers"}, set())])
+    groups = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value, next(told)])
     members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
     seven, eight = server_info(7, 4000), server_info(8, 4001)
     assert members.update([News((seven,), ()), News((), ())]) == [seven]
@@ -141,7 +142,7 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeyp
     groups = SimpleNamespace(
         rank=0,
         ranks=2,
-        all_gather=lambda value: [value, {}],
+        all_gather=lambda value: [value, ({}, set())],
         any_of=lambda flags: asked.append(flags) or [False, True],
     )
     members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
@@ -153,6 +154,31 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeyp
     assert link.closed
     assert members.update([News((server_info(7, 4000),), (7,)), News((), ())]) == []
     assert members.ids == ()
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "nodes"),
+    [
+        # Server 7 is on the host of this rank, 0, server 8 on that of rank 2, server 9 on one of its own.
+        ((2, 1), (0, 0, 1, 0, 1, 2)),
+        (1, None),
+    ],
+)
+def test_servers_are_on_the_node_of_ranks_of_their_host(directory, monkeypatch, ranks_per_node, nodes):
+    monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
+
+    def gathered(value):
+        reached = isinstance(value, tuple) and isinstance(value[0], dict)
+        return [value, ({}, set()), ({}, {7, 8})] if reached else [value] * 3
+
+    groups = SimpleNamespace(rank=0, ranks=3, all_gather=gathered)
+    pool = Pool(groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), Recorder(CPU), 50.0)
+    directory.infos = tuple(server_info(7 + i, 4000 + i) for i in range(3))
+    pool.refresh()
+    assert [pool.members.rank_beside(server) for server in pool.servers] == [0, 2, None]
+    settings = replace(SETTINGS, ranks=3, ranks_per_node=ranks_per_node)
+    plan, _ = pool.bind(plan_micro_batch([64], settings), settings)
+    assert plan.nano_batches[0].plans[KIND].nodes == nodes
 
 
 def test_what_was_seen_is_learned_once(pool, recorder):

@@ -27,6 +27,31 @@ def ends():
     channel.close()
 
 
+@pytest.mark.parametrize(
+    ("own", "peer", "within"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.0.2", True),
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::1", "::1", True),
+        ("fe80::1%eth0", "fe80::2%eth0", False),
+    ],
+)
+def test_whether_the_other_side_is_on_this_host(own, peer, within):
+    class Connected:
+        def setsockopt(self, *option):
+            pass
+
+        def getsockname(self):
+            return own, 1
+
+        def getpeername(self):
+            return peer, 2
+
+    assert Channel(Connected(), Kind).within_host is within
+
+
 def test_a_message_is_the_bytes_that_are_documented(ends):
     raw, channel = ends
     channel.send(Kind.CALL, {"a": 1}, [b"xy", np.arange(2, dtype=np.int16), b""], sequence=7)

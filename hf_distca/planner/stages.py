@@ -16,6 +16,9 @@ rank waits for the first at most, and that one travels while own tasks are compu
 SMALLEST_STAGE = 1024
 """Rows. Fewer are not worth an exchange and kernel calls of their own, if only to hide behind computation."""
 
+UNEVEN = 8
+"""Where rows are passed on inside nodes, a stage may be larger than its even share by one part in so many."""
+
 
 def with_stages(plan: Plan, buffer_rows: int, *, alone: bool) -> Plan:
     """The plan in stages, if its exchanges need them.
@@ -28,20 +31,20 @@ def with_stages(plan: Plan, buffer_rows: int, *, alone: bool) -> Plan:
     most = int(rows_by_stage(plan).max(initial=0))
     stage_rows = buffer_rows
     if alone:
-        stage_rows = min(buffer_rows, max(-(-most // STAGES_ALONE), SMALLEST_STAGE))
+        share = -(-most // STAGES_ALONE)
+        if plan.nodes is not None:  # what goes the same way is spread over stages in blocks: they cannot be quite even
+            share += share // UNEVEN
+        stage_rows = min(buffer_rows, max(share, SMALLEST_STAGE))
     return replace(plan, stage_rows=stage_rows) if most > stage_rows else plan
 
 
 def rows_by_stage(plan: Plan) -> NDArray[np.int64]:
-    """[stages, 2, ranks] int64: K/V rows that each rank sends and receives in each stage.
+    """[stages, 2, ranks] int64: K/V rows that each rank sends, those that it passes on included, and receives in each
+    stage.
 
     Rows that a rank gathers for itself are counted on both sides; what servers receive is not counted.
     """
-    ranks = plan.layout.ranks
     stages = Arrivals.of(plan, plan.tasks).stages
-    rows = np.zeros((len(stages), 2, ranks), np.int64)
-    for moves, (sent, received) in zip(stages, rows, strict=True):
-        among_ranks = moves[moves.target < ranks]
-        np.add.at(sent, among_ranks.source, among_ranks.rows.lengths)
-        np.add.at(received, among_ranks.target, among_ranks.rows.lengths)
-    return rows
+    return np.concatenate(
+        [hops.rows_by_stage(np.zeros_like(hops.first.source), 1, plan.layout.ranks) for hops in stages]
+    )

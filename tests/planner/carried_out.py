@@ -26,9 +26,11 @@ def local_rows(plan, worker):
     }
 
 
-def messages_of(routes, stage):
-    """The messages of every worker: of queries, or of the keys of a stage."""
-    return [mine.queries if stage == "queries" else mine.stages[stage].keys for mine in routes]
+def messages_of(routes, stage, hop=1):
+    """The messages of every worker: of queries, or of the keys of a stage in one of two hops."""
+    if stage == "queries":
+        return [mine.queries for mine in routes]
+    return [mine.stages[stage].keys if hop == 1 else mine.stages[stage].passed_on for mine in routes]
 
 
 def exchange(routes, stage, values):
@@ -37,16 +39,25 @@ def exchange(routes, stage, values):
     Args:
         values: for each worker {local row: value}.
     """
-    messages = messages_of(routes, stage)
     received = [{} for _ in routes]
+    for source, target, row in sent_rows(messages_of(routes, stage)):
+        received[target][len(received[target])] = (source, row, values[source][row])
+    if stage != "queries":
+        first = [dict(rows) for rows in received]
+        for source, target, row in sent_rows(messages_of(routes, stage, hop=2)):
+            received[target][len(received[target])] = first[source][row]
+    return received
+
+
+def sent_rows(messages):
+    """(source, target, number of the row at the source) of every row, in the order in which each target has them."""
     for source, theirs in enumerate(messages):
         assert theirs.send_counts.sum() == len(theirs.send_rows)
         sent = np.split(theirs.send_rows, np.cumsum(theirs.send_counts)[:-1])
         for target, rows in enumerate(sent):
             assert messages[target].recv_counts[source] == len(rows)
             for row in rows.tolist():
-                received[target][len(received[target])] = (source, row, values[source][row])
-    return received
+                yield source, target, row
 
 
 def tasks_of(group):
@@ -118,4 +129,21 @@ def carried_out(plan):
             came = [(rank, row) for theirs in keys for rank, row, _ in theirs[worker].values()]
             assert len(set(came)) == len(came)
         assert all(rank != worker for rank, *_ in queries[worker].values())
+    _check_hops(plan, routes)
     return seen, seen_by
+
+
+def _check_hops(plan, routes):
+    """Where a plan knows of nodes, a K/V row crosses to a node once (in a stage, with a window), and all that ranks do
+    beyond that is to pass it on inside nodes."""
+    ranks, node = plan.layout.ranks, plan.nodes
+    crossed = defaultdict(set)
+    for stage in range(len(routes[0].stages)):
+        of_stage = stage if plan.window else None
+        for source, target, row in sent_rows(messages_of(routes, stage)):
+            if node and target < ranks and node[source] != node[target]:
+                assert (source, row) not in crossed[of_stage, node[target]]
+                crossed[of_stage, node[target]].add((source, row))
+        passed = list(sent_rows(messages_of(routes, stage, hop=2)))
+        assert all(node[source] == node[target] and source != target < ranks for source, target, _ in passed)
+        assert {mine.stages[stage].passed_on.crossing for mine in routes} == {bool(passed)}

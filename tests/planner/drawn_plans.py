@@ -1,6 +1,7 @@
 """Plans of all kinds: documents cut anywhere, their segments and tasks anywhere."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -30,3 +31,16 @@ def drawn_plans(draw, most_ranks=4, most_servers=2):
     layout = Layout(np.array(lengths, np.int64), np.array(segments, SEGMENT), ranks)
     by_worker = [(document, start, stop, worker) for worker, document, start, stop in sorted(tasks)]
     return Plan(layout, np.array(by_worker, TASK), workers, draw(st.sampled_from([None, 1, 2, 3, 5, 20])))
+
+
+@st.composite
+def drawn_with_nodes(draw, most_ranks=6):
+    """Plans that know of nodes, which have any numbers of ranks."""
+    plan = draw(drawn_plans(most_ranks))
+    nodes = draw(st.lists(st.integers(0, 2), min_size=plan.workers, max_size=plan.workers))
+    return replace(plan, nodes=tuple(sorted(nodes)))
+
+
+def plans_of_all_kinds():
+    """Plans with nodes, and without."""
+    return drawn_plans() | drawn_with_nodes()

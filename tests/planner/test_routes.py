@@ -11,7 +11,7 @@ from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.routes import TaskGroup, tasks_at_home
 from tests.planner.carried_out import local_rows, messages_of, routes_of
-from tests.planner.drawn_plans import drawn_plans
+from tests.planner.drawn_plans import plans_of_all_kinds
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
 
@@ -80,15 +80,16 @@ def test_a_window_needs_the_rows_that_it_reaches_and_no_more():
 
 
 @settings(max_examples=150)
-@given(drawn_plans(), st.none() | st.integers(1, 12))
+@given(plans_of_all_kinds(), st.none() | st.integers(1, 12))
 def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
     if plan.window is None:  # else rows that windows of two stages reach travel twice
         plan = replace(plan, stage_rows=stage_rows)
     routes = routes_of(plan)
     ranks = range(plan.layout.ranks)
     counts = []
-    for stage in ("queries", *range(len(routes[0].stages))):
-        messages = messages_of(routes, stage)
+    stages = range(len(routes[0].stages))
+    for stage, hop in (("queries", 1), *itertools.product(stages, (1, 2))):
+        messages = messages_of(routes, stage, hop)
         sent = np.array([mine.send_counts for mine in messages])
         crosses = any(sent[one, other] for one, other in itertools.permutations(ranks, 2))
         assert [mine.crossing for mine in messages] == [crosses] * plan.workers
@@ -99,11 +100,12 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
     assert [moved.sum(1).tolist(), moved.sum(0).tolist()] == bytes_moved(plan, BYTES).tolist()
 
 
-@given(drawn_plans())
+@given(plans_of_all_kinds())
 def test_tasks_of_lost_servers_go_to_the_ranks_that_hold_their_rows(plan):
     lost = range(plan.layout.ranks, plan.workers)
     home = tasks_at_home(replace(plan, stage_rows=5), lost)
     assert (home.workers, home.window, home.stage_rows) == (plan.layout.ranks, plan.window, 5)
+    assert home.nodes == (plan.nodes and plan.nodes[: plan.layout.ranks])
     tasks = home.tasks.tolist()
     assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
     rows = [(document, row, worker) for document, start, stop, worker in tasks for row in range(start, stop)]
@@ -117,21 +119,39 @@ def test_tasks_of_lost_servers_go_to_the_ranks_that_hold_their_rows(plan):
     assert sorted(rows) == sorted(wanted)
 
 
-@given(drawn_plans(), st.integers(1, 12))
+@given(plans_of_all_kinds(), st.integers(1, 12))
 def test_stages_hold_so_many_rows_and_servers_have_one(plan, stage_rows):
     whole, routes = routes_of(plan), routes_of(replace(plan, stage_rows=stage_rows))
     most_received = stage_rows if plan.window is None else max(stage_rows, 2 * plan.window - 1)
+    readers = max(np.bincount(plan.nodes or [0])) - 1  # of a row that is passed on
     for rank, mine in enumerate(routes):
-        received = [int(stage.keys.recv_counts.sum()) for stage in mine.stages]
-        total = int(whole[rank].stages[0].keys.recv_counts.sum())
+        received = [hop_rows(stage, "recv_counts") for stage in mine.stages]
+        total = hop_rows(whole[rank].stages[0], "recv_counts")
         if rank >= plan.layout.ranks:
             assert received == [total] + [0] * (len(received) - 1)
             continue
         assert max(received) <= most_received
         if plan.window is None:
             assert sum(received) == total
-            sent = [int(stage.keys.send_counts[: plan.layout.ranks].sum()) for stage in mine.stages]
-            assert max(sent) <= stage_rows
+            sent = [hop_rows(stage, "send_counts", plan.layout.ranks) for stage in mine.stages]
+            assert max(sent) <= max(stage_rows, readers * (plan.nodes is not None))
+
+
+def hop_rows(stage, counts, workers=None):
+    """K/V rows of a stage in both hops: sent to so many workers, or received."""
+    return sum(int(getattr(messages, counts)[:workers].sum()) for messages in (stage.keys, stage.passed_on))
+
+
+def test_rows_that_go_the_same_way_are_spread_over_the_stages():
+    # A document of 8 · 16 rows; each of two nodes of four ranks reads all that comes before its rows.
+    tasks = np.array([(0, 16 * rank, 16 * rank + 16, rank) for rank in range(8)], TASK)
+    plan = Plan(fixed_layout([[128]], 8), tasks, 8, nodes=(0, 0, 0, 0, 1, 1, 1, 1))
+    *_, last = routes_of(plan)
+    # Rows 64 to 111 come directly from its own node; a quarter of the others cross to it, and the rest to its peers.
+    assert last.stages[0].keys.recv_counts.tolist() == [0, 0, 0, 16, 16, 16, 16, 0]
+    assert last.stages[0].passed_on.recv_counts.tolist() == [0, 0, 0, 0, 16, 16, 16, 0]
+    *_, last = routes_of(replace(plan, stage_rows=30))
+    assert [hop_rows(stage, "recv_counts") for stage in last.stages] == [28, 28, 28, 28]
 
 
 def test_of_all_that_goes_from_rank_to_rank_as_much_goes_in_each_stage():

@@ -11,7 +11,7 @@ from hf_distca.plan import TASK, Plan
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
-from tests.planner.drawn_plans import drawn_plans
+from tests.planner.drawn_plans import plans_of_all_kinds
 
 
 def quarters(length, ranks=4):
@@ -28,6 +28,12 @@ def test_rows_by_stage():
     assert rows_by_stage(replace(quarters(32), stage_rows=12)).tolist() == [halves, halves]
 
 
+def test_rows_that_are_passed_on_are_sent_and_received_once_more():
+    # Ranks 2 and 3 read all 16 rows of node 0, and each passes on half of them.
+    plan = replace(quarters(32), nodes=(0, 0, 1, 1))
+    assert rows_by_stage(plan).tolist() == [[[16, 8, 16, 8], [0, 8, 16, 24]]]
+
+
 @pytest.mark.parametrize(("buffer_rows", "stage_rows"), [(24, None), (23, 23), (8, 8), (1, 1)])
 def test_what_fits_travels_at_once(buffer_rows, stage_rows):
     assert with_stages(quarters(32), buffer_rows, alone=False).stage_rows == stage_rows
@@ -38,18 +44,22 @@ def test_a_nano_batch_alone_has_stages_that_hide_its_exchange():
     assert plan.stage_rows == 24576 // STAGES_ALONE
     assert len(rows_by_stage(plan)) == STAGES_ALONE
     assert with_stages(quarters(32768), 1000, alone=True).stage_rows == 1000
+    in_nodes = with_stages(replace(quarters(32768), nodes=(0, 0, 1, 1)), 2**20, alone=True)
+    assert len(rows_by_stage(in_nodes)) == STAGES_ALONE
     # Small ones have none that are not worth it.
     assert with_stages(quarters(4096), 2**20, alone=True).stage_rows == SMALLEST_STAGE
     assert with_stages(quarters(1024), 2**20, alone=True).stage_rows is None
 
 
-@given(drawn_plans(), st.integers(1, 12))
+@given(plans_of_all_kinds(), st.integers(1, 12))
 def test_no_rank_sends_or_receives_more_than_fits(plan, buffer_rows):
     staged = with_stages(plan, buffer_rows, alone=False)
     rows, whole = rows_by_stage(staged), rows_by_stage(plan)
     assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
     if plan.window is None:
-        assert rows.max(initial=0) <= buffer_rows
+        # A row that is passed on to more ranks travels nevertheless.
+        most_readers = max(np.bincount(plan.nodes)) - 1 if plan.nodes else 0
+        assert rows.max(initial=0) <= max(buffer_rows, most_readers)
         assert rows.sum(0).tolist() == whole.sum(0).tolist()
     else:
         assert rows[:, 1].max(initial=0) <= max(buffer_rows, 2 * plan.window - 1)

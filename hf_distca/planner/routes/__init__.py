@@ -6,7 +6,8 @@ Made once per micro-batch and used by every layer. There are three kinds of row 
 - a local row: a row of the nano-batch on this rank (Segment.offset + position in the segment);
 - a received row: a row among those that came from elsewhere, in the order (owner, document, position). Q rows and
   K/V rows of each stage are counted apart. K/V rows that the worker holds itself can be among them; these cross no
-  link.
+  link. K/V rows that another rank of the node has passed on come after all others, in the order (that rank, document,
+  position).
 """
 
 from hf_distca.planner.routes.at_home import tasks_at_home

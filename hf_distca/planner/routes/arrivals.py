@@ -11,6 +11,8 @@ from hf_distca.planner.intervals import Intervals, by_document, union
 from hf_distca.planner.routes.cut_tasks import CutTasks, KeysRead, Reads
 from hf_distca.planner.routes.full import before_queries, full_keys, up_to_queries
 from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.passed_on import Hops, pass_on
+from hf_distca.planner.routes.passed_on_stages import hops_by_stage
 from hf_distca.planner.routes.stages import moves_by_stage, stage_intervals, tasks_by_stage
 from hf_distca.planner.routes.tables import IntArray
 from hf_distca.planner.routes.windowed import windowed_keys, within_window
@@ -24,15 +26,15 @@ class Arrivals:
         window: of the plan.
         tasks: [n] the tasks, cut; with a window also so that each has its keys in one stage.
         keys: [n] which K/V rows they read.
-        stages: in each stage, what comes to all workers; a row once per worker, with a window once per worker and
-            stage.
+        stages: in each stage, what comes to all workers, and by which hops; a row once per worker, with a window
+            once per worker and stage.
         stage: [n] with a window, in which stage a task's keys come.
     """
 
     window: int | None
     tasks: CutTasks
     keys: KeysRead
-    stages: tuple[Moves, ...]
+    stages: tuple[Hops, ...]
     stage: IntArray
 
     @classmethod
@@ -41,7 +43,8 @@ class Arrivals:
 
         Args:
             plan: the plan.
-            tasks: those of its tasks; all of them with stages, which depend on all that ranks send and receive.
+            tasks: those of its tasks; all of them with stages, which depend on all that ranks send and receive, and
+                with nodes, as every rank has to know whether any passes rows on.
         """
         ranks = plan.layout.ranks
         segments = by_document(plan.layout.segments)
@@ -49,15 +52,20 @@ class Arrivals:
         stage = np.zeros_like(cut.segment_start)
         if plan.window is None:
             keys = full_keys(cut)
-            brought = _brought(cut, keys, segments)
-            stages = (brought,) if plan.stage_rows is None else moves_by_stage(brought, plan.stage_rows, ranks)
+            hops = pass_on(_brought(cut, keys, segments), plan.nodes, ranks)
+            if plan.stage_rows is None:
+                stages: tuple[Hops, ...] = (hops,)
+            elif len(hops.second.source):
+                stages = hops_by_stage(hops, plan.stage_rows, ranks)
+            else:
+                stages = tuple(Hops.direct(moves) for moves in moves_by_stage(hops.first, plan.stage_rows, ranks))
             return cls(plan.window, cut, keys, stages, stage)
         keys = windowed_keys(cut, plan.window)
         if plan.stage_rows is not None:
             cut, stage = tasks_by_stage(cut, keys, plan.stage_rows, plan.window, ranks)
             keys = windowed_keys(cut, plan.window)
         of_stages = [stage == number for number in range(stage.max(initial=0) + 1)]
-        stages = tuple(_brought(cut[these], keys[these], segments) for these in of_stages)
+        stages = tuple(pass_on(_brought(cut[these], keys[these], segments), plan.nodes, ranks) for these in of_stages)
         return cls(plan.window, cut, keys, stages, stage)
 
     def reads(self, which: IntArray, rank: int) -> Iterator[tuple[Reads, Reads]]:
@@ -77,7 +85,7 @@ class Arrivals:
                     before_queries(none, queries[none], keys[none]),
                 )
             return
-        stage, rows = stage_intervals([moves[moves.target == rank] for moves in self.stages])
+        stage, rows = stage_intervals([hops.arriving(rank) for hops in self.stages])
         overlaps = keys.overlaps(rows)
         for number in range(len(self.stages)):
             found = np.flatnonzero(stage[overlaps.second] == number)

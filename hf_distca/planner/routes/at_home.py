@@ -22,4 +22,5 @@ def tasks_at_home(plan: Plan, workers: Collection[int]) -> Plan:
     tasks["document"], tasks["start"], tasks["stop"] = found.rows.document, found.rows.start, found.rows.stop
     tasks["worker"] = segments["rank"][found.second]
     order = np.lexsort((tasks["start"], tasks["document"], tasks["worker"]))
-    return Plan(plan.layout, tasks[order], plan.layout.ranks, plan.window, plan.stage_rows)
+    nodes = None if plan.nodes is None else plan.nodes[: plan.layout.ranks]
+    return Plan(plan.layout, tasks[order], plan.layout.ranks, plan.window, plan.stage_rows, nodes)

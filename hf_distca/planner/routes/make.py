@@ -1,5 +1,7 @@
 """Making the routes of one rank from a plan."""
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,7 +11,15 @@ from hf_distca.planner.intervals import expand
 from hf_distca.planner.routes.arrivals import Arrivals
 from hf_distca.planner.routes.cut_tasks import Reads
 from hf_distca.planner.routes.moves import Moves, Received, any_key_crosses, any_query_crosses
-from hf_distca.planner.routes.tables import IntArray, LocalRows, ReceivedRows, Routes, Stage, TaskGroup
+from hf_distca.planner.routes.tables import (
+    IntArray,
+    LocalRows,
+    Messages,
+    ReceivedRows,
+    Routes,
+    Stage,
+    TaskGroup,
+)
 
 
 def make_routes(plan: Plan, rank: int) -> Routes:
@@ -21,7 +31,8 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     """
     # 1. Tasks, cut so that the queries of each have one owner, of documents that this rank holds or works on; and the
     #    K/V rows that move for them, every one once per worker that reads it.
-    arrivals = Arrivals.of(plan, _tasks_concerning(plan, rank) if plan.stage_rows is None else plan.tasks)
+    alone = plan.stage_rows is None and plan.nodes is None
+    arrivals = Arrivals.of(plan, _tasks_concerning(plan, rank) if alone else plan.tasks)
     tasks, keys = arrivals.tasks, arrivals.keys
 
     # 2. The tasks of this worker: those that read where queries lie, those at home that also or instead read what is
@@ -38,15 +49,16 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     # 3. Stage after stage: what arrives, and the kernel calls on it.
     stages = []
     at_home = tasks.queries[prefix]
-    for moves, of_home, of_visitors in zip(
+    for hops, of_home, of_visitors in zip(
         arrivals.stages, arrivals.reads(prefix, rank), arrivals.reads(visiting, rank), strict=True
     ):
-        received = Received(moves[moves.target == rank])
+        received = Received(hops.arriving(rank))
         home_up_to, home_before = of_home
         visiting_up_to, visiting_before = of_visitors
         stages.append(
             Stage(
-                keys=moves.messages(rank, plan.workers, _crosses(plan, moves)),
+                keys=hops.first.messages(rank, plan.workers, _crosses(plan, hops.first)),
+                passed_on=_passed_on(hops.second, rank, plan.workers, received),
                 prefix=_group(home_before, at_home, at_home.local, received, causal=False)
                 if plan.window is None
                 else _group(home_up_to, at_home, at_home.local, received),
@@ -73,9 +85,23 @@ def _tasks_concerning(plan: Plan, rank: int) -> NDArray[np.void]:
 
 def _crosses(plan: Plan, moves: Moves) -> bool:
     """Whether some rank receives K/V rows of a stage from another one; the same on every rank."""
-    if plan.stage_rows is None:
+    if plan.stage_rows is None and plan.nodes is None:
         return any_key_crosses(plan)
     return bool(np.any((moves.source != moves.target) & (moves.target < plan.layout.ranks)))
+
+
+def _passed_on(moves: Moves, rank: int, workers: int, received: Received) -> Messages:
+    """What one rank passes on, and what is passed on to it.
+
+    Args:
+        moves: all second hops of a stage.
+        rank: the rank.
+        workers: number of workers.
+        received: the K/V rows of the stage that the rank has received.
+    """
+    messages = moves.messages(rank, workers, crossing=bool(len(moves.source)))
+    sent = moves[moves.source == rank]
+    return replace(messages, send_rows=received.find(sent.ordered(sent.target).rows))
 
 
 def _own(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:

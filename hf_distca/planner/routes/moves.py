@@ -52,6 +52,17 @@ class Moves:
         rows = Intervals(rows.document, rows.start + first, rows.start + last)
         return Moves(rows, self.source[which], self.target[which], self.local[which] + first)
 
+    def followed_by(self, other: "Moves") -> "Moves":
+        """These moves, then others."""
+        document, start, stop = (
+            np.concatenate([getattr(each.rows, name) for each in (self, other)])
+            for name in ("document", "start", "stop")
+        )
+        source, target, local = (
+            np.concatenate([getattr(each, name) for each in (self, other)]) for name in ("source", "target", "local")
+        )
+        return Moves(Intervals(document, start, stop), source, target, local)
+
     def ordered(self, peer: IntArray) -> "Moves":
         """These moves by (peer, document, start), as both ends order the rows of a message."""
         return self[np.lexsort((self.rows.start, self.rows.document, peer))]
@@ -82,11 +93,10 @@ class Received:
     """Finds rows of documents among those that one worker receives.
 
     Args:
-        came: what it receives; a row once.
+        came: what it receives, in the order in which it counts the rows; a row once.
     """
 
     def __init__(self, came: Moves) -> None:
-        came = came.ordered(came.source)
         lengths = came.rows.lengths
         order = np.lexsort((came.rows.start, came.rows.document))
         self._rows = came.rows[order]

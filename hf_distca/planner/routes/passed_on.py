@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.planner.intervals import Intervals, expand
 from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.tables import IntArray
 
 PIECE = 128
 """Rows, a kernel block. What several ranks of a node read is divided among them to be passed on, in pieces of so many
@@ -25,10 +27,55 @@ class Hops:
         first: from the rank that holds the rows.
         second: from a rank that has received the rows in the first hop; `local` still is where the rows lie at the
             rank that holds them.
+        passes: [moves of second] the move of the first hop whose rows each passes on, all of them.
     """
 
     first: Moves
     second: Moves
+    passes: IntArray
+
+    @classmethod
+    def direct(cls, moves: Moves) -> "Hops":
+        """All in the first hop."""
+        none = np.zeros(0, np.int64)
+        return cls(moves, moves[none], none)
+
+    def __getitem__(self, index: NDArray[np.bool_]) -> "Hops":
+        """Some moves of the first hop, and those of the second that pass on their rows."""
+        passed = index[self.passes]
+        return Hops(self.first[index], self.second[passed], (np.cumsum(index) - 1)[self.passes[passed]])
+
+    def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "Hops":
+        """Parts of the moves of the first hop, see `Moves.pieces`, and of those of the second that pass them on."""
+        order = np.argsort(which, kind="stable")
+        counts = np.bincount(which, minlength=len(self.first.source))
+        of_move = np.cumsum(counts) - counts
+        piece = order[expand(of_move[self.passes], counts[self.passes])]
+        passed = np.repeat(np.arange(len(self.passes)), counts[self.passes])
+        second = self.second.pieces(passed, first[piece], last[piece])
+        return Hops(self.first.pieces(which, first, last), second, piece)
+
+    def arriving(self, worker: int) -> Moves:
+        """What a worker receives, in the order in which it counts the rows: those of the first hop come first."""
+        first, second = (hop[hop.target == worker] for hop in (self.first, self.second))
+        return first.ordered(first.source).followed_by(second.ordered(second.source))
+
+    def rows_by_stage(self, stage: IntArray, stages: int, ranks: int) -> IntArray:
+        """[stages, 2, ranks] rows that each rank sends, in both hops together, and that it receives; what servers
+        receive is not counted.
+
+        Args:
+            stage: [moves of the first hop] in which stage each travels; it is passed on in the same one.
+            stages: how many there are.
+            ranks: number of ranks.
+        """
+        rows = np.zeros(stages * 2 * ranks, np.int64)
+        for hop, travels in ((self.first, stage), (self.second, stage[self.passes])):
+            among = hop.target < ranks
+            lengths, place = hop.rows.lengths[among], 2 * travels[among]
+            for end, rank in enumerate((hop.source[among], hop.target[among])):
+                rows += np.bincount((place + end) * ranks + rank, lengths, len(rows)).astype(np.int64)
+        return rows.reshape(stages, 2, ranks)
 
 
 def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
@@ -41,14 +88,13 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
         nodes: [workers] the node of each worker; None: nothing is passed on.
         ranks: number of ranks; workers from this number on are servers, which get their rows directly.
     """
-    none = np.zeros(0, np.int64)
     if nodes is None:
-        return Hops(moves, moves[none])
+        return Hops.direct(moves)
     node = np.asarray(nodes, np.int64)
     crossing = (node[moves.source] != node[moves.target]) & (moves.target < ranks)
     crossed = moves[crossing]
     if not len(crossed.target):
-        return Hops(moves, crossed)
+        return Hops.direct(moves)
 
     # 1. Cut the moves into one node where any of them begins or ends: of a part, every target gets all rows.
     into = node[crossed.target] * (int(crossed.rows.document.max()) + 1) + crossed.rows.document
@@ -84,7 +130,7 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
     piece, reader = piece[elsewhere], reader[elsewhere]
     second = Moves(hop.rows[piece], gateway[piece], crossed.target[reader], hop.local[piece])
     kept = moves[~crossing]
-    return Hops(_joined(kept, hop), second)
+    return Hops(kept.followed_by(hop), second, len(kept.source) + piece)
 
 
 def _between_borders(intervals: Intervals) -> Intervals:
@@ -97,13 +143,3 @@ def _between_borders(intervals: Intervals) -> Intervals:
     covered = np.cumsum(opened)[:-1] > 0
     within = covered & (document[1:] == document[:-1]) & (row[1:] > row[:-1])
     return Intervals(document[:-1][within], row[:-1][within], row[1:][within])
-
-
-def _joined(one: Moves, other: Moves) -> Moves:
-    document, start, stop = (
-        np.concatenate([getattr(each.rows, name) for each in (one, other)]) for name in ("document", "start", "stop")
-    )
-    source, target, local = (
-        np.concatenate([getattr(each, name) for each in (one, other)]) for name in ("source", "target", "local")
-    )
-    return Moves(Intervals(document, start, stop), source, target, local)

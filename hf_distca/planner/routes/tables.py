@@ -94,14 +94,14 @@ class Messages:
     """Rows of one kind, Q or K and V, that this rank sends and receives.
 
     Attributes:
-        send_rows: local rows, ordered by receiving worker.
+        send_rows: local rows, ordered by receiving worker; of rows that are passed on, those received that go on.
         send_counts: [workers] how many of them go to each worker.
         recv_counts: [workers] how many rows come from each.
         crossing: whether any rank sends such a row to another rank. The same on every rank, so that all of
             them skip an empty exchange or none does.
     """
 
-    send_rows: LocalRows
+    send_rows: LocalRows | ReceivedRows
     send_counts: IntArray
     recv_counts: IntArray
     crossing: bool
@@ -113,6 +113,8 @@ class Stage:
 
     Attributes:
         keys: exchange of the K/V rows.
+        passed_on: exchange of those of them that a rank passes on to others of its node; they are the last of the
+            received rows there.
         prefix: local queries against keys that come from elsewhere: q_rows local, k_rows received. With
             full attention these are rows before the segment, all of them visible, and the result is
             merged with that of `own`; with a window the task's whole window, bottom-right causal.
@@ -122,6 +124,7 @@ class Stage:
     """
 
     keys: Messages
+    passed_on: Messages
     prefix: TaskGroup
     visiting: TaskGroup
     visiting_prefix: TaskGroup

@@ -1,0 +1,87 @@
+"""Dividing K/V rows into stages where they are passed on inside nodes.
+
+A row is passed on in the stage in which it crosses: ranks of a node that read it compute with it in the same stage.
+"""
+
+import numpy as np
+
+from hf_distca.planner.intervals import expand
+from hf_distca.planner.routes.passed_on import Hops
+from hf_distca.planner.routes.stages import GRAIN
+from hf_distca.planner.routes.tables import IntArray
+
+PARTS = 8
+"""Rows are spread over stages in pieces of GRAIN rows, or of fewer where a stage has no room for so many pieces, each
+passed on to all its readers."""
+_GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, their whole parts left out, lie evenly between 0 and 1, however many there are."""
+_BITS = 62
+
+
+def hops_by_stage(hops: Hops, stage_rows: int, ranks: int) -> tuple[Hops, ...]:
+    """K/V rows in the stages in which they travel.
+
+    Of rows that go the same way, from one rank to another and from there to the same others, about the same share goes
+    in each stage: then every rank has about equally much to receive and to compute in each of them.
+
+    Args:
+        hops: the K/V rows of all workers.
+        stage_rows: so many rows of a stage a rank sends at most, in both hops together, and receives at most; where a
+            single row is passed on to more ranks, so many.
+        ranks: number of ranks; workers from this number on are servers, and have all their rows in the first stage.
+
+    Returns:
+        What travels in each stage; at least one stage.
+    """
+    to_ranks = hops.first.target < ranks
+    among_ranks, to_servers = hops[to_ranks], hops[~to_ranks]
+    readers = int(np.bincount(among_ranks.passes).max(initial=1))
+    grain = int(np.clip(stage_rows // (PARTS * readers), 1, GRAIN))
+    pieces, spread = _spread(among_ranks, grain)
+
+    most = max(stage_rows, readers)
+    count = 1
+    while True:
+        stage = spread * count // max(int(pieces.first.rows.lengths.sum()), 1)
+        busiest = int(pieces.rows_by_stage(stage, count, ranks).max(initial=0))
+        if busiest <= most:
+            break
+        count = max(count + 1, count * busiest // most)
+
+    # A piece may be larger than what there is for a stage: some are without one.
+    numbers, stage = np.unique(stage, return_inverse=True)
+    stages = [pieces[stage == number] for number in range(max(len(numbers), 1))]
+    stages[0] = Hops(stages[0].first.followed_by(to_servers.first), stages[0].second, stages[0].passes)
+    return tuple(stages)
+
+
+def _spread(hops: Hops, grain: int) -> tuple[Hops, IntArray]:
+    """Pieces of moves of at most so many rows, and an order in which those that go the same way lie far apart.
+
+    Args:
+        hops: the moves.
+        grain: rows of a piece.
+
+    Returns:
+        The pieces, and for each how many rows come before it in that order.
+    """
+    first = hops.first
+    to_others = np.zeros_like(first.source)
+    np.bitwise_or.at(to_others, hops.passes, np.int64(1) << (hops.second.target % _BITS))
+    way = np.stack([first.source, first.target, to_others])
+    order = np.lexsort((first.rows.start, first.rows.document, *way[::-1]))
+    lengths = first.rows.lengths[order]
+    counts = -(-lengths // grain)
+    which, begin = np.repeat(order, counts), grain * expand(np.zeros_like(counts), counts)
+    pieces = hops.pieces(which, begin, np.minimum(begin + grain, np.repeat(lengths, counts)))
+
+    way = way[:, which]
+    begins = np.append(True, (way[:, 1:] != way[:, :-1]).any(0))[: len(which)]
+    number = np.cumsum(begins) - 1
+    size = np.bincount(number)[number] if len(number) else number
+    nth = np.arange(len(which)) - np.flatnonzero(begins)[number]
+    order = np.argsort((nth + number * _GOLDEN % 1) / size, kind="stable")
+    rows = pieces.first.rows.lengths[order]
+    before = np.empty_like(rows)
+    before[order] = np.cumsum(rows) - rows
+    return pieces, before

@@ -33,8 +33,17 @@ def small_kinds(*windows: int | None) -> tuple[AttentionKind, ...]:
 
 def in_stages(plan: MicroBatchPlan, stage_rows: int | None) -> MicroBatchPlan:
     """The plan with so many K/V rows a rank and stage, None for one stage, whatever it was made with."""
+    return _changed(plan, stage_rows=stage_rows)
+
+
+def in_nodes(plan: MicroBatchPlan, nodes: tuple[int, ...] | None) -> MicroBatchPlan:
+    """The plan whose K/V rows are passed on inside these nodes, None for all directly, whatever it was made with."""
+    return _changed(plan, nodes=nodes)
+
+
+def _changed(plan: MicroBatchPlan, **fields: Any) -> MicroBatchPlan:
     nano_batches = [
-        replace(nano, plans={kind: replace(only, stage_rows=stage_rows) for kind, only in nano.plans.items()})
+        replace(nano, plans={kind: replace(only, **fields) for kind, only in nano.plans.items()})
         for nano in plan.nano_batches
     ]
     return replace(plan, nano_batches=tuple(nano_batches))

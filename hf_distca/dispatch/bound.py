@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -19,6 +20,8 @@ from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes, tasks_at_home
+
+IntArray = NDArray[np.int64]
 
 
 class BoundGroup:
@@ -41,16 +44,25 @@ class BoundGroup:
 class BoundMessages:
     """Rows of one kind that this rank exchanges with other ranks, as index tensors.
 
+    Args:
+        messages: the rows.
+        ranks: number of ranks.
+        buffer: as in BoundRoutes.
+        passed_on: how many of them are then passed on inside nodes; None where no rank passes rows on.
+
     Attributes:
         rows: local rows to send to ranks, ordered by receiving rank.
         traffic: how many rows go where.
         way_back: the same rows on their way back.
     """
 
-    def __init__(self, messages: Messages, ranks: int, buffer: IndexBuffer) -> None:
+    def __init__(self, messages: Messages, ranks: int, buffer: IndexBuffer, passed_on: Traffic | None = None) -> None:
         counts = messages.send_counts[:ranks]
         self.rows = row_index(messages.send_rows[: counts.sum()], buffer)
-        self.traffic = Traffic(counts.tolist(), messages.recv_counts[:ranks].tolist(), messages.crossing)
+        received = messages.recv_counts[:ranks].tolist()
+        # Where some stage's rows are passed on, every stage's are exchanged: all have the same memory.
+        crossing = messages.crossing or passed_on is not None
+        self.traffic = Traffic(counts.tolist(), received, crossing, passed_on=passed_on)
         self.way_back = self.traffic.reversed()
 
 
@@ -62,34 +74,53 @@ class BoundStage:
         ranks: number of ranks.
         rows: that the rank holds of the nano-batch.
         divided: whether it is one of several.
+        peers: the ranks of this rank's node, itself among them; None where no rank passes rows on in any stage.
         buffer: as in BoundRoutes.
 
     Attributes:
         keys: what is exchanged.
+        passed_on: received rows to pass on to ranks of the node, ordered by receiving rank.
+        passed_back: how dK and dV of rows that were passed on are added to those of the received rows that they were.
         tasks: groups of tasks that read what is received.
         received_sums: how dK and dV of received rows are added up: of these groups.
         key_sums: where there are further stages: how dK and dV of local rows that come back are added to those of
             earlier stages.
     """
 
-    def __init__(self, stage: Stage, ranks: int, rows: int, *, divided: bool, buffer: IndexBuffer) -> None:
-        self.keys = BoundMessages(stage.keys, ranks, buffer)
+    def __init__(
+        self,
+        stage: Stage,
+        ranks: int,
+        rows: int,
+        *,
+        divided: bool,
+        peers: IntArray | None,
+        buffer: IndexBuffer,
+    ) -> None:
+        hop = stage.passed_on
+        passed_on = None
+        if peers is not None:
+            sent, came = hop.send_counts[peers].tolist(), hop.recv_counts[peers].tolist()
+            passed_on = Traffic(sent, came, hop.crossing and len(peers) > 1)
+        self.keys = BoundMessages(stage.keys, ranks, buffer, passed_on)
+        self.passed_on = row_index(hop.send_rows, buffer)
+        self.passed_back = _onto(sum(self.keys.traffic.received), hop.send_rows, buffer)
         groups: dict[Tasks, TaskGroup] = {"visiting": stage.visiting, "prefix": stage.prefix}
         if divided:
             groups["visiting prefix"] = stage.visiting_prefix
         self.tasks = tuple(groups)
-        received = sum(self.keys.traffic.received)
+        received = sum(self.keys.traffic.received) + int(hop.recv_counts.sum())
         sources = [group.k_rows for group in groups.values()]
         self.received_sums = RowSum(sources, received, buffer, in_place=False)
         self.key_sums = _onto(rows, _rows_of_ranks(stage.keys, ranks), buffer) if divided else None
 
 
-def _onto(rows: int, targets: NDArray[np.int64], buffer: IndexBuffer) -> RowSum:
+def _onto(rows: int, targets: IntArray, buffer: IndexBuffer) -> RowSum:
     """A sum of rows that are all there with others that are added to some of them."""
     return RowSum([np.arange(rows), targets], rows, buffer)
 
 
-def _rows_of_ranks(messages: Messages, ranks: int) -> NDArray[np.int64]:
+def _rows_of_ranks(messages: Messages, ranks: int) -> IntArray:
     """Local rows that go to ranks, without those that go to servers."""
     return messages.send_rows[: messages.send_counts[:ranks].sum()]
 
@@ -107,6 +138,7 @@ class BoundRoutes:
         groups: the tasks of each kernel call, where there are any.
         queries: what this rank exchanges of query rows with other ranks.
         stages: what it exchanges of K/V rows.
+        passes_on: whether any rank passes K/V rows on inside its node.
         merges: whether keys of a query come in several stages, so that results of several calls are merged.
         servers: the dedicated servers that have tasks of the plan; the same on every rank.
         own_in_backward: own tasks as the backward computes them.
@@ -124,8 +156,14 @@ class BoundRoutes:
         divided = len(routes.stages) > 1
         self.merges = divided and plan.window is None
         self.queries = BoundMessages(routes.queries, ranks, buffer)
+        peers = None
+        if plan.nodes is not None and any(stage.passed_on.crossing for stage in routes.stages):
+            nodes = np.asarray(plan.nodes[:ranks])
+            peers = np.flatnonzero(nodes == nodes[rank])
+        self.passes_on = peers is not None
         self.stages = tuple(
-            BoundStage(stage, ranks, routes.local_rows, divided=divided, buffer=buffer) for stage in routes.stages
+            BoundStage(stage, ranks, routes.local_rows, divided=divided, peers=peers, buffer=buffer)
+            for stage in routes.stages
         )
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
@@ -161,22 +199,17 @@ class BoundRoutes:
             [*dq_so_far, query_rows, routes.queries.send_rows[len(query_rows) :]], routes.local_rows, buffer
         )
         self.key_sums = RowSum([*dk_so_far, first_keys.send_rows[len(key_rows) :]], routes.local_rows, buffer)
-        names, windowed, servers = frozenset(self.groups), plan.window is not None, bool(self.servers)
-        self.forward = make_schedule(
-            "forward", turn, groups=names, windowed=windowed, stages=len(routes.stages), servers=servers
+        schedule = partial(
+            make_schedule,
+            turn=turn,
+            groups=frozenset(self.groups),
+            windowed=plan.window is not None,
+            stages=len(routes.stages),
+            passes_on=self.passes_on,
+            servers=bool(self.servers),
         )
-        self.backward: dict[Kept, Schedule] = {
-            kept: make_schedule(
-                "backward",
-                turn,
-                groups=names,
-                windowed=windowed,
-                stages=len(routes.stages),
-                servers=servers,
-                kept=kept,
-            )
-            for kept in get_args(Kept)
-        }
+        self.forward = schedule("forward")
+        self.backward: dict[Kept, Schedule] = {kept: schedule("backward", kept=kept) for kept in get_args(Kept)}
 
     @property
     def divided(self) -> bool:

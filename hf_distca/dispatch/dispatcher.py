@@ -55,13 +55,14 @@ class Dispatcher:
         self.settings = settings
         self.device = torch.device(device)
         self.groups = Groups(self.device, exchange_timeout, mesh)
-        self.exchange = Exchange(self.groups)
         self.recorder = Recorder(self.device)
         self.kernel = self._kernel()
         self.keep_received = keep_received
         self.keep_core_attention = keep_core_attention
         self.remote: RemoteWorkers | None = None
         self.groups.raise_together(self._wrong_settings())
+        self.groups.connect_nodes(settings.nodes)
+        self.exchange = Exchange(self.groups)
 
     def _kernel(self) -> Kernel:
         """The kernel that the settings name; on every rank, or none."""
@@ -90,7 +91,11 @@ class Dispatcher:
         """Bind a plan to this rank: index tensors on its device, made once per micro-batch.
 
         Where dedicated servers take part, its tasks are planned again for the workers that are there now.
+
+        Raises:
+            ValueError: the plan is made for ranks on other nodes.
         """
+        self._check_nodes(plan)
         self.recorder.drain()
         remote = None
         if self.remote is not None:
@@ -106,6 +111,17 @@ class Dispatcher:
             keep_core_attention=self.keep_core_attention,
             remote=remote,
         )
+
+    def _check_nodes(self, plan: MicroBatchPlan) -> None:
+        """Raise if rows are to be passed on inside nodes that are not connected so."""
+        for nano in plan.nano_batches:
+            for of_kind in nano.plans.values():
+                nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
+                if nodes is not None and nodes != self.settings.nodes:
+                    raise ValueError(
+                        f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have "
+                        f"{self.settings.nodes}: plan with the same ranks_per_node as the dispatcher's"
+                    )
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
         """Plan micro-batches whose documents already lie on ranks; tokens stay where they are. A collective.

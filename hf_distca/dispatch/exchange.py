@@ -34,16 +34,20 @@ class Traffic:
         received: rows from each rank.
         crossing: whether any rank sends such rows to another; the same on every rank.
         back: whether the rows have gone the other way before.
+        passed_on: what ranks then pass on to others of their node, by the ranks of the node; None where no rank
+            passes anything on.
     """
 
     sent: list[int]
     received: list[int]
     crossing: bool
     back: bool = False
+    passed_on: "Traffic | None" = None
 
     def reversed(self) -> "Traffic":
         """The same rows on their way back."""
-        return Traffic(self.received, self.sent, self.crossing, not self.back)
+        passed_back = self.passed_on and self.passed_on.reversed()
+        return Traffic(self.received, self.sent, self.crossing, not self.back, passed_back)
 
 
 class _Size:
@@ -54,7 +58,8 @@ class _Size:
         traffic: how many rows of them.
         offsets: where in a row each column begins, in bytes.
         row_bytes: bytes of a row.
-        rows: by buffer ("sent", "received"), its rows.
+        rows: by buffer ("sent", "received", "passed on"), its rows. Rows that others pass on come behind those
+            received, and go back from there.
     """
 
     def __init__(self, columns: list[Column], traffic: Traffic) -> None:
@@ -64,10 +69,17 @@ class _Size:
         self.rows = {"sent": sum(traffic.sent)}
         if traffic.crossing:  # else what goes anywhere goes to the rank itself: one buffer is both
             self.rows["received"] = sum(traffic.received)
+        if traffic.passed_on is not None:
+            at_others, here = sum(traffic.passed_on.sent), sum(traffic.passed_on.received)
+            if traffic.back:
+                at_others, here = here, at_others
+            self.rows["sent" if traffic.back else "received"] += here
+            self.rows["passed on"] = at_others
 
     def place(self, name: str) -> str:
         """Where in a role's memory a buffer lies."""
-        return {"sent": "received", "received": "sent"}[name] if self.traffic.back and self.traffic.crossing else name
+        back = self.traffic.back and self.traffic.crossing
+        return {"sent": "received", "received": "sent"}.get(name, name) if back else name
 
 
 class _Buffers:
@@ -77,8 +89,9 @@ class _Buffers:
 
     Attributes:
         size: of the exchanges.
-        sent_SB, received_RB: rows as bytes, their columns side by side.
-        sent, received: the same memory by column, [rows, *row shape] each.
+        sent, received, passed_on: by column, [rows, *row shape] each.
+        first_hop: rows as bytes, their columns side by side: those that are received, and those that are sent.
+        second_hop: the same of rows that are passed on.
     """
 
     def __init__(self, arena: Arena, role: Hashable, size: _Size, device: torch.device) -> None:
@@ -87,8 +100,8 @@ class _Buffers:
             name: arena.take((role, size.place(name)), rows, size.row_bytes, device)
             for name, rows in size.rows.items()
         }
-        self.sent_SB = taken["sent"]
-        self.received_RB = taken.get("received", self.sent_SB)
+        sent_SB = taken["sent"]
+        received_RB = taken.get("received", sent_SB)
 
         def by_column(rows_NB: Tensor) -> list[Tensor]:
             return [
@@ -98,7 +111,16 @@ class _Buffers:
                 for offset, (shape, dtype) in zip(size.offsets, size.columns, strict=True)
             ]
 
-        self.sent, self.received = by_column(self.sent_SB), by_column(self.received_RB)
+        self.sent, self.received = by_column(sent_SB), by_column(received_RB)
+        self.first_hop = received_RB, sent_SB
+        traffic = size.traffic
+        if traffic.passed_on is not None:
+            passed_on_NB = taken["passed on"]
+            self.passed_on = by_column(passed_on_NB)
+            sent, received = sum(traffic.sent), sum(traffic.received)
+            self.first_hop = received_RB[:received], sent_SB[:sent]
+            there, back = (received_RB[received:], passed_on_NB), (passed_on_NB, sent_SB[sent:])
+            self.second_hop = back if traffic.back else there
 
 
 class PendingRows:
@@ -135,26 +157,46 @@ class Message:
 
     Attributes:
         columns: where the rows go before `send`, ordered by receiving rank; one tensor [S, …] a column, dense within
-            a row.
+            a row. On the way back those that others have passed on come behind, and go with `pass_on`.
+        received: where rows come, in the order of the ranks that send them, then those that others pass on.
     """
 
-    def __init__(self, buffers: _Buffers, group: dist.ProcessGroup | None) -> None:
-        self.columns = buffers.sent
-        self._buffers, self._group = buffers, group
+    def __init__(self, buffers: _Buffers, group: dist.ProcessGroup | None, node: dist.ProcessGroup | None) -> None:
+        self.columns, self.received = buffers.sent, buffers.received
+        self._buffers, self._group, self._node = buffers, group, node
+
+    @property
+    def passed_on(self) -> list[Tensor]:
+        """Where rows go before they are passed on, ordered by receiving rank, and where they come back."""
+        return self._buffers.passed_on
 
     def send(self) -> PendingRows:
         """Start the exchange."""
-        buffers, traffic, work = self._buffers, self._buffers.size.traffic, None
-        if traffic.crossing:  # else every rank sees that no row moves, and issues nothing
-            work = dist.all_to_all_single(
-                buffers.received_RB,
-                buffers.sent_SB,
-                output_split_sizes=traffic.received,
-                input_split_sizes=traffic.sent,
-                group=self._group,
-                async_op=True,
-            )
-        return PendingRows(buffers.received, work)
+        buffers, traffic = self._buffers, self._buffers.size.traffic
+        return PendingRows(buffers.received, _started(buffers.first_hop, traffic, self._group))
+
+    def pass_on(self) -> PendingRows:
+        """Start the exchange inside nodes. There it hands over all that was received, back what was passed on."""
+        buffers, traffic = self._buffers, self._buffers.size.traffic
+        assert traffic.passed_on is not None
+        work = _started(buffers.second_hop, traffic.passed_on, self._node)
+        return PendingRows(buffers.passed_on if traffic.back else buffers.received, work)
+
+
+def _started(hop: tuple[Tensor, Tensor], traffic: Traffic, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Start to exchange rows as bytes, those received and those sent; None where nothing crosses a link."""
+    if not traffic.crossing:  # every rank of the group sees that no row moves, and issues nothing
+        return None
+    received_RB, sent_SB = hop
+    work: dist.Work = dist.all_to_all_single(
+        received_RB,
+        sent_SB,
+        output_split_sizes=traffic.received,
+        input_split_sizes=traffic.sent,
+        group=group,
+        async_op=True,
+    )
+    return work
 
 
 class Exchange:
@@ -165,7 +207,7 @@ class Exchange:
     """
 
     def __init__(self, groups: Groups) -> None:
-        self._group = groups.exchange
+        self._group, self._node = groups.exchange, groups.node
         self._arena = Arena()
         self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one a size
 
@@ -187,6 +229,22 @@ class Exchange:
                 copy_rows(target, column, rows)
         return message.send()
 
+    def pass_on(self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex) -> PendingRows:
+        """Pass rows on that have been received, see `Traffic.passed_on`.
+
+        Args:
+            columns: what was received, in the memory of the exchange.
+            traffic: that of the exchange in which it was.
+            role: of that.
+            rows: the received rows to pass on, ordered by receiving rank.
+        """
+        kinds: list[Column] = [(column.shape[1:], column.dtype) for column in columns]
+        message = self.open(kinds, traffic, role, columns[0].device)
+        if len(message.passed_on[0]):
+            for target, column in zip(message.passed_on, columns, strict=True):
+                copy_rows(target, column, rows)
+        return message.pass_on()
+
     def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> Message:
         """Make room for rows that are to be sent, so that what computes them can write them there.
 
@@ -200,7 +258,7 @@ class Exchange:
                 different ones.
             device: where the rows are.
         """
-        return Message(self._laid_out(role, columns, traffic, device), self._group)
+        return Message(self._laid_out(role, columns, traffic, device), self._group, self._node)
 
     def _laid_out(self, role: Hashable, columns: list[Column], traffic: Traffic, device: torch.device) -> _Buffers:
         """The buffers of a role for exchanges of this size."""

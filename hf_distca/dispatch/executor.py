@@ -9,7 +9,7 @@ query heads, G key/value heads, D head dim of queries and keys, E head dim of va
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -17,11 +17,22 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.bound import BoundGroup, BoundMessages, BoundNanoBatch, BoundPlan, BoundRoutes
-from hf_distca.dispatch.exchange import Column, PendingRows
+from hf_distca.dispatch.exchange import Column, Message, PendingRows
 from hf_distca.dispatch.recorder import NOT_MEASURED, Kind, Work
 from hf_distca.dispatch.remote import RemoteCall, ServerRows
 from hf_distca.dispatch.rows import RowIndex, add_rows, merge_rows, put, take
-from hf_distca.dispatch.schedule import IN_USE, Group, Kept, KernelCall, Phase, Place, Schedule, Tasks, Transfer
+from hf_distca.dispatch.schedule import (
+    IN_USE,
+    IN_USE_IN_HOPS,
+    Group,
+    Kept,
+    KernelCall,
+    Phase,
+    Place,
+    Schedule,
+    Tasks,
+    Transfer,
+)
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
 
@@ -141,6 +152,12 @@ class Pass(ABC):
             self._at_servers = bound.remote.start(self._work, self.routes.servers, self.attention.params, columns)
         elif transfer.back:
             self._under_way[transfer] = self._send_back(transfer, self._role(transfer))
+        elif transfer.rows == "passed on":
+            stage, received = self.routes.stages[transfer.stage], self._received_keys[transfer.stage]
+            columns_R = [received[name] for name in transfer.columns]
+            role = self._role(transfer)
+            pending = bound.exchange.pass_on(columns_R, stage.keys.traffic, role, stage.passed_on)
+            self._under_way[transfer] = pending
         else:
             messages = self._messages(transfer)
             columns_T = [local[name] for name in transfer.columns]
@@ -166,14 +183,14 @@ class Pass(ABC):
 
     def _take_in(self, transfer: Transfer, columns: Columns) -> None:
         """Have received rows there for kernel calls."""
-        if transfer.rows == "keys":
+        if transfer.rows in ("keys", "passed on"):
             self._received_keys[transfer.stage] = columns
         else:
             self.columns["received"].update(columns)
 
     def _messages(self, transfer: Transfer) -> BoundMessages:
         """Which rows a transfer between ranks is of."""
-        return self.routes.stages[transfer.stage].keys if transfer.rows == "keys" else self.routes.queries
+        return self.routes.queries if transfer.rows == "queries" else self.routes.stages[transfer.stage].keys
 
     def _keys_of(self, call: KernelCall) -> Columns:
         """Where a kernel call's keys and values are."""
@@ -181,7 +198,9 @@ class Pass(ABC):
 
     def _role(self, transfer: Transfer) -> Hashable:
         """What sets an exchange apart from others that are under way or in use at once."""
-        return transfer.rows, transfer.stage % IN_USE, self.attention.nano.index, self.attention.repairs
+        rows = "keys" if transfer.rows == "passed on" else transfer.rows
+        in_use = IN_USE_IN_HOPS if self.routes.passes_on else IN_USE
+        return rows, transfer.stage % in_use, self.attention.nano.index, self.attention.repairs
 
     def _params(self, call: KernelCall) -> AttentionParams:
         return self.attention.params if call.causal else replace(self.attention.params, causal=False)
@@ -237,7 +256,8 @@ class Forward(Pass):
         return kept
 
     def _take_in(self, transfer: Transfer, columns: Columns) -> None:
-        if self.attention.kept != "nothing":  # the exchange's buffers live shorter than the backward
+        all_there = transfer.rows != "keys" or not self.routes.passes_on
+        if self.attention.kept != "nothing" and all_there:  # the exchange's buffers live shorter than the backward
             columns = {name: rows_R.clone() for name, rows_R in columns.items()}
         super()._take_in(transfer, columns)
 
@@ -419,30 +439,50 @@ class Backward(Pass):
                 self.routes.own_key_sums[call.tasks].add_up([self._total(place, name), rows])
 
     def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
-        exchange, way_back = self.attention.bound.exchange, self._messages(transfer).way_back
-        local = self.columns["local"]
         if transfer.rows == "queries":
+            exchange, way_back = self.attention.bound.exchange, self._messages(transfer).way_back
             dq_RHD = self._total("received", "dq") if self.routes.divided else self._of("visiting")["dq"]
-            return exchange.start([dq_RHD.to(local["q"].dtype)], way_back, role)
-        stage = self.routes.stages[transfer.stage]
+            return exchange.start([dq_RHD.to(self.columns["local"]["q"].dtype)], way_back, role)
+        message = self._message_back(transfer, role)
+        if transfer.rows == "passed on" or not self.routes.passes_on:
+            self._sum_received(transfer, message.columns)
+        return message.pass_on() if transfer.rows == "passed on" else message.send()
+
+    def _message_back(self, transfer: Transfer, role: Hashable) -> Message:
+        """dK and dV of a stage's received rows, where they go back from."""
+        local = self.columns["local"]
         types: list[Column] = [(local[name].shape[1:], local[name].dtype) for name in ("k", "v")]
-        message = exchange.open(types, way_back, role, local["k"].device)
-        for name, column_R in zip(transfer.columns, message.columns, strict=True):
+        way_back = self._messages(transfer).way_back
+        return self.attention.bound.exchange.open(types, way_back, role, local["k"].device)
+
+    def _sum_received(self, transfer: Transfer, columns: Sequence[Tensor]) -> None:
+        """Add dK and dV of a stage's received rows up where they go back from."""
+        stage = self.routes.stages[transfer.stage]
+        for name, column_R in zip(transfer.columns, columns, strict=True):
             parts = [self._of(tasks, transfer.stage)[name] for tasks in stage.tasks]
             stage.received_sums.add_up(parts, out=column_R)
         if self.routes.divided:  # their dQ has been added up: the memory goes back
             for tasks in stage.tasks:
                 del self._of_groups[tasks, transfer.stage]
-        return message.send()
 
     def _add_from_ranks(self, transfer: Transfer, columns: Columns) -> None:
-        if transfer.rows == "keys" and self.routes.divided:
+        if transfer.rows == "passed on":
+            self._add_passed_back(transfer, columns)
+        elif transfer.rows == "keys" and self.routes.divided:
             key_sums = self.routes.stages[transfer.stage].key_sums
             assert key_sums is not None
             for name, rows_T in columns.items():
                 key_sums.add_up([self._total("local", name), rows_T])
         else:
             self._from_ranks.update(columns)
+
+    def _add_passed_back(self, transfer: Transfer, columns: Columns) -> None:
+        """Add dK and dV of rows that this rank has passed on to its own of these rows, before they go home."""
+        stage = self.routes.stages[transfer.stage]
+        message = self._message_back(transfer, self._role(transfer))
+        received = sum(stage.keys.traffic.received)
+        for column_R, passed_R in zip(message.columns, columns.values(), strict=True):
+            stage.passed_back.add_up([column_R[:received], passed_R])
 
     def _add_from_servers(self, results: Mapping[int, Mapping[str, Tensor]], lost: frozenset[int]) -> None:
         if lost:

@@ -66,6 +66,7 @@ class Groups:
         rank: this rank's place in the mesh, from 0 on.
         ranks: how many there are.
         exchange: the group of the exchanges; None where there is one rank.
+        node: the group of the exchanges inside this rank's node, see `connect_nodes`; None where it has one rank.
         failures: tells each rank why another failed.
 
     Raises:
@@ -78,42 +79,63 @@ class Groups:
         self.ranks = len(members)
         self.rank = members.index(dist.get_rank()) if in_world() else 0
         self.exchange: dist.ProcessGroup | None = None
+        self.node: dist.ProcessGroup | None = None
+        self._members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
         self._words: dist.ProcessGroup | None = None
         store = None
         if in_world() and dist.get_world_size() > 1:
-            timeout = timedelta(seconds=timeout_s)
-            device = indexed(device)
-            meshes = None if mesh is None else _meshes(gather_in_world(members, timeout_s))
+            self._device = indexed(device)
+            meshes = None if mesh is None else _groups_of(gather_in_world(members, timeout_s))
             try:
-                self._words = _new_group(meshes, backend="gloo", timeout=timeout, group_desc="distca words")
-                uuids = self.all_gather(device_uuid(device))
+                self._words = _new_group(meshes, backend="gloo", timeout=self._timeout, group_desc="distca words")
+                uuids = self.all_gather(device_uuid(self._device))
             except RuntimeError as error:
                 raise unreachable(self.rank, error) from error
             store = self._words.get_group_store() if self.ranks > 1 else None
-            backend = exchange_backend(device)
-            check_devices(backend, uuids)
-            self.exchange = self._connected(meshes, backend, timeout, device)
+            check_devices(exchange_backend(self._device), uuids)
+            self.exchange = self._connected(meshes, self.ranks, "distca exchange")
         self.failures = Failures(store, self.rank, self.ranks)
 
-    def _connected(
-        self, meshes: list[list[int]] | None, backend: str, timeout: timedelta, device: torch.device
-    ) -> dist.ProcessGroup | None:
-        """A group for the exchanges, once a row has gone from every rank to every other.
+    def connect_nodes(self, nodes: Sequence[int] | None) -> None:
+        """Connect the ranks of each node for exchanges of their own, so that none inside a node waits for one between
+        nodes. A collective of the world.
+
+        Args:
+            nodes: [ranks] the node of each rank of the mesh; None where no rows are passed on inside nodes. Every
+                process gives them, or none does.
+
+        Raises:
+            RuntimeError: this rank cannot reach the others of its node, or not in time.
+        """
+        if nodes is None or self.exchange is None:
+            return
+        mine = [member for member, node in zip(self._members, nodes, strict=True) if node == nodes[self.rank]]
+        of_world = _groups_of(gather_in_world(mine, self._timeout.total_seconds()))
+        self.node = self._connected(of_world, len(mine), "distca node")
+
+    def _connected(self, meshes: list[list[int]] | None, ranks: int, name: str) -> dist.ProcessGroup | None:
+        """A group for exchanges, once a row has gone from every rank to every other; None where it has one rank.
 
         NCCL connects a pair of ranks when it first has something to send, and asks for memory then.
+
+        Args:
+            meshes: as in `_new_group`.
+            ranks: number of ranks of this process's group.
+            name: of the group.
         """
-        sent, received = (torch.zeros(self.ranks, dtype=torch.uint8, device=device) for _ in range(2))
-        one_each = [1] * self.ranks
+        backend = exchange_backend(self._device)
+        sent, received = (torch.zeros(ranks, dtype=torch.uint8, device=self._device) for _ in range(2))
+        one_each = [1] * ranks
         try:
             group = _new_group(
                 meshes,
                 backend=backend,
-                timeout=timeout,
+                timeout=self._timeout,
                 pg_options=exchange_options(backend),
-                group_desc="distca exchange",
-                device_id=device if backend == dist.Backend.NCCL else None,
+                group_desc=name,
+                device_id=self._device if backend == dist.Backend.NCCL else None,
             )
-            if self.ranks == 1:
+            if ranks == 1:
                 return None
             dist.all_to_all_single(received, sent, one_each, one_each, group=group)
             received.cpu()  # not before it is here
@@ -156,11 +178,11 @@ def in_world() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _meshes(members: list[list[int]]) -> list[list[int]]:
-    """The ranks of every mesh of the world.
+def _groups_of(members: list[list[int]]) -> list[list[int]]:
+    """The ranks of every mesh of the world, or of every node.
 
     Args:
-        members: of every process, the ranks of its mesh.
+        members: of every process, the ranks of its one.
     """
     return [list(ranks) for ranks in dict.fromkeys(map(tuple, members))]
 
@@ -191,7 +213,7 @@ def _new_group(meshes: list[list[int]] | None, **options: Any) -> dist.ProcessGr
     """This process's group. A collective of the world: every process makes the groups of all meshes, in one order.
 
     Args:
-        meshes: the ranks of every mesh; None where all ranks of the world are one.
+        meshes: the ranks of every mesh, or of every node; None where all ranks of the world are one.
         options: of `torch.distributed.new_group`.
     """
     if meshes is None:

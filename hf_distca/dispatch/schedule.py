@@ -14,6 +14,13 @@ A core attention is cut in three by two pauses, at which the other nano-batch of
 K and V may come in several stages. Two of them are on their way or in use at once: the first two are sent in part 1, a
 further one whenever one has been computed with. dK and dV of a stage go back while the next one is computed with.
 
+Where ranks pass K and V on inside their nodes, a stage travels in two hops, each of them while another stage is
+computed with, so that five are on their way or in use at once, there or back:
+
+    before a stage       receive what others pass on of it; receive the next one, pass that on; send the one after it
+    after it, backward   pass its dK and dV back; receive what others pass back of the one before, send that back to
+                         the ranks that hold its rows; receive from others that of the one before that
+
 Own tasks need nothing from others. They are computed where they hide an exchange, see `OWN_TASKS`.
 """
 
@@ -44,6 +51,8 @@ AHEAD = 2
 IN_USE = AHEAD + 1
 """Stages that have memory at once: two on their way or in use, and the one whose dK and dV, which lie where K and V
 were, are on their way back."""
+IN_USE_IN_HOPS = IN_USE + 2
+"""The same where each way takes two hops."""
 
 TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
 """In the names of transfers, and of phases that begin and end a call to servers."""
@@ -73,23 +82,27 @@ class Transfer:
     """Rows that travel together, of as many columns as are named.
 
     Attributes:
-        rows: "queries" or "keys": between ranks, rows of that kind in the order of the routes; "servers": rows of
-            both kinds, to dedicated servers.
+        rows: "queries" or "keys": between ranks, rows of that kind in the order of the routes; "passed on": rows of
+            keys inside nodes, from ranks that have received them; "servers": rows of both kinds, to dedicated servers.
         columns: tensors that travel, by the names of the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
-        back: whether they go back to the ranks that hold the rows.
+        back: whether they go back to the ranks that sent the rows.
         stage: of K/V rows, the number of this one.
     """
 
-    rows: Literal["queries", "keys", "servers"]
+    rows: Literal["queries", "keys", "passed on", "servers"]
     columns: tuple[str, ...]
     back: bool = False
     stage: int = 0
 
     @cached_property
     def name(self) -> str:
-        """For people: what travels, and where servers are at the other end, which way."""
-        at_servers = (FROM_SERVERS if self.back else TO_SERVERS) if self.rows == "servers" else ""
-        return " ".join(self.columns) + at_servers + (f" [{self.stage}]" if self.stage else "")
+        """For people: what travels, and where servers or a second hop are meant, which way."""
+        way = ""
+        if self.rows == "servers":
+            way = FROM_SERVERS if self.back else TO_SERVERS
+        elif self.rows == "passed on":
+            way = " passed back" if self.back else " passed on"
+        return " ".join(self.columns) + way + (f" [{self.stage}]" if self.stage else "")
 
 
 @dataclass(frozen=True)
@@ -162,6 +175,7 @@ def make_schedule(
     groups: frozenset[Group],
     windowed: bool,
     stages: int = 1,
+    passes_on: bool = False,
     servers: bool = False,
     kept: Kept = "nothing",
 ) -> Schedule:
@@ -176,14 +190,14 @@ def make_schedule(
         windowed: whether the layer attends by a sliding window: prefix tasks then have all keys of their rows, else
             those before the rows' own segment.
         stages: in how many K/V rows come.
+        passes_on: whether any rank passes K/V rows on.
         servers: whether the plan has tasks for dedicated servers.
         kept: what the backward has already; the forward sends everything.
     """
     forward = direction == "forward"
     queries = Transfer("queries", _columns_of_queries(direction, kept))
-    keys_there = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(stages))
-    if not forward and kept != "nothing":
-        keys_there = ()
+    sent_keys = stages if forward or kept == "nothing" else 0
+    keys_there = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(sent_keys))
     keys_back = () if forward else tuple(replace(_KEYS_BACK, stage=stage) for stage in range(stages))
     to_servers = Transfer("servers", ("q", "k", "v") if forward else ("q", "do", "o", "lse", "k", "v"))
     results = ("o", "lse") if forward else ("dq",)
@@ -191,32 +205,93 @@ def make_schedule(
     from_servers = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
 
     own = _own_calls(direction, turn, groups)
+    calls = [
+        (
+            _visiting_calls(groups, stage, divided=stages > 1 and not windowed),
+            _calls(groups, KernelCall("prefix", "local", "received", windowed, windowed, stage)),
+        )
+        for stage in range(stages)
+    ]
+    stage_phases = _stages_in_hops if passes_on else _stages
     phases = [
         Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
         Phase(run=own.get("before pause", ()), pause=True),
-        Phase(run=own.get("after pause", ())),
+        *stage_phases((queries, queries_back), keys_there, keys_back, calls, own.get("after pause", ())),
+        Phase(run=own.get("after prefix", ()), pause=True),
+        Phase(wait=(queries_back, *keys_back[-2 if passes_on else -1 :], *((from_servers,) if servers else ()))),
     ]
-    for stage in range(stages):
-        last = stage == stages - 1
+    return _joined(phases)
+
+
+Calls = tuple[KernelCall, ...]
+
+
+def _stages(
+    queries: tuple[Transfer, Transfer],
+    keys_there: tuple[Transfer, ...],
+    keys_back: tuple[Transfer, ...],
+    calls: Sequence[tuple[Calls, Calls]],
+    own: Calls,
+) -> list[Phase]:
+    """The phases of all stages.
+
+    Args:
+        queries: there and back.
+        keys_there: [stages] K/V rows, or none.
+        keys_back: [stages] their gradients, or none.
+        calls: [stages] visiting and prefix tasks.
+        own: tasks that are computed before.
+    """
+    phases = [Phase(run=own)]
+    for stage, (visiting, prefix) in enumerate(calls):
+        last = stage == len(calls) - 1
         phases += [
             # Visitors first: their results have a way to go.
             Phase(
-                wait=(*((queries,) if stage == 0 else ()), *keys_there[stage : stage + 1]),
-                run=_visiting_calls(groups, stage, divided=stages > 1 and not windowed),
-                send=(queries_back,) if last else (),
+                wait=(*(queries[:1] if stage == 0 else ()), *keys_there[stage : stage + 1]),
+                run=visiting,
+                send=queries[1:] if last else (),
             ),
-            Phase(run=_calls(groups, KernelCall("prefix", "local", "received", windowed, windowed, stage))),
+            Phase(run=prefix),
             # What is sent next will lie where what went back before does.
             Phase(
                 wait=keys_back[stage - 1 : stage] if stage else (),
                 send=(*keys_back[stage : stage + 1], *keys_there[stage + AHEAD : stage + AHEAD + 1]),
             ),
         ]
-    phases += [
-        Phase(run=own.get("after prefix", ()), pause=True),
-        Phase(wait=(queries_back, *keys_back[-1:], *((from_servers,) if servers else ()))),
-    ]
-    return _joined(phases)
+    return phases
+
+
+def _stages_in_hops(
+    queries: tuple[Transfer, Transfer],
+    keys_there: tuple[Transfer, ...],
+    keys_back: tuple[Transfer, ...],
+    calls: Sequence[tuple[Calls, Calls]],
+    own: Calls,
+) -> list[Phase]:
+    """The phases of all stages where K/V rows are passed on, see `_stages`."""
+    passed_on, passed_back = (
+        tuple(replace(transfer, rows="passed on") for transfer in hop) for hop in (keys_there, keys_back)
+    )
+    phases = [Phase(wait=keys_there[:1], send=passed_on[:1]), Phase(run=own)]
+    for stage, (visiting, prefix) in enumerate(calls):
+        last = stage == len(calls) - 1
+        wait = (
+            *(queries[:1] if stage == 0 else ()),
+            *passed_on[stage : stage + 1],
+            *keys_there[stage + 1 : stage + 2],
+        )
+        send = (*passed_on[stage + 1 : stage + 2], *keys_there[stage + AHEAD : stage + AHEAD + 1])
+        phases += [
+            *([Phase(wait=wait, send=send)] if send else []),
+            Phase(wait=() if send else wait, run=visiting, send=queries[1:] if last else ()),
+            Phase(run=prefix, send=passed_back[stage : stage + 1]),
+            Phase(
+                wait=(*passed_back[:stage][-1:], *keys_back[: max(stage - 1, 0)][-1:]),
+                send=keys_back[:stage][-1:],
+            ),
+        ]
+    return [*phases, Phase(wait=passed_back[-1:], send=keys_back[-1:])]
 
 
 _KEYS_BACK = Transfer("keys", ("dk", "dv"), back=True)

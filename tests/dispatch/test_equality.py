@@ -1,5 +1,7 @@
 """Ranks with disaggregated attention against one process with "sdpa" on the same global batch."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,12 +11,22 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
-from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models import (
+    in_nodes,
+    in_stages,
+    random_documents,
+    reference_step,
+    relative_error,
+    small_kinds,
+    small_model,
+)
 
 # Models cannot run on no rows at all: a rank without documents holds one token without a target.
 FILLER = [1]
 STAGE_ROWS = (None, 70, 20)
 """One stage, two, and seven or so."""
+NODES = {3: (1, 2), 4: (2, 2)}
+"""How many ranks share each node. With fewer ranks there are none that could pass rows on."""
 CHUNK_BYTES = 4 * 64 * 20
 """The loss is computed over chunks of 20 rows."""
 
@@ -61,11 +73,16 @@ def run_case(
     windows: tuple[int | None, ...],
     options: dict,
 ) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    """Planned steps on every rank, one for each of STAGE_ROWS."""
+    """Planned steps on every rank, one for each of `steps_of`."""
     ranks = dist.get_world_size()
     kinds = small_kinds(*windows)
     settings = PlanSettings(
-        ranks=ranks, tokens_per_rank=4096, kinds=kinds, document_layout="joint", balance_block_size=8
+        ranks=ranks,
+        tokens_per_rank=4096,
+        kinds=kinds,
+        document_layout="joint",
+        balance_block_size=8,
+        ranks_per_node=NODES.get(ranks, 1),
     )
     dispatcher = Dispatcher(settings, torch.device("cpu"), **options)
     if layout == "joint":
@@ -78,11 +95,23 @@ def run_case(
     model = small_model(model_type, **config)
     plan_head(model, CHUNK_BYTES)
     steps = []
-    for stage_rows in STAGE_ROWS:
+    for stage_rows, passes_on in steps_of(ranks):
         model.zero_grad()
-        loss = planned_step(model, in_stages(plan, stage_rows), dispatcher, random_documents(flat))
+        step_plan = in_nodes(in_stages(plan, stage_rows), settings.nodes if passes_on else None)
+        loss = planned_step(model, step_plan, dispatcher, random_documents(flat))
         steps.append((loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
     return steps
+
+
+def steps_of(ranks: int, stage_rows: tuple[int | None, ...] = STAGE_ROWS) -> list[tuple[int | None, bool]]:
+    """Rows of a stage, and whether rows are passed on inside nodes, of each step."""
+    return list(itertools.product(stage_rows, (False, True) if ranks in NODES else (False,)))
+
+
+def passes_on(dispatcher: Dispatcher, plan: MicroBatchPlan) -> bool:
+    """Whether some layer has rows that are passed on."""
+    bound = dispatcher.bind(plan)
+    return any(routes.passes_on for nano in bound.nano_batches for routes in nano.routes.values())
 
 
 def assert_equal_to_single_process(
@@ -95,7 +124,7 @@ def assert_equal_to_single_process(
         random_documents(flat),
     )
     for steps in rank_pools[ranks].run(run_case, model_type, config, lengths, layout, windows, options):
-        assert len(steps) == len(STAGE_ROWS)
+        assert len(steps) == len(steps_of(ranks))
         for got_loss, got in steps:
             assert got_loss == pytest.approx(loss, rel=1e-6)
             assert got.keys() == grads.keys()

@@ -51,7 +51,13 @@ def attention_of(recorded: Recorded, schedule: tuple[Phase, ...], groups: dict) 
     traffic = SimpleNamespace(rows=slice(0, 2), traffic="there", way_back="back")
     stage = SimpleNamespace(keys=traffic)
     routes = SimpleNamespace(
-        forward=schedule, groups=groups, queries=traffic, stages=(stage, stage), merges=False, servers=()
+        forward=schedule,
+        groups=groups,
+        queries=traffic,
+        stages=(stage, stage),
+        merges=False,
+        passes_on=False,
+        servers=(),
     )
     nano = SimpleNamespace(index=1, routes={KIND: routes})
     bound = SimpleNamespace(exchange=recorded, kernel=recorded, recorder=Recorder(CPU), device=CPU, remote=None)

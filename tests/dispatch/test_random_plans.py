@@ -12,10 +12,10 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.micro_batch import PlanSettings, plan_placed
-from tests.dispatch.test_equality import planned_step
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.dispatch.test_equality import NODES, passes_on, planned_step, steps_of
+from tests.models import in_nodes, random_documents, reference_step, relative_error, small_kinds, small_model
 
-ROWS = [[40, 17, 9, 33], [25, 3, 50, 21], [30, 30, 1, 28]]
+ROWS = [[40, 17, 9, 33], [25, 3, 50, 21], [30, 30, 1, 28], [44, 2, 31, 20]]
 MODELS = {
     "llama": ({}, (None,), "sdpa"),
     "gemma2": ({"sliding_window": 12, "query_pre_attn_scalar": 8}, (12, None), "eager"),
@@ -52,7 +52,14 @@ STAGE_ROWS = (None, 40, 11)
 def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong: bool) -> list[tuple[float, dict]]:
     config, windows, _ = MODELS[model_type]
     ranks = dist.get_world_size()
-    settings = PlanSettings(ranks, 4096, small_kinds(*windows), balance_block_size=8, ping_pong=ping_pong)
+    settings = PlanSettings(
+        ranks,
+        4096,
+        small_kinds(*windows),
+        balance_block_size=8,
+        ping_pong=ping_pong,
+        ranks_per_node=NODES.get(ranks, 1),
+    )
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=keep_received)
     model = small_model(model_type, **config).train()
     if ping_pong:
@@ -62,9 +69,11 @@ def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong:
     rows = ROWS[:ranks]
     documents = random_documents([length for row in rows for length in row])
     results = []
-    for seed, stage_rows in enumerate(STAGE_ROWS):
+    for seed, (stage_rows, in_hops) in enumerate(steps_of(ranks, STAGE_ROWS)):
         plan = cut_at_random(plan_placed(rows, settings), seed, stage_rows)
+        plan = in_nodes(plan, settings.nodes if in_hops else None)
         assert len(plan.nano_batches) == 1 + ping_pong
+        assert passes_on(dispatcher, plan) == in_hops
         model.zero_grad()
         loss = planned_step(model, plan, dispatcher, documents)
         results.append((loss, {name: p.grad.clone() for name, p in model.named_parameters()}))
@@ -80,7 +89,7 @@ def expected():
             random_documents([length for row in ROWS[:ranks] for length in row]),
         )
         for model_type, (config, _, other) in MODELS.items()
-        for ranks in (2, 3)
+        for ranks in (2, 3, 4)
     }
 
 
@@ -90,6 +99,14 @@ def expected():
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])
 def test_equals_one_process(rank_pools, expected, ranks, model_type, keep_received, checkpointing, ping_pong):
+    _check(rank_pools, expected, ranks, model_type, keep_received, checkpointing, ping_pong)
+
+
+def test_two_nodes_of_two(rank_pools, expected):
+    _check(rank_pools, expected, 4, "gpt_oss", False, True, True)
+
+
+def _check(rank_pools, expected, ranks, model_type, keep_received, checkpointing, ping_pong):
     loss, grads = expected[model_type, ranks]
     for steps in rank_pools[ranks].run(_steps, model_type, keep_received, checkpointing, ping_pong):
         for got_loss, got in steps:

@@ -99,7 +99,8 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
     layouts = [_layout(array[groups[0]], settings, sizes)]
     if len(groups) == 2:
         # Each gives one row more to some ranks, the first ones. Mirrored, they meet on one rank only where all ranks
-        # hold so many tokens, so that no rank holds more than it would without nano-batches.
+        # hold so many tokens, so that no rank holds more than it would without nano-batches. What is to be mirrored
+        # has the nodes in the reverse order too.
         layouts.append(mirrored(_layout(array[groups[1]], settings, sizes and sizes[::-1])))
     return _plan(array, groups, layouts, settings)
 
@@ -139,6 +140,7 @@ def _layout(lengths: NDArray[np.int64], settings: PlanSettings, node_sizes: tupl
         lengths,
         settings.ranks,
         settings.tokens_per_rank,
+        node_sizes=node_sizes,
         window=settings.dominant_kind.window,
         balance_tolerance=settings.balance_tolerance,
         balance_block_size=settings.balance_block_size,

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
@@ -22,6 +23,16 @@ def test_the_second_nano_batch_is_mirrored(layout):
     assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 3], [1, 2]]
     assert [nano.layout.tokens.tolist() for nano in plan.nano_batches] == [[2, 2, 1], [1, 1, 2]]
     assert plan.tokens.tolist() == [3, 3, 3]
+
+
+def test_what_is_mirrored_has_its_nodes_in_the_reverse_order():
+    # With a window of 1 rows cost the same wherever they are, so that the longer document of each nano-batch fits the
+    # node of three ranks. Were the nodes not turned round first, the second one's would lie on ranks of both nodes.
+    kind = AttentionKind(window=1)
+    settings = PlanSettings(4, 128, (kind,), balance_block_size=16, ping_pong=True, ranks_per_node=(1, 3))
+    for nano in plan_micro_batch([192, 192, 64, 64], settings).nano_batches:
+        of_rank = [set(nano.layout.of_rank(rank)["document"].tolist()) for rank in range(4)]
+        assert of_rank[0].isdisjoint(of_rank[1] | of_rank[2] | of_rank[3])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -47,13 +58,23 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 9), st.integers(1, 200)), min_size=1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@given(lengths=LENGTHS, ranks=st.integers(1, 9), ping_pong=st.booleans())
-def test_no_rank_holds_more_than_its_tokens(layout, lengths, ranks, ping_pong):
+@given(
+    lengths=LENGTHS,
+    nodes=st.one_of(st.integers(1, 9).map(lambda ranks: (1,) * ranks), st.sampled_from([(2, 2), (1, 3), (3, 2, 1)])),
+    ping_pong=st.booleans(),
+)
+def test_no_rank_holds_more_than_its_tokens(layout, lengths, nodes, ping_pong):
+    ranks = sum(nodes)
     tokens_per_rank = -(-sum(lengths) // ranks)  # the least that takes the documents
-    plan = plan_micro_batch(
-        lengths,
-        PlanSettings(ranks, tokens_per_rank, document_layout=layout, balance_block_size=16, ping_pong=ping_pong),
+    settings = PlanSettings(
+        ranks,
+        tokens_per_rank,
+        document_layout=layout,
+        balance_block_size=16,
+        ping_pong=ping_pong,
+        ranks_per_node=nodes,
     )
+    plan = plan_micro_batch(lengths, settings)
     assert plan.tokens.max() == tokens_per_rank
     assert plan.tokens.min() == sum(lengths) // ranks
     numbers = np.concatenate([nano.documents for nano in plan.nano_batches])
@@ -62,6 +83,7 @@ def test_no_rank_holds_more_than_its_tokens(layout, lengths, ranks, ping_pong):
         assert nano.layout.lengths.tolist() == [lengths[document] for document in nano.documents]
         (plan_of_kind,) = nano.plans.values()
         check_plan(plan_of_kind)
+        assert plan_of_kind.nodes == settings.nodes
         if len(plan.nano_batches) == 2:
             assert nano.layout.tokens.min() > 0
 

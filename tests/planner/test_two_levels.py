@@ -20,10 +20,10 @@ def test_node_sizes():
 @pytest.mark.parametrize(
     ("ranks", "per_node", "message"),
     [
-        (20, 8, "20 ranks cannot be divided into nodes of 8; give one number for each node, such as 8,12"),
-        (4, 0, "4 ranks cannot be divided into nodes of 0"),
-        (20, (8, 8), "nodes of 8, 8 ranks have 16 together, but 20 ranks train"),
-        (4, (4, 0), "nodes of 4, 0 ranks"),
+        (20, 8, "ranks_per_node=8 does not divide the 20 ranks that train together; give"),
+        (4, 0, "ranks_per_node=0 does not divide the 4 ranks"),
+        (20, (8, 8), "ranks_per_node=8,8 is 16 ranks together, but 20 ranks train"),
+        (4, (4, 0), "ranks_per_node=4,0 is 4 ranks together"),
     ],
 )
 def test_node_sizes_that_do_not_fit(ranks, per_node, message):

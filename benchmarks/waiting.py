@@ -24,7 +24,7 @@ class WaitingExchange(Exchange):
 
 
 class WaitingMessage:
-    """A message whose rows have arrived when `send` returns.
+    """A message whose rows have arrived when `send` or `pass_on` returns.
 
     Args:
         message: of an Exchange.
@@ -32,12 +32,21 @@ class WaitingMessage:
     """
 
     def __init__(self, message: Message, recorder: Recorder) -> None:
-        self.columns = message.columns
         self._message, self._recorder = message, recorder
+
+    def __getattr__(self, name: str) -> Any:
+        """Where rows lie, as the message has it."""
+        return getattr(self._message, name)
 
     def send(self) -> PendingRows:
         """Send it and wait."""
-        pending = self._message.send()
+        return self._waited_for(self._message.send())
+
+    def pass_on(self) -> PendingRows:
+        """Pass it on and wait."""
+        return self._waited_for(self._message.pass_on())
+
+    def _waited_for(self, pending: PendingRows) -> PendingRows:
         with self._recorder.span("wait", "at once"):
             pending.wait()
         return pending

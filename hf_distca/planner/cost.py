@@ -75,13 +75,13 @@ def pairs(
         stop: one past the last row, or an array of them.
         window: width of the sliding window; None for full causal attention.
     """
+    if window is None:
+        return (stop * (stop + 1) - start * (start + 1)) // 2
     return _pairs_before(stop, window) - _pairs_before(start, window)
 
 
-def _pairs_before(row: NDArray[np.int64] | int, window: int | None) -> NDArray[np.int64] | int:
-    """Pairs of rows [0, row): row (row + 1) / 2, the part beyond the window growing by `window` a row."""
-    if window is None:
-        return row * (row + 1) // 2
+def _pairs_before(row: NDArray[np.int64] | int, window: int) -> NDArray[np.int64] | int:
+    """Pairs of rows [0, row): the part beyond the window grows by `window` a row."""
     if isinstance(row, int):
         inside = min(row, window)
         return inside * (inside + 1) // 2 + (row - inside) * window
@@ -103,7 +103,7 @@ def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None)
     x (x + 1) / 2 = amount gives x = √(2 amount + 1/4) − 1/2; beyond the window a row adds `window`.
     """
     ramp = math.inf if window is None else window * (window + 1) / 2
-    if isinstance(amount, float | int):
+    if not isinstance(amount, np.ndarray):
         if amount > ramp:
             return (window or 1) + (amount - ramp) / (window or 1)
         return math.sqrt(2.0 * max(amount, 0.0) + 0.25) - 0.5

@@ -20,7 +20,7 @@ from hf_distca.planner.joint.placement import Limits, Placement, Segment
 
 LEVELS = 4
 """Levels above the mean that are tried for the pairs of ranks with segments of large documents."""
-GUESSES = 8
+GUESSES = 12
 """Guesses at the size of a segment before bisection takes over."""
 
 
@@ -186,7 +186,7 @@ class _Cutting:
                 room, aim = self.room[rank], self.need[rank] * level + carry
                 short = self.shortest.tokens[-1] - used
                 asked = head_rows.get(rank, 0) if head_rows else 0
-                filled = partial(self._filled, head, stop, room, used, asked)
+                filled = partial(self._filled, head, stop, room, short, self.shortest.pairs_of(used), asked)
                 enough = aim + self.limits.mean * self.limits.slack / 2
                 if (head == first or head_rows) and stop - head <= room and filled(stop - head) <= enough:
                     break
@@ -212,39 +212,47 @@ class _Cutting:
     def _most_rows(self, filled: Callable[[int], float], stop: int, high: int, aim: float) -> int:
         """The most rows, up to `high`, at the end of rows [0, stop) with filled(rows) <= aim.
 
-        The pairs beside the segment change little with its size, so each guess takes them from the guess before:
-        that leaves a closed form. Where they do change much, bisection goes on.
+        The pairs beside the segment change little with its size, so the second guess takes them from the first: that
+        leaves a closed form. Further guesses lie on the line through the last two, where it rises. Where that does not
+        find them, bisection goes on.
         """
         low, guess, guesses = 0, high, 0
         below = self.limits.pairs(0, stop) - aim
+        before, amount_before = guess, 0.0
         while low < high:
             amount = filled(guess)
-            beside = amount - self.limits.pairs(stop - guess, stop)
             low, high = (guess, high) if amount <= aim else (low, guess - 1)
             guesses += 1
-            if guesses <= GUESSES:
-                guess = stop - math.ceil(row_reaching(below + beside, self.limits.window))
-                guess = min(max(guess, low + 1), high)
-            else:
+            tried, rise = guess, (amount - amount_before) * (guess - before)
+            if guesses > GUESSES:
                 guess = (low + high + 1) // 2
+            elif rise > 0:
+                guess += math.floor((aim - amount) * (guess - before) / (amount - amount_before))
+            else:
+                beside = amount - self.limits.pairs(stop - guess, stop)
+                guess = stop - math.ceil(row_reaching(below + beside, self.limits.window))
+            guess = min(max(guess, low + 1), high)
+            before, amount_before = tried, amount
         return low
 
-    def _filled(self, head: int, stop: int, room: int, used: int, asked: int, tail: int) -> float:
+    def _filled(self, head: int, stop: int, room: int, short: int, pairs_used: float, asked: int, tail: int) -> float:
         """Pairs of a rank with rows [stop - tail, stop) of a document and the cheapest rows beside them.
 
         Args:
             head: rows of the document below this are taken.
             stop: end of the document's rows that are not taken.
             room: rows of the rank.
-            used: tokens of the shortest documents that are taken.
+            short: tokens of the shortest documents that are not taken.
+            pairs_used: pairs of those that are.
             asked: rows of the head that the rank takes in any case.
             tail: rows of the segment.
         """
-        asked = min(asked, room - tail, stop - tail - head)
-        others = min(room - tail - asked, self.shortest.tokens[-1] - used)
-        own = min(room - tail - others, stop - tail - head)
-        filler = self.shortest.pairs_of(used + others) - self.shortest.pairs_of(used)
-        return self.limits.pairs(stop - tail, stop) + filler + self.limits.pairs(head, head + own)
+        start = stop - tail
+        asked = min(asked, room - tail, start - head)
+        others = min(room - tail - asked, short)
+        own = min(room - tail - others, start - head)
+        filler = self.shortest.pairs_of(self.shortest.tokens[-1] - short + others) - pairs_used
+        return self.limits.pairs(start, stop) + filler + self.limits.pairs(head, head + own)
 
 
 def _level(amounts: list[float], more: float) -> float:

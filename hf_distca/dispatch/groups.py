@@ -80,6 +80,7 @@ class Groups:
         self.rank = members.index(dist.get_rank()) if in_world() else 0
         self.exchange: dist.ProcessGroup | None = None
         self.node: dist.ProcessGroup | None = None
+        self._side_by_side = mesh is not None
         self._members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
         self._words: dist.ProcessGroup | None = None
         store = None
@@ -101,17 +102,20 @@ class Groups:
         nodes. A collective of the world.
 
         Args:
-            nodes: [ranks] the node of each rank of the mesh; None where no rows are passed on inside nodes. Every
-                process gives them, or none does.
+            nodes: [ranks] the node of each rank of the mesh; None where no rows are passed on inside nodes. The same
+                on every rank of a mesh; of several meshes some may have nodes, and others not.
 
         Raises:
             RuntimeError: this rank cannot reach the others of its node, or not in time.
         """
-        if nodes is None or self.exchange is None:
+        if nodes is None and not self._side_by_side:
             return
-        mine = [member for member, node in zip(self._members, nodes, strict=True) if node == nodes[self.rank]]
+        mine = self._members[self.rank : self.rank + 1]
+        if nodes is not None:
+            mine = [member for member, node in zip(self._members, nodes, strict=True) if node == nodes[self.rank]]
         of_world = _groups_of(gather_in_world(mine, self._timeout.total_seconds()))
-        self.node = self._connected(of_world, len(mine), "distca node")
+        if any(len(members) > 1 for members in of_world):
+            self.node = self._connected(of_world, len(mine), "distca node")
 
     def _connected(self, meshes: list[list[int]] | None, ranks: int, name: str) -> dist.ProcessGroup | None:
         """A group for exchanges, once a row has gone from every rank to every other; None where it has one rank.

@@ -122,15 +122,15 @@ def test_what_to_set_where_gloo_does_not_connect(monkeypatch, interface, shown):
     assert "('node3' here to 127.0.1.1)" in told
 
 
-def _recorded_start() -> list[Any]:
+def _recorded_start(ranks_per_node: int | tuple[int, ...] = 1) -> list[Any]:
     """What becomes of groups and rows when a dispatcher is made and has not run a layer yet."""
     device = torch.device("cpu")
     found: list[Any] = []
     new_group, all_to_all = dist.new_group, dist.all_to_all_single
 
-    def recorded_group(*, backend: str, group_desc: str, **options: Any) -> Any:
-        found.append((group_desc, backend))
-        return new_group(backend=backend, group_desc=group_desc, **options)
+    def recorded_group(ranks: list[int] | None = None, *, backend: str, group_desc: str, **options: Any) -> Any:
+        found.append((group_desc, backend) if ranks is None else (group_desc, backend, ranks))
+        return new_group(ranks, backend=backend, group_desc=group_desc, **options)
 
     def recorded_exchange(
         output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any, group: Any, async_op: bool = False
@@ -142,14 +142,31 @@ def _recorded_start() -> list[Any]:
         patch.setattr(dist, "new_group", recorded_group)
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
         kinds = (AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8),)
-        Dispatcher(PlanSettings(ranks=dist.get_world_size(), tokens_per_rank=64, kinds=kinds), device)
-    return found
+        settings = PlanSettings(dist.get_world_size(), 64, kinds, ranks_per_node=ranks_per_node)
+        groups = Dispatcher(settings, device).groups
+    of_node = None if groups.node is None else dist.get_process_group_ranks(groups.node)
+    return found if ranks_per_node == 1 else [*found, of_node]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_are_connected_once_before_the_first_layer(rank_pools, size):
     expected = [("distca words", "gloo"), ("distca exchange", "gloo"), ("distca exchange", [1] * size, [1] * size)]
     assert rank_pools[size].run(_recorded_start) == [expected if size > 1 else []] * size
+
+
+def test_ranks_of_a_node_are_connected_once_before_the_first_layer(rank_pools):
+    exchange = [("distca words", "gloo"), ("distca exchange", "gloo"), ("distca exchange", [1] * 3, [1] * 3)]
+    # Every rank makes the groups of all nodes.
+    nodes = [("distca world", "gloo"), ("distca node", "gloo", [0]), ("distca node", "gloo", [1, 2])]
+    alone, *together = rank_pools[3].run(_recorded_start, (1, 2))
+    assert alone == [*exchange, *nodes, None]
+    assert together == [[*exchange, *nodes, ("distca node", [1] * 2, [1] * 2), [1, 2]]] * 2
+
+
+def test_one_node_is_not_connected_apart(rank_pools):
+    *groups, of_node = rank_pools[3].run(_recorded_start, 3)[0]
+    assert len(groups) == 3
+    assert of_node is None
 
 
 def _start(last: str) -> str:
@@ -210,8 +227,22 @@ def _two_by_two() -> dict[str, Any]:
         "lengths": [int(length) for nano in plan.nano_batches for length in nano.layout.lengths],
         "received": received.tolist(),
         "any": dispatcher.groups.any_of([rank == 3, rank == 0]),
+        "nodes": [
+            _of_node(mesh["dp"], of_both[shard]) for of_both in (((0, 0), None), ((0, 0), (0, 1)), (None, None))
+        ],
         "error": _wrong_mesh(mesh),
     }
+
+
+def _of_node(mesh: Any, nodes: tuple[int, ...] | None) -> list[int] | None:
+    """What comes from the ranks of this rank's node, where ranks of the mesh are on these nodes."""
+    groups = Groups(torch.device("cpu"), 60.0, mesh)
+    groups.connect_nodes(nodes)
+    if groups.node is None:
+        return None
+    received, sent = torch.full((2,), -1), torch.tensor([10 * dist.get_rank(), 10 * dist.get_rank() + 1])
+    dist.all_to_all_single(received, sent, group=groups.node)
+    return received.tolist()
 
 
 def _wrong_mesh(mesh: Any) -> str:
@@ -234,4 +265,11 @@ def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools):
     assert [sorted(result["lengths"]) for result in results] == [sorted(first), sorted(second)] * 2
     assert [result["received"] for result in results] == [[0, 20], [10, 30], [1, 21], [11, 31]]
     assert [result["any"] for result in results] == [[False, True], [True, False]] * 2
+    # Ranks 0 and 2 share a node twice; 1 and 3 have no nodes, then one each.
+    assert [result["nodes"] for result in results] == [
+        [[0, 20], [0, 20], None],
+        [None, None, None],
+        [[1, 21], [1, 21], None],
+        [None, None, None],
+    ]
     assert all('has the dimensions ("dp", "tp")'.replace('"', "'") in result["error"] for result in results)

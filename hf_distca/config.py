@@ -78,7 +78,8 @@ class DistCAConfig:
         metadata={
             "help": "The most bytes of K and V rows that a rank sends, and receives, at a time. Where the end of a "
             "long document needs more, they travel in stages, each while the one before is computed with. Memory for "
-            "K, V and their gradients is at most six times this, and twelve times with ping-pong."
+            "K, V and their gradients is at most six times this, or ten times where rows are passed on inside nodes, "
+            "and twice as much with ping-pong."
         },
     )
     keep_core_attention: bool = field(

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.dispatch.exchange import Exchange, Traffic
+from hf_distca.dispatch.exchange import SIZES_KEPT, Exchange, Traffic
 from hf_distca.dispatch.groups import Groups
 
 CPU = torch.device("cpu")
@@ -42,6 +42,9 @@ def test_rows_back(crossing):
     traffic = Traffic([1, 2], [3, 4], crossing)
     assert traffic.reversed() == Traffic([3, 4], [1, 2], crossing, back=True)
     assert traffic.reversed().reversed() == traffic
+    with_hops = Traffic([1], [2], True, passed_on=Traffic([3, 4], [5, 6], crossing))
+    assert with_hops.reversed() == Traffic([2], [1], True, True, Traffic([5, 6], [3, 4], crossing, True))
+    assert with_hops.reversed().reversed() == with_hops
 
 
 def _there_and_back() -> tuple[bool, bool, bool]:
@@ -63,6 +66,109 @@ def _there_and_back() -> tuple[bool, bool, bool]:
 
 def test_rows_go_back_in_the_memory_in_which_they_came(rank_pools):
     assert rank_pools[2].run(_there_and_back) == [(True, True, True)] * 2
+
+
+NODES = (0, 1, 1)
+HOPS = [  # of each rank: rows sent and received, and passed on inside its node. Rank 2 has nothing to pass on
+    Traffic([0, 2, 1], [0, 0, 0], True, passed_on=Traffic([0], [0], False)),
+    Traffic([0, 0, 0], [2, 0, 0], True, passed_on=Traffic([0, 1], [0, 0], True)),
+    Traffic([0, 0, 0], [1, 0, 0], True, passed_on=Traffic([0, 0], [1, 0], True)),
+]
+COLUMNS = [((3,), torch.float32), ((), torch.float64)]
+
+
+def _in_hops() -> dict[str, object]:
+    """Rows 1, 2 and 3 of rank 0 go to ranks 1, 1 and 2, and row 2 on to rank 2; there they are doubled and go back."""
+    rank = dist.get_rank()
+    groups = Groups(CPU, 30)
+    groups.connect_nodes(NODES)
+    exchange, traffic = Exchange(groups), HOPS[rank]
+    wide = torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3] if rank == 0 else []).view(-1, 3)
+    came = exchange.start([wide, wide[:, 0].double()], traffic, "role").wait()
+    going_on = torch.tensor([1] if rank == 1 else [], dtype=torch.int64)
+    pending = exchange.pass_on(came, traffic, "role", going_on)
+    found: dict[str, object] = {"in node": (groups.node is not None, pending.under_way)}
+    came = pending.wait()
+    found["came"] = came[0].tolist(), came[1].tolist()
+
+    back = exchange.open(COLUMNS, traffic.reversed(), "role", CPU)
+    found["goes back from where it came"] = [x.data_ptr() for x in back.columns] == [x.data_ptr() for x in came]
+    for column in back.columns:
+        column.mul_(2)
+    returned = back.pass_on().wait()
+    found["passed back"] = returned[0].tolist(), returned[1].tolist()
+    found["where it was passed on from"] = [x.data_ptr() for x in returned] == [x.data_ptr() for x in back.passed_on]
+    for column, added in zip(back.columns, returned, strict=True):
+        column[going_on] += added  # as a gateway adds gradients up before they go home
+    home = back.send().wait()
+    found["home"] = home[0].tolist(), home[1].tolist()
+    found["bytes"] = exchange._arena.size()
+    return found
+
+
+def test_rows_that_are_passed_on_and_back(rank_pools):
+    home, first, second = rank_pools[3].run(_in_hops)
+
+    def rows(*numbers):
+        return [[number] * 3 for number in numbers], list(numbers)
+
+    nothing = rows()
+    assert home == {
+        "in node": (False, False),  # a node of one rank
+        "came": nothing,
+        "goes back from where it came": True,
+        "passed back": nothing,
+        "where it was passed on from": True,
+        "home": rows(2.0, 4.0 + 4.0, 6.0),
+        "bytes": 3 * 4096,  # the least of each: sent, received, passed on
+    }
+    assert first == {
+        "in node": (True, True),
+        "came": rows(1.0, 2.0),
+        "goes back from where it came": True,
+        "passed back": rows(4.0),
+        "where it was passed on from": True,
+        "home": nothing,
+        "bytes": 3 * 4096,
+    }
+    assert second == {
+        "in node": (True, True),
+        "came": rows(3.0, 2.0),
+        "goes back from where it came": True,
+        "passed back": nothing,
+        "where it was passed on from": True,
+        "home": nothing,
+        "bytes": 3 * 4096,
+    }
+
+
+def test_memory_of_rows_that_are_passed_on():
+    """Rows of 16 bytes: 2 sent, 300 received of which 200 are passed on, and 700 from others, in one size for all."""
+    exchange = Exchange(Groups(CPU, 30))
+    there = Traffic([2], [300], True, passed_on=Traffic([0, 200], [0, 700], True))
+    columns = [((4,), torch.float32)]
+    for traffic in (there, there.reversed()):
+        message = exchange.open(columns, traffic, "role", CPU)
+        sent, received = (message.received, message.columns) if traffic.back else (message.columns, message.received)
+        assert [len(rows) for (rows,) in (sent, received, message.passed_on)] == [2, 1000, 200]
+        # 4096, 16384 (for 16000) and 4096 (for 3200) bytes.
+        assert exchange._arena.size() == 4096 + 16384 + 4096
+
+
+def test_few_sizes_of_a_role_are_kept():
+    exchange = Exchange(Groups(CPU, 30))
+    columns = [((4,), torch.float32)]
+
+    def opened(rows):
+        return exchange.open(columns, Traffic([rows], [rows], crossing=False), "role", CPU).columns[0]
+
+    newest = [opened(rows) for rows in range(20, 0, -1)][-SIZES_KEPT:]
+    assert all(opened(rows) is kept for rows, kept in zip(range(SIZES_KEPT, 0, -1), newest, strict=True))
+    assert len(exchange._buffers["role"]) == SIZES_KEPT
+    opened(20)
+    assert opened(SIZES_KEPT) is not newest[0]  # the oldest one gave way
+    opened(4096)  # more memory: what is laid out in the old one is let go
+    assert len(exchange._buffers["role"]) == 1
 
 
 def test_buffers_are_laid_out_once_for_all_kinds_of_layers():

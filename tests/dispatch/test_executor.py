@@ -1,5 +1,6 @@
 """The executor does what a schedule says and nothing else, and its sums are right in any order of own tasks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.executor import Backward, CoreAttention, Forward
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.dispatch.schedule import KernelCall, Phase, Transfer
+from hf_distca.dispatch.schedule import Kept, KernelCall, Phase, Transfer
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings, plan_placed
@@ -42,26 +43,43 @@ class Recorded:
         sent = [column[rows].clone() for column in columns]
         return SimpleNamespace(under_way=True, wait=lambda: self.events.append(f"wait {name}") or sent)
 
+    def pass_on(self, columns, traffic, role, rows) -> SimpleNamespace:
+        """The rank is the other one of its node too: what it passes on comes behind what it has received."""
+        name = f"passed on {role[1]}"
+        self.events.append(f"send {name} ({len(columns)})")
+        assert (traffic, role[0], role[2:]) == ("there", "keys", (1, False))
+        self.memory = [torch.cat([column, column[rows]]) for column in columns]
+        return SimpleNamespace(under_way=True, wait=lambda: self.events.append(f"wait {name}") or self.memory)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams):
         self.events.append(f"run {shapes.q_lens[0]} {'causal' if params.causal else 'full'}")
         return q + k.sum(), q.sum(-1)
 
 
-def attention_of(recorded: Recorded, schedule: tuple[Phase, ...], groups: dict) -> CoreAttention:
+def attention_of(
+    recorded: Recorded, schedule: tuple[Phase, ...], groups: dict, *, passes_on: bool = False, kept: Kept = "nothing"
+) -> CoreAttention:
     traffic = SimpleNamespace(rows=slice(0, 2), traffic="there", way_back="back")
-    stage = SimpleNamespace(keys=traffic)
+    stage = SimpleNamespace(keys=traffic, passed_on=slice(1, 2))
     routes = SimpleNamespace(
         forward=schedule,
         groups=groups,
         queries=traffic,
-        stages=(stage, stage),
+        stages=(stage,) * 7,
         merges=False,
-        passes_on=False,
+        passes_on=passes_on,
         servers=(),
     )
     nano = SimpleNamespace(index=1, routes={KIND: routes})
     bound = SimpleNamespace(exchange=recorded, kernel=recorded, recorder=Recorder(CPU), device=CPU, remote=None)
-    return CoreAttention(bound, nano, KIND, PARAMS, layer=5)
+    return CoreAttention(bound, nano, KIND, PARAMS, layer=5, kept=kept)
+
+
+def group(rows: int, keys: int | None = None) -> SimpleNamespace:
+    """A group of one task on the first rows of a place."""
+    keys = keys or rows
+    shapes = TaskShapes.build([rows], [keys], CPU)
+    return SimpleNamespace(shapes=shapes, q_rows=slice(0, rows), k_rows=slice(0, keys), pairs=10 * rows)
 
 
 def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
@@ -74,10 +92,6 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
         Phase(wait=(late_keys,), pause=True),
         Phase(wait=(RESULTS,)),
     )
-
-    def group(rows: int) -> SimpleNamespace:
-        shapes = TaskShapes.build([rows], [rows], CPU)
-        return SimpleNamespace(shapes=shapes, q_rows=slice(0, rows), k_rows=slice(0, rows), pairs=10 * rows)
 
     attention = attention_of(
         recorded, schedule, {("own", 0): group(3), ("visiting", 0): group(2), ("prefix", 0): group(1)}
@@ -108,6 +122,34 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
         ("prefix", 10),
     ]
     assert [part for kind, part, _ in found if kind == "wait"] == ["q", "k v", "k v [1]", "o lse"]
+
+
+@pytest.mark.parametrize("kept", ["nothing", "received"])
+def test_keys_are_passed_on_when_they_have_come_and_read_when_all_are_there(kept):
+    recorded = Recorded()
+    keys = replace(KV, stage=6)  # in the memory of stage 1: five stages are in use at once
+    passed_on = replace(keys, rows="passed on")
+    schedule = (
+        Phase(send=(Q, keys), pause=True),
+        Phase(wait=(keys,), send=(passed_on,)),
+        Phase(wait=(Q, passed_on), run=(replace(VISITING, stage=6),), send=(RESULTS,), pause=True),
+        Phase(wait=(RESULTS,)),
+    )
+    attention = attention_of(recorded, schedule, {("visiting", 6): group(2, keys=3)}, passes_on=True, kept=kept)
+    k_TGD = torch.tensor([1.0, 2.0, 5.0])[:, None, None].expand(3, 1, 8)
+    passed = Forward(attention, torch.zeros(3, 2, 8), k_TGD, -k_TGD)
+    passed.run_through()
+    assert recorded.events == [
+        *["send queries 0 (1)", "send keys 1 (2)", "wait keys 1", "send passed on 1 (2)"],
+        *["wait queries 0", "wait passed on 1", "run 2 causal", "send queries back 0 (2)", "wait queries back 0"],
+    ]
+    # Rows 0 and 1 were received, and row 1 once more from the rank that passed it on.
+    assert passed.results()[0][0, 0, 0] == 8 * (1.0 + 2.0 + 2.0)
+    rows_kept = passed.kept()
+    assert sorted(rows_kept) == ([] if kept == "nothing" else [("k", 6), ("q", 0), ("v", 6)])
+    recorded.memory[0].zero_()  # as another exchange does
+    if kept == "received":
+        assert rows_kept["k", 6][:, 0, 0].tolist() == [1.0, 2.0, 2.0]
 
 
 FORWARDS = {

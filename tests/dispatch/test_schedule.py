@@ -1,10 +1,11 @@
 """The schedule of a core attention: what comes when, as data."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from hf_distca.dispatch.schedule import IN_USE, KernelCall, Phase, Transfer, make_schedule
+from hf_distca.dispatch.schedule import IN_USE, IN_USE_IN_HOPS, KernelCall, Phase, Transfer, make_schedule
 
 ALL = frozenset((tasks, 0) for tasks in ("own", "own 1/2", "own 2/2", "prefix", "visiting"))
 UNDIVIDED = frozenset((tasks, 0) for tasks in ("own", "prefix", "visiting"))
@@ -176,23 +177,190 @@ def test_kept_keys_are_not_sent_again_in_any_stage(kept):
     assert sent[1:] == ["dk dv", "dk dv [1]", "dk dv [2]", "dq", "dk dv [3]"]
 
 
+IN_HOPS = {
+    ("forward", "alone", 1): """
+send q, k v / run own / | / wait k v; send k v passed on
+wait q, k v passed on; run visiting; send o lse / run prefix / |
+wait o lse
+""",
+    ("forward", "second", 2): """
+send q, k v, k v [1] / run own / | / wait k v; send k v passed on
+wait q, k v passed on, k v [1]; send k v passed on [1] / run visiting, visiting prefix / run prefix
+wait k v passed on [1]; run visiting [1], visiting prefix [1]; send o lse / run prefix [1] / |
+wait o lse
+""",
+    ("forward", "first", 4): """
+send q, k v, k v [1] / | / wait k v; send k v passed on / run own
+wait q, k v passed on, k v [1]; send k v passed on [1], k v [2] / run visiting, visiting prefix / run prefix
+wait k v passed on [1], k v [2]; send k v passed on [2], k v [3]
+run visiting [1], visiting prefix [1] / run prefix [1]
+wait k v passed on [2], k v [3]; send k v passed on [3] / run visiting [2], visiting prefix [2] / run prefix [2]
+wait k v passed on [3]; run visiting [3], visiting prefix [3]; send o lse / run prefix [3] / |
+wait o lse
+""",
+    ("backward", "alone", 1): """
+send do o lse q, k v / run own 1/2 / | / wait k v; send k v passed on
+wait do o lse q, k v passed on; run visiting; send dq / run prefix; send dk dv passed back
+wait dk dv passed back; send dk dv / run own 2/2 / |
+wait dq, dk dv
+""",
+    ("backward", "second", 2): """
+send do o lse q, k v, k v [1] / | / wait k v; send k v passed on / run own
+wait do o lse q, k v passed on, k v [1]; send k v passed on [1]
+run visiting, visiting prefix / run prefix; send dk dv passed back
+wait k v passed on [1]; run visiting [1], visiting prefix [1]; send dq / run prefix [1]; send dk dv passed back [1]
+wait dk dv passed back; send dk dv / wait dk dv passed back [1]; send dk dv [1] / |
+wait dq, dk dv, dk dv [1]
+""",
+    ("backward", "first", 4): """
+send do o lse q, k v, k v [1] / | / wait k v; send k v passed on
+wait do o lse q, k v passed on, k v [1]; send k v passed on [1], k v [2]
+run visiting, visiting prefix / run prefix; send dk dv passed back
+wait k v passed on [1], k v [2]; send k v passed on [2], k v [3]
+run visiting [1], visiting prefix [1] / run prefix [1]; send dk dv passed back [1]
+wait dk dv passed back; send dk dv / wait k v passed on [2], k v [3]; send k v passed on [3]
+run visiting [2], visiting prefix [2] / run prefix [2]; send dk dv passed back [2]
+wait dk dv passed back [1], dk dv; send dk dv [1]
+wait k v passed on [3]; run visiting [3], visiting prefix [3]; send dq / run prefix [3]; send dk dv passed back [3]
+wait dk dv passed back [2], dk dv [1]; send dk dv [2] / wait dk dv passed back [3]; send dk dv [3] / run own / |
+wait dq, dk dv [2], dk dv [3]
+""",
+}
+"""The phases where ranks pass rows on inside nodes, by direction, turn and stages."""
+
+
+def groups_of(direction, turn, stages):
+    """All groups of tasks that a nano-batch of so many stages may have."""
+    own = ("own 1/2", "own 2/2") if (direction, turn) == ("backward", "alone") else ("own",)
+    tasks = ("visiting", "visiting prefix", "prefix") if stages > 1 else ("visiting", "prefix")
+    return frozenset([*((half, 0) for half in own), *itertools.product(tasks, range(stages))])
+
+
+@pytest.mark.parametrize("case", IN_HOPS, ids=str)
+def test_each_hop_of_a_stage_travels_while_another_stage_is_computed(case):
+    schedule = make_schedule(*case[:2], groups=groups_of(*case), windowed=False, stages=case[2], passes_on=True)
+    assert names(schedule) == IN_HOPS[case].strip().replace("\n", " / ").split(" / ")
+
+
+@pytest.mark.parametrize(("kept", "sent"), [("received", "do o lse"), ("results", "do")])
+def test_kept_keys_are_not_passed_on_again_but_their_gradients_passed_back(kept, sent):
+    schedule = make_schedule(
+        "backward",
+        "first",
+        groups=groups_of("backward", "first", 2),
+        windowed=False,
+        stages=2,
+        passes_on=True,
+        kept=kept,
+    )
+    assert names(schedule) == [
+        *[f"send {sent}", "|", f"wait {sent}; run visiting, visiting prefix", "run prefix; send dk dv passed back"],
+        *["run visiting [1], visiting prefix [1]; send dq", "run prefix [1]; send dk dv passed back [1]"],
+        *["wait dk dv passed back; send dk dv", "wait dk dv passed back [1]; send dk dv [1]", "run own", "|"],
+        "wait dq, dk dv, dk dv [1]",
+    ]
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_what_is_sent_is_waited_for_and_its_memory_used_again_after_that(direction):
-    for turn, stages in itertools.product(("alone", "first", "second"), (1, 2, 3, 7)):
-        schedule = make_schedule(direction, turn, groups=frozenset(), windowed=False, stages=stages, servers=True)
-        under_way, sent = set(), []
-        for phase in schedule:
-            under_way -= set(phase.wait)
-            for transfer in phase.send:
-                place = (transfer.rows, transfer.stage % IN_USE)
-                assert place not in {(other.rows, other.stage % IN_USE) for other in under_way}
-                under_way.add(transfer)
-                sent.append(transfer)
-        waited = {transfer for phase in schedule for transfer in phase.wait}
-        # A call to servers begins with one transfer and ends with another.
-        assert {transfer for transfer in sent if transfer.rows != "servers"} == {
-            transfer for transfer in waited if transfer.rows != "servers"
-        }
-        assert len([transfer for transfer in sent if transfer.rows == "keys"]) == stages * (
-            1 + (direction == "backward")
+def test_rows_of_servers_are_not_passed_on(direction):
+    groups = groups_of(direction, "second", 2)
+    with_servers, without = (
+        make_schedule(direction, "second", groups=groups, windowed=False, stages=2, passes_on=True, servers=servers)
+        for servers in (True, False)
+    )
+    asked, answered = (with_servers[end].name.removeprefix(without[end].name) for end in (0, -1))
+    assert (asked, answered) == {
+        "forward": (", q k v to servers", ", o lse from servers"),
+        "backward": (", q do o lse k v to servers", ", dq dk dv from servers"),
+    }[direction]
+    assert with_servers[1:-1] == without[1:-1]
+
+
+def happenings(schedule):
+    """What happens, one thing after another."""
+    return [
+        step
+        for phase in schedule
+        for step in (
+            *(("wait", transfer) for transfer in phase.wait),
+            *(("run", call) for call in phase.run),
+            *(("send", transfer) for transfer in phase.send),
         )
+    ]
+
+
+SCHEDULES = [
+    (direction, turn, stages, passes_on, kept)
+    for direction, turn, stages, passes_on in itertools.product(
+        ("forward", "backward"), ("alone", "first", "second"), (1, 2, 3, 4, 5, 7, 12), (False, True)
+    )
+    for kept in (("nothing",) if direction == "forward" else ("nothing", "received", "results"))
+]
+
+
+def made(direction, turn, stages, passes_on, kept):
+    return make_schedule(
+        direction,
+        turn,
+        groups=groups_of(direction, turn, stages),
+        windowed=False,
+        stages=stages,
+        passes_on=passes_on,
+        servers=True,
+        kept=kept,
+    )
+
+
+def test_what_is_sent_is_waited_for_once_and_in_the_order_of_its_group():
+    for direction, turn, stages, passes_on, kept in SCHEDULES:
+        schedule = made(direction, turn, stages, passes_on, kept)
+        sent, waited = (
+            [transfer for did, transfer in happenings(schedule) if did == verb and transfer.rows != "servers"]
+            for verb in ("send", "wait")
+        )
+        assert len(set(sent)) == len(sent)
+        assert sorted(sent, key=str) == sorted(waited, key=str)
+        there = stages if kept == "nothing" else 0
+        counted = [sum(transfer.rows == rows for transfer in sent) for rows in ("keys", "passed on")]
+        of_one_hop = there + stages * (direction == "backward")
+        assert counted == [of_one_hop, of_one_hop * passes_on]
+
+
+def test_a_row_takes_one_hop_after_another_and_is_computed_with_in_between():
+    for direction, turn, stages, _, kept in SCHEDULES:
+        order = happenings(made(direction, turn, stages, True, kept))
+        for stage in range(stages):
+            there, back = Transfer("keys", ("k", "v"), stage=stage), Transfer("keys", ("dk", "dv"), True, stage)
+            on, passed_back = replace(there, rows="passed on"), replace(back, rows="passed on")
+            steps = [*(("send", there), ("wait", there), ("send", on), ("wait", on)) * (kept == "nothing")]
+            computed = [
+                at
+                for at, (did, call) in enumerate(order)
+                if did == "run" and call.stage == stage and "own" not in call.tasks
+            ]
+            assert len(computed) == (3 if stages > 1 else 2)
+            after = [("send", passed_back), ("wait", passed_back), ("send", back), ("wait", back)]
+            places = [order.index(step) for step in steps] + computed
+            places += [order.index(step) for step in after if direction == "backward"]
+            assert places == sorted(places)
+
+
+def test_memory_of_a_stage_is_used_again_once_all_of_its_rows_are_back():
+    for direction, turn, stages, passes_on, kept in SCHEDULES:
+        order = happenings(made(direction, turn, stages, passes_on, kept))
+        in_use = IN_USE_IN_HOPS if passes_on else IN_USE
+        lives = []
+        for stage in range(stages):
+            times = [
+                at
+                for at, (_, what) in enumerate(order)
+                if what.stage == stage
+                and (what.rows in ("keys", "passed on") if isinstance(what, Transfer) else what.keys == "received")
+            ]
+            lives.append((min(times), max(times)))
+        for (_, last), (first, _) in zip(lives, lives[in_use:], strict=False):
+            assert last < first
+        # No stage has memory to spare: so many are there at once, where there are so many.
+        most = max(sum(first <= at <= last for first, last in lives) for at in range(len(order)))
+        if (direction, kept) == ("backward", "nothing") and stages >= in_use:
+            assert most == in_use

@@ -1,5 +1,6 @@
 """Steps that are only counted, against literal bytes and against what a process takes."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +8,7 @@ from transformers import AutoConfig
 
 from hf_distca.dispatch.arena import rounded_up
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.schedule import IN_USE_IN_HOPS
 from hf_distca.memory.core_attention import Use, count_core_attention, run_core_attention
 from hf_distca.memory.depth import count_by_layers, repeated_layers, with_layers
 from hf_distca.memory.live import without_numbers
@@ -15,6 +17,7 @@ from hf_distca.memory.models import model_after, model_of_config
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.routes import make_routes
 from hf_distca.planner.stages import rows_by_stage
 from tests.models import SMALL, small_kinds, small_model
 
@@ -85,6 +88,36 @@ def test_exchange_buffers_of_one_document_in_stages():
         assert parts["exchange buffers"] == expected + 4096  # no queries: a page
 
 
+def test_exchange_buffers_of_rows_that_are_passed_on():
+    kind, buffer = AttentionKind(q_heads=1, kv_heads=1, dim_qk=16, dim_v=16), 1 << 15
+    settings = PlanSettings(
+        4, TOKENS, (kind,), 4, balance_tolerance=0.1, exchange_buffer_bytes=buffer, ranks_per_node=2
+    )
+    plan = plan_micro_batch([4 * TOKENS], settings)
+    (nano,) = plan.nano_batches
+    most = 0
+    for rank in (1, 2):  # one of each node
+        stages = make_routes(nano.plans[kind], rank).stages
+        assert len(stages) > 2 * IN_USE_IN_HOPS
+        assert any(stage.passed_on.send_counts.any() for stage in stages)
+        parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), without_numbers())
+        # Rows of K and V of 128 bytes: what is sent, what is received from others or passed on by them, and what is
+        # passed on to others, in memory of their own for each of five stages.
+        rows = [
+            (
+                stage.keys.send_counts.sum(),
+                stage.keys.recv_counts.sum() + stage.passed_on.recv_counts.sum(),
+                stage.passed_on.send_counts.sum(),
+            )
+            for stage in stages
+        ]
+        slots = [np.max(rows[first::IN_USE_IN_HOPS], axis=0) for first in range(IN_USE_IN_HOPS)]
+        expected = sum(rounded_up(128 * int(count)) for slot in slots for count in slot)
+        assert parts["exchange buffers"] == expected + 4096  # no queries: a page
+        most = max(most, expected)
+    assert 6 * buffer < most <= 10 * buffer  # as the setting says: six times would do without the second hop
+
+
 def test_a_copy_of_a_model_takes_what_the_model_does():
     use, mode = Use(FLASH, checkpointing={}), without_numbers()
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
@@ -114,23 +147,38 @@ def test_a_deep_model_is_counted_by_a_few_layers(model_type, config, period, che
     assert count_by_layers(count, deep, period) == count(deep)
 
 
-def _buffers(ping_pong: bool) -> tuple[int, int]:
+def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...] | int) -> tuple[int, int]:
     """Bytes that the exchange of this rank took in a layer's forward and backward, and those that are counted."""
     (kind,) = small_kinds()
     settings = PlanSettings(
-        dist.get_world_size(), TOKENS, (kind,), 4, exchange_buffer_bytes=200 * 128, ping_pong=ping_pong
+        dist.get_world_size(),
+        TOKENS,
+        (kind,),
+        4,
+        exchange_buffer_bytes=200 * 128,
+        ping_pong=ping_pong,
+        ranks_per_node=ranks_per_node,
     )
-    plan = plan_micro_batch([900, 500, 300, 200, 100, 40], settings)
+    plan = plan_micro_batch(lengths, settings)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     bound = dispatcher.bind(plan)
-    assert bound.stages > 2
+    assert bound.stages > (2 if ranks_per_node == 1 else IN_USE_IN_HOPS)
+    assert all(nano.routes[kind].passes_on == (ranks_per_node != 1) for nano in bound.nano_batches)
     run_core_attention(bound, kind, torch.float32)
     use = Use(counted_kernel("cpu"))
     parts = count_core_attention(plan, kind, torch.float32, dist.get_rank(), use, without_numbers())
     return dispatcher.exchange._arena.size(), parts["exchange buffers"]
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
-def test_buffers_are_those_that_ranks_take(rank_pools, ping_pong):
-    for taken, counted_bytes in rank_pools[2].run(_buffers, ping_pong):
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_node", "lengths", "ping_pong"),
+    [
+        (2, 1, [900, 500, 300, 200, 100, 40], False),
+        (2, 1, [900, 500, 300, 200, 100, 40], True),
+        (3, (1, 2), [2500, 300, 100], False),
+        (3, (1, 2), [1400, 1300, 100, 40], True),
+    ],
+)
+def test_buffers_are_those_that_ranks_take(rank_pools, ranks, ranks_per_node, lengths, ping_pong):
+    for taken, counted_bytes in rank_pools[ranks].run(_buffers, lengths, ping_pong, ranks_per_node):
         assert taken == counted_bytes

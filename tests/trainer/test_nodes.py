@@ -1,0 +1,82 @@
+"""Four ranks on two nodes of two train as users do, beside one process with "sdpa"."""
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import transformers
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from tests.trainer import train_script
+from tests.trainer.launches import BF16, LENGTHS, TOKENS_PER_RANK, reference_run
+
+STEPS = 2
+LAUNCHED = {
+    "ddp": {"ACCELERATE_USE_CPU": "true"},
+    "fsdp2": {
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    },
+}
+"""What `accelerate launch` sets for each way to train in parallel."""
+RUN: dict[str, Any] = {
+    "lora": True,
+    "lengths": LENGTHS,
+    "calls": ["train"],
+    # As many tokens together as two ranks have in the launches.
+    "arguments": {
+        **BF16,
+        "max_steps": STEPS,
+        "tokens_per_rank": TOKENS_PER_RANK // 2,
+        "exchange_buffer_bytes": 8192,  # 128 rows
+        "ranks_per_node": 2,
+    },
+}
+
+
+def _train(folder: str, strategy: str) -> tuple[dict[str, Any], list[bool]]:
+    """The result of the run, and for each of its plans whether ranks pass rows on."""
+    passes_on: list[bool] = []
+    bind = Dispatcher.bind
+
+    def recorded_bind(self: Dispatcher, plan: Any) -> Any:
+        bound = bind(self, plan)
+        passes_on.append(any(routes.passes_on for nano in bound.nano_batches for routes in nano.routes.values()))
+        return bound
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Dispatcher, "bind", recorded_bind)
+        patch.delenv("ACCELERATE_USE_CPU", raising=False)
+        for name, value in LAUNCHED[strategy].items():
+            patch.setenv(name, value)
+        arguments = {**RUN["arguments"], "output_dir": folder}
+        if strategy == "fsdp2":
+            arguments["ddp_backend"] = "gloo"
+            patch.setattr(accelerate.PartialState, "_prepare_backend", None)  # to be undone afterwards
+            patch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", None)
+            train_script.shard_on_cpu()
+            train_script.allow_bf16()
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        result = train_script.train(train_script.make_model(RUN), {**RUN, "arguments": arguments}, Path(folder))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return result, passes_on
+
+
+@pytest.mark.parametrize(("strategy", "within"), [("ddp", 2e-4), ("fsdp2", 8e-3)])  # as in test_launch.py
+def test_ranks_on_nodes_train_as_one_process(rank_pools, tmp_path, strategy, within):
+    expected = reference_run(RUN)["losses"]
+    for result, passes_on in rank_pools[4].run(_train, str(tmp_path), strategy):
+        assert (
+            result["distributed_type"]
+            == {"ddp": "DistributedType.MULTI_CPU", "fsdp2": "DistributedType.FSDP"}[strategy]
+        )
+        assert sum(passes_on) > STEPS
+        history = result["history"]
+        assert max(entry.get("ping_pong_share", 0.0) for entry in history) > 0.0
+        assert max(entry.get("exchange_stages", 0.0) for entry in history) > 1.0
+        assert max(entry.get("exchange_bytes_between_nodes", 0.0) for entry in history) > 0.0
+        assert result["losses"] == pytest.approx(expected, rel=within)

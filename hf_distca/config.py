@@ -117,8 +117,8 @@ class DistCAConfig:
         metadata={
             "help": "How many of the ranks that train share a node, inside which links (NVLink) are faster than "
             "between nodes: a number, or one for each node with commas between them, such as '8,8,4', in the order of "
-            "the ranks. Plans then move hardly a byte between nodes. 'auto' is as the processes were launched; 1 "
-            "takes all links to be alike."
+            "the ranks. Plans then keep on a node what they can. 'auto' is as the processes were launched; 1 takes "
+            "all links to be alike."
         },
     )
     exchange_timeout: float = field(

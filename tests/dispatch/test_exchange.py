@@ -1,13 +1,18 @@
 """Where columns lie in an exchange's buffers, and that ranks get what was sent to them."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_distca.dispatch.bound import BoundRoutes
 from hf_distca.dispatch.exchange import SIZES_KEPT, Exchange, Traffic
 from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.plan import SEGMENT, TASK, Layout, Plan
+from hf_distca.planner.routes import make_routes
 
 CPU = torch.device("cpu")
 VECTOR_LOAD = 16
@@ -153,6 +158,28 @@ def test_memory_of_rows_that_are_passed_on():
         assert [len(rows) for (rows,) in (sent, received, message.passed_on)] == [2, 1000, 200]
         # 4096, 16384 (for 16000) and 4096 (for 3200) bytes.
         assert exchange._arena.size() == 4096 + 16384 + 4096
+
+
+def test_a_stage_in_which_nothing_crosses_beside_others_that_are_passed_on():
+    # Row 2 of the first document is read by both ranks of node 1. In the second one rank 0 gathers its own rows, since
+    # those that a window reaches lie apart, and has more of them than come in one stage.
+    lying_apart = [(1, start, start + 2, 0, 4 + (start ^ 2)) for start in range(0, 12, 2)]
+    segments = sorted([(0, 0, 4, 0, 0), *lying_apart], key=lambda segment: segment[4])
+    tasks = [(0, 0, 2, 0), (1, 0, 12, 0), (0, 2, 3, 1), (0, 3, 4, 2)]
+    layout = Layout(np.array([4, 12]), np.array(segments, SEGMENT), 3)
+    plan = Plan(layout, np.array(tasks, TASK), 3, window=2, stage_rows=4, nodes=NODES)
+    for rank in range(3):
+        stages = make_routes(plan, rank).stages
+        assert {(stage.keys.crossing, stage.passed_on.crossing) for stage in stages} == {(True, True), (False, False)}
+        exchange, bound = Exchange(Groups(CPU, 30)), BoundRoutes(plan, rank, "alone", IndexBuffer(CPU))
+        for stage in bound.stages:
+            # The first hop is an exchange in every stage, as all stages have the same memory.
+            assert stage.keys.traffic.crossing
+            for traffic in (stage.keys.traffic, stage.keys.way_back):
+                message = exchange.open(COLUMNS, traffic, "role", CPU)
+                sent, received = (sum(traffic.sent), sum(traffic.received))
+                assert len(message.columns[0]) >= sent
+                assert len(message.received[0]) >= received
 
 
 def test_few_sizes_of_a_role_are_kept():

@@ -23,7 +23,7 @@ from tests.counting import (
     fake_group,
     without_numbers,
 )
-from tests.models import in_stages
+from tests.models import in_nodes, in_stages
 
 CPU = torch.device("cpu")
 RANKS, RANK, BLOCK = 4, 1, 16
@@ -56,7 +56,13 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield group
 
 
-def small_plan(model: PreTrainedModel, layout: str, turns: bool, stage_rows: int | None = None) -> MicroBatchPlan:
+def small_plan(
+    model: PreTrainedModel,
+    layout: str,
+    turns: bool,
+    stage_rows: int | None = None,
+    nodes: tuple[int, ...] | None = None,
+) -> MicroBatchPlan:
     settings = PlanSettings(
         RANKS,
         sum(LENGTHS) // RANKS,
@@ -66,7 +72,7 @@ def small_plan(model: PreTrainedModel, layout: str, turns: bool, stage_rows: int
         row_overhead=MetaKernel.row_overhead,
         ping_pong=turns,
     )
-    return in_stages(plan_micro_batch(LENGTHS, settings), stage_rows)
+    return in_nodes(in_stages(plan_micro_batch(LENGTHS, settings), stage_rows), nodes)
 
 
 def run(
@@ -77,9 +83,10 @@ def run(
     checkpoint: str = "none",
     device: torch.device = META,
     stage_rows: int | None = None,
+    nodes: tuple[int, ...] | None = None,
 ) -> tuple[Counting, MetaKernel]:
     """One step of a model; to be called inside `without_numbers`."""
-    bound = bound_plan(small_plan(model, layout, turns, stage_rows), RANK, group, device)
+    bound = bound_plan(small_plan(model, layout, turns, stage_rows, nodes), RANK, group, device)
     if turns:
         plan_layers(model)
     if checkpoint != "none":
@@ -158,6 +165,23 @@ def test_layer_in_stages(group, row):
     with without_numbers():
         model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
         mode, kernel = run(model, group, layout, halves == "2", stage_rows=STAGE_ROWS)
+    check_rows(kernel)
+    assert_within(inner_layer(mode, kind), tuple(map(int, bounds)))
+
+
+HOPS_BOUNDS = """
+llama        full     joint   1                       151        79       184        29        40    209296
+llama        full     joint   2                       146        88       179        20        46    176451
+"""
+
+
+@pytest.mark.parametrize("row", HOPS_BOUNDS.strip().splitlines())
+def test_layer_in_hops(group, row):
+    """The same on two nodes: rows are passed on inside them, and gradients back, in exchanges of their own."""
+    model_type, kind, layout, halves, *bounds = row.split()
+    with without_numbers():
+        model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
+        mode, kernel = run(model, group, layout, halves == "2", stage_rows=STAGE_ROWS, nodes=(0, 0, 1, 1))
     check_rows(kernel)
     assert_within(inner_layer(mode, kind), tuple(map(int, bounds)))
 

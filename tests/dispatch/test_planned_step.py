@@ -12,7 +12,15 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
-from tests.models import SMALL_KIND, random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models import (
+    SMALL_KIND,
+    in_nodes,
+    random_documents,
+    reference_step,
+    relative_error,
+    small_kinds,
+    small_model,
+)
 
 LENGTHS = [120, 7, 1, 33, 64]
 
@@ -172,6 +180,14 @@ def test_plan_of_another_batch(bound_step):
     shorter = {name: value[:, :7] for name, value in batch.items()}
     with pytest.raises(ValueError, match="gives this rank 12 rows, the model runs on 7"):
         model(**shorter, distca_plan=plan)
+
+
+def test_plan_for_other_nodes():
+    settings = PlanSettings(1, 8, small_kinds())
+    plan = plan_micro_batch([8], settings)
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"on the nodes \(0,\), but the dispatcher's settings have None: plan with"):
+        dispatcher.bind(in_nodes(plan, (0,)))
 
 
 @pytest.mark.parametrize(

@@ -97,3 +97,15 @@ def test_rows_that_are_passed_on():
     assert first.passed_on.crossing
     assert second.prefix.k_rows.tolist() == [0, 1]
     assert sorted(fourth.prefix.k_rows.tolist()) == [0, 1, 2, 3, 4, 5]
+
+
+def test_rows_of_a_server_come_in_the_first_stage_beside_others_that_are_passed_on():
+    # As above, but a server of the second node computes the last row.
+    tasks = np.array([(0, 0, 2, 0), (0, 2, 4, 1), (0, 4, 6, 2), (0, 6, 7, 3), (0, 7, 8, 4)], TASK)
+    plan = Plan(fixed_layout([[8]], 4), tasks, 5, stage_rows=2, nodes=(0, 0, 1, 1, 1))
+    check(plan)
+    *ranks, server = routes_of(plan)
+    stages = len(server.stages)
+    assert stages > 2
+    assert [stage.keys.recv_counts.tolist() for stage in server.stages] == [[2, 2, 2, 2, 0], *[[0] * 5] * (stages - 1)]
+    assert [sum(int(stage.passed_on.recv_counts.sum()) for stage in rank.stages) for rank in ranks] == [0, 0, 2, 2]

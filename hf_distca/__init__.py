@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_distca.trainer.arguments import DistCAArguments, DistCATrainingArguments
     from hf_distca.trainer.assembly import make_dispatcher
     from hf_distca.trainer.mixin import DistCAMixin
+    from hf_distca.trainer.sft import DistCASFTConfig, DistCASFTTrainer
     from hf_distca.trainer.trainer import DistCATrainer
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "DistCACollator",
     "DistCAConfig",
     "DistCAMixin",
+    "DistCASFTConfig",
+    "DistCASFTTrainer",
     "DistCATrainer",
     "DistCATrainingArguments",
     "GlobalBatchSampler",
@@ -46,6 +49,8 @@ _MODULES = {
     "DistCACollator": "collator.collation",
     "DistCAConfig": "config",
     "DistCAMixin": "trainer.mixin",
+    "DistCASFTConfig": "trainer.sft",
+    "DistCASFTTrainer": "trainer.sft",
     "DistCATrainer": "trainer.trainer",
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",

@@ -207,10 +207,12 @@ class MicroBatchPlan:
         nano_batches: one, or two (ping and pong) whose exchanges hide behind each other's computation.
             A rank's rows are those of the first nano-batch followed by those of the second.
         summary: figures for logs.
+        fillers: how many of the documents, of one token each, only keep ranks without rows in the exchanges.
     """
 
     nano_batches: tuple[NanoBatch, ...]
     summary: PlanSummary
+    fillers: int = 0
 
     @property
     def tokens(self) -> NDArray[np.int64]:

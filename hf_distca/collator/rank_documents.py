@@ -1,7 +1,7 @@
 """A rank's view of the data set: from a global micro-batch to its plan and the documents this rank needs."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -93,4 +93,4 @@ class RankDocuments(Dataset[PlannedDocuments]):
     def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
         lengths = micro_batch.lengths.tolist()
         fillers = [1] * (self.settings.ranks - sum(lengths))  # of as many tokens as ranks, every rank has one
-        return plan_micro_batch(lengths + fillers, self.settings)
+        return replace(plan_micro_batch(lengths + fillers, self.settings), fillers=len(fillers))

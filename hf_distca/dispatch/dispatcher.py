@@ -1,6 +1,7 @@
 """The dispatcher: turns the batch a collator made into one whose core attention is planned and bound."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,8 +141,14 @@ class Dispatcher:
         count = max(map(len, gathered))
         if count:
             count = max(count, at_least)
-        rows = [[(rank[i] if i < len(rank) else []) or FILLER_LENGTHS for rank in gathered] for i in range(count)]
-        return [plan_placed(row, self.settings) for row in rows]
+        held = [[rank[i] if i < len(rank) else [] for rank in gathered] for i in range(count)]
+        return [
+            replace(
+                plan_placed([lengths or FILLER_LENGTHS for lengths in of_ranks], self.settings),
+                fillers=of_ranks.count([]),
+            )
+            for of_ranks in held
+        ]
 
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
         """Plan batches whose documents already lie on this rank; their tokens stay. A collective.

@@ -104,7 +104,7 @@ def plan_with_servers(
         max_over_mean=float(every.finishing(loads)[working].max() / every.finishing(loads)[working].mean()),
         exchange=exchange_figures(plans, settings.row_bytes(kind), nodes),
     )
-    return MicroBatchPlan(tuple(nano_batches), summary)
+    return replace(plan, nano_batches=tuple(nano_batches), summary=summary)
 
 
 def _without_ranks(plan: Plan, workers: Workers) -> Plan:

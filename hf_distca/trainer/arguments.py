@@ -16,14 +16,23 @@ if TYPE_CHECKING:
 else:  # which trainer's they are is for a subclass to say
     _Arguments = object
 
-REFUSED = {
-    "label_smoothing_factor": (0.0, "targets of packed documents are already shifted, and it shifts again"),
-    "average_tokens_across_devices": (True, "ranks hold different numbers of targets"),
-    "auto_find_batch_size": (False, "memory is set by tokens_per_rank"),
-    "dataloader_drop_last": (False, "it would drop documents"),
-    "packing": (False, "documents are packed by their lengths, and stay apart"),
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "label_smoothing_factor": ((0.0,), "targets of packed documents are already shifted, and it shifts again"),
+    "average_tokens_across_devices": ((True,), "ranks hold different numbers of targets"),
+    "auto_find_batch_size": ((False,), "memory is set by tokens_per_rank"),
+    "dataloader_drop_last": ((False,), "it would drop documents"),
+    "packing": ((False,), "documents are packed by their lengths, and stay apart"),
+    "eval_packing": ((None, False), "documents are packed by their lengths, and stay apart"),
+    "padding_free": ((False,), "documents are packed without padding as it is"),
+    "pad_to_multiple_of": ((None,), "documents are packed without padding"),
+    "activation_offloading": (
+        (False,),
+        "it copies what is saved for the backward on a stream that exchanges know nothing of; gradient_checkpointing "
+        "saves little, and FSDP's activation_checkpointing_offload moves that to the host",
+    ),
 }
-"""Arguments of trainers that can have one value only, and why. Only TRL's have `packing`."""
+"""Arguments of trainers that cannot have every value: those that they can have, the first as a rule, and why. The last
+five are TRL's."""
 
 
 @dataclass
@@ -66,9 +75,10 @@ class DistCAArguments(DistCAConfig, _Arguments):
                 return  # the arguments of a server: all that is done with them is `serve_if_server`
         behind: Any = super(DistCAConfig, self)  # the trainer's own arguments
         behind.__post_init__()
-        for name, (value, why) in REFUSED.items():
-            if getattr(self, name, value) != value:
-                raise ValueError(f"{name}={getattr(self, name)!r} cannot be used here: {why}; leave it at {value!r}")
+        for name, (values, why) in REFUSED.items():
+            value = getattr(self, name, values[0])
+            if value not in values:
+                raise ValueError(f"{name}={value!r} cannot be used here: {why}; leave it at {values[0]!r}")
 
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch; else return at once.

@@ -47,7 +47,7 @@ from hf_distca.trainer.parallel import (
     is_wrapped,
     whole_weights,
 )
-from hf_distca.trainer.refusals import check_arguments, check_trainer, named_arguments
+from hf_distca.trainer.refusals import check_arguments, check_kind, check_trainer, named_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class DistCAMixin(_Trainer):
     model: PreTrainedModel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_kind(type(self))
         given = named_arguments(super().__init__, args, kwargs)
         check_arguments(given)
         self._packs = given.get("data_collator") is None

@@ -46,6 +46,26 @@ def named_arguments(init: Callable[..., None], args: tuple[Any, ...], kwargs: Ma
     return {**dict(zip(named, args, strict=False)), **kwargs}
 
 
+def check_kind(trainer: type) -> None:
+    """Raise if a class of trainers does not train on one document after another.
+
+    Args:
+        trainer: the class with DistCAMixin in it.
+
+    Raises:
+        ValueError: it is made of a trainer of TRL's other than SFTTrainer.
+    """
+    for base in trainer.__mro__:
+        if base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer"):
+            if base.__name__ in ("SFTTrainer", "_BaseTrainer"):
+                return
+            raise ValueError(
+                f"{base.__name__} compares whole answers, but rows of packed documents are spread over ranks as the "
+                "plan says; use it without DistCAMixin: with attn_implementation='distca' it then computes what it "
+                "does with 'sdpa'"
+            )
+
+
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Raise unless a trainer made with these arguments can train exactly; called before anything is made of them.
 

@@ -1,0 +1,119 @@
+"""DistCASFTTrainer: TRL's SFTTrainer on packed documents with balanced core attention."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_distca.patches.model import ATTENTION_NAME
+from hf_distca.plan import PLAN_KEY
+from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.mixin import DistCAMixin
+
+try:
+    from trl import SFTConfig, SFTTrainer
+except ModuleNotFoundError as error:
+    if error.name != "trl":
+        raise
+    raise ImportError(
+        "DistCASFTTrainer and DistCASFTConfig are made of TRL's, which is not installed: pip install 'hf_distca[trl]'"
+    ) from error
+
+MEANS = ("entropy", "mean_token_accuracy")
+"""TRL's metrics that are means over the targets of a micro-batch."""
+
+
+@dataclass
+class DistCASFTConfig(DistCAArguments, SFTConfig):
+    """`trl.SFTConfig` with the settings of `DistCAConfig`.
+
+    Raises:
+        ValueError: a setting contradicts packed, exactly normalised training.
+    """
+
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Documents are cut to so many tokens when TRL prepares the data; None, the default here, leaves "
+            "them whole, and long_documents says what becomes of those that are longer than ranks · tokens_per_rank."
+        },
+    )
+
+
+class DistCASFTTrainer(DistCAMixin, SFTTrainer):
+    """TRL's SFTTrainer with planned core attention; see DistCAMixin.
+
+    TRL prepares the data (chat templates, labels of completions or of what the assistant says), makes LoRA adapters of
+    a `peft_config`, and computes loss, entropy and token accuracy without whole logits. hf_distca packs the documents.
+    Loss and metrics are means over all targets of all ranks and of all micro-batches of a step, a log or an
+    evaluation, however many each of them holds.
+
+    Args: those of `trl.SFTTrainer`, with `args` a DistCASFTConfig. A model that is given by name is loaded with
+        attn_implementation="distca".
+
+    Raises:
+        ValueError: model, arguments or data set cannot be trained so; says why, on every rank, before any work starts.
+    """
+
+    def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:
+        if not (isinstance(args, DistCAArguments) and isinstance(args, SFTConfig)):
+            raise ValueError(f"args must be a DistCASFTConfig, got {type(args).__name__}")
+        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+        if checkpointing.get("selective"):
+            raise ValueError(
+                "gradient_checkpointing_kwargs={'selective': True} keeps what attention found through checkpoints, "
+                "which keep_core_attention=True does for planned attention; leave it out"
+            )
+        if isinstance(model, str):
+            chosen: Any = args.model_init_kwargs or {}
+            args.model_init_kwargs = {"attn_implementation": ATTENTION_NAME, **chosen}
+        self._targets: dict[str, list[float]] = defaultdict(list)
+        super().__init__(model, args, *others, **kwargs)
+        if self._is_vision_dataset:
+            raise ValueError(
+                "the data set has images, whose pixels nobody divides among ranks as rows are; train on text, or "
+                "without planned attention: trl.SFTTrainer with attn_implementation='sdpa'"
+            )
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """TRL's loss over the targets of all ranks; takes note of its metrics, and of how many targets they are of."""
+        mode = self._mode()
+        loaders = self.accelerator.gradient_state
+        if loaders.in_dataloader:
+            # Else accelerate takes TRL's counts, one of each rank, for examples, and leaves some out at the end.
+            loaders.active_dataloader.remainder = -1
+        plan = inputs[PLAN_KEY].plan
+        tokens = self._total_train_tokens
+        result = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+        )
+        # Not the mixin's, which is never 0.
+        targets: Any = super(DistCAMixin, self)._get_num_items_in_batch([inputs], self.args.device)
+        self._targets[mode].append(float(targets))
+        if mode == "train":
+            self._total_train_tokens = tokens + int(plan.tokens.sum()) - plan.fillers
+            self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+        return result
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with TRL's metrics as means over targets, not over micro-batches."""
+        mode = self._mode()
+        targets = self._targets.pop(mode, [])
+        for name in MEANS:
+            values = self._metrics[mode].get(name)
+            if values:
+                weighted = sum(value * count for value, count in zip(values, targets, strict=True))
+                self._metrics[mode][name] = [weighted / max(sum(targets), 1)]
+        super().log(logs, *args, **kwargs)
+
+    def _mode(self) -> str:
+        """What TRL calls its metrics by."""
+        return "train" if self.model.training else "eval"

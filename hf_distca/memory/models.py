@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_distca.patches.model import ATTENTION_NAME
+from hf_distca.patches.model import ATTENTION_NAME, base_model
 
 
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTensorMode) -> PreTrainedModel:
@@ -47,4 +47,7 @@ def model_after(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | Non
     with mode:
         tensors = [*model.parameters(), *model.buffers()]
         memo: dict[int, Any] = {id(x): emptied(x) for x in tensors}  # what is tied stays so
-        return copy.deepcopy(model, memo).train()
+        copied = copy.deepcopy(model, memo).train()
+    # A forward that was put on the model alone, for a fused loss, would run the model that it was made for.
+    vars(base_model(copied)).pop("forward", None)
+    return copied

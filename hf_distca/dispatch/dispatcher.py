@@ -10,7 +10,7 @@ from hf_distca.dispatch.backends import EXCHANGE_CTAS
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups, RankMesh
-from hf_distca.dispatch.padding_free import FILLER_LENGTHS, batch_document_lengths, filler_batch
+from hf_distca.dispatch.padding_free import FILLER_LENGTHS, TOLD_BY_PLAN, batch_document_lengths, filler_batch
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import Kernel, get_kernel
@@ -173,9 +173,8 @@ class Dispatcher:
         self.groups.raise_together(error)
         plans = self.plan_lengths(lengths, at_least)
         fillers = [filler_batch(self.device) for _ in range(len(plans) - len(batches))]
-        told_by_plan = ("attention_mask", "document_lengths")
         return [
-            {name: value for name, value in batch.items() if name not in told_by_plan} | {PLAN_KEY: plan}
+            {name: value for name, value in batch.items() if name not in TOLD_BY_PLAN} | {PLAN_KEY: plan}
             for batch, plan in zip([*batches, *fillers], plans, strict=True)
         ]
 

@@ -73,6 +73,11 @@ class CollatorWithLengths:
         return {**{name: x for name, x in batch.items() if name != "attention_mask"}, "document_lengths": lengths}
 
 
+TOLD_BY_PLAN = (
+    *("attention_mask", "document_lengths", "seq_idx"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
+"""What of a batch says where its documents begin, and nothing else."""
 FILLER_LENGTHS = (1,)
 """Document lengths of a filler."""
 

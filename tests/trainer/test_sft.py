@@ -4,15 +4,15 @@ import sys
 from typing import Any
 
 import accelerate
-import datasets
 import peft
 import pytest
 import torch
 import trl
+from transformers import AutoConfig, AutoModelForSequenceClassification, ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import hf_distca
-from tests.models import small_model
+from tests.models import SMALL, small_model
 from tests.trainer.chats import chats, prompts, tokenizer
 
 FOLLOWED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm")
@@ -64,13 +64,21 @@ def make(folder: str, model: Any, data: Any, ours: bool = True, peft_config: Any
     )
 
 
-def followed(trainer: Any, evaluated: Any) -> dict[str, list[float]]:
+def followed(trainer: Any, evaluated: Any = None) -> dict[str, list[float]]:
     """What the trainer logs of its steps, and of an evaluation afterwards."""
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     found = {name: [entry[name] for entry in steps] for name in FOLLOWED}
-    metrics = trainer.evaluate(evaluated)
-    return found | {name: [x] for name, x in metrics.items() if name.startswith("eval") and "_per_" not in name}
+    if evaluated is not None:
+        metrics = trainer.evaluate(evaluated)
+        found |= {name: [metrics[name]] for name in metrics if name.startswith("eval") and "_per_" not in name}
+    return {name: values for name, values in found.items() if not name.endswith("runtime")}
+
+
+def assert_same(got: dict[str, list[float]], expected: dict[str, list[float]], within: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert got[name] == pytest.approx(expected[name], rel=within), name
 
 
 def lora() -> peft.LoraConfig:
@@ -79,10 +87,9 @@ def lora() -> peft.LoraConfig:
 
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "chats": (chats, None, {}),
-    "assistant": (chats, lora, {"assistant_only_loss": True, "learning_rate": 10.0}),
-    "completions": (prompts, None, {"gradient_checkpointing": False}),
-    "dft": (prompts, None, {"loss_type": "dft", "completion_only_loss": False, "max_length": 60}),
-    "bfloat16": (chats, lora, {"bf16": None, "learning_rate": 10.0}),
+    "assistant": (chats, lora, {"assistant_only_loss": True, "learning_rate": 10.0, "gradient_checkpointing": False}),
+    "completions": (prompts, None, {"loss_type": "dft", "max_length": 60}),
+    "bfloat16": (chats, lora, {"bf16": None, "learning_rate": 10.0}),  # TRL's default
 }
 
 
@@ -96,6 +103,141 @@ def run(folder: str, case: str, ours: bool = True) -> dict[str, list[float]]:
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_metrics_are_those_of_one_process(rank_pools, tmp_path, case):
     expected = run(str(tmp_path), case, ours=False)
+    assert expected["mean_token_accuracy"][1] > 0.05
     for got in rank_pools[2].run(run, str(tmp_path), case):
-        print(got, expected)
-        assert got.keys() == expected.keys()
+        assert_same(got, expected, 1e-5 if case != "bfloat16" else 2e-3)
+
+
+STREAMED = {"max_steps": 1, "gradient_accumulation_steps": 6}
+"""More micro-batches than the stream has: some are of a rank whose data has ended, or of all."""
+COLLATED = {
+    "max_steps": 1,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 5,
+    "train_sampling_strategy": "sequential",
+}
+
+
+def stream_and_collator(folder: str) -> list[dict[str, list[float]]]:
+    stream = make(folder, small_model(), chats().to_iterable_dataset(num_shards=2), **STREAMED)
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    return [
+        followed(stream, chats()),
+        followed(make(folder, small_model(), chats(11), data_collator=collator, **COLLATED)),
+    ]
+
+
+def test_streams_and_collators(rank_pools, tmp_path):
+    def one_step(data: Any, evaluated: Any = None) -> dict[str, list[float]]:
+        model = small_model(implementation="sdpa")
+        return followed(make(str(tmp_path), model, data, ours=False, max_steps=1), evaluated)
+
+    # accelerate begins again with the first examples until all batches of a step have as many.
+    collated = chats(11).select([*range(11), *range(9)])
+    expected = [one_step(chats(), chats()), one_step(collated)]
+    for results in rank_pools[2].run(stream_and_collator, str(tmp_path)):
+        for got, wanted in zip(results, expected, strict=True):
+            assert_same(got, wanted)
+
+
+def test_a_model_by_name(tmp_path):
+    small_model().save_pretrained(tmp_path / "model")
+    trainer = make(str(tmp_path), str(tmp_path / "model"), chats(2), model_init_kwargs={"dtype": "bfloat16"})
+    assert trainer.model.config._attn_implementation == "distca"
+    assert trainer.model.dtype == torch.bfloat16
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "packing": (True, "packed by their lengths"),
+    "eval_packing": (True, "packed by their lengths"),
+    "padding_free": (True, "without padding as it is; leave it at False"),
+    "pad_to_multiple_of": (8, "without padding; leave it at None"),
+    "activation_offloading": (True, "gradient_checkpointing saves little"),
+    "label_smoothing_factor": (0.1, "already shifted"),
+    "gradient_checkpointing_kwargs": ({"selective": True}, "keep_core_attention=True does"),
+    "per_device_train_batch_size": (4, "contradicts tokens_per_rank"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_refused(tmp_path, name):
+    value, message = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"{name}.*{message}"):
+        make(str(tmp_path), small_model(), chats(2), **{name: value})
+
+
+def test_arguments_of_trls_own(tmp_path):
+    for args in (trl.SFTConfig(str(tmp_path), use_cpu=True), hf_distca.DistCATrainingArguments(str(tmp_path))):
+        with pytest.raises(ValueError, match=rf"must be a DistCASFTConfig, got {type(args).__name__}"):
+            hf_distca.DistCASFTTrainer(small_model(), args, train_dataset=chats(2), processing_class=tokenizer())
+
+
+class WithPixels(ProcessorMixin):
+    """A processor of images and text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template
+
+
+def test_images(tmp_path):
+    data = chats(2).add_column("images", [[], []])
+    args = hf_distca.DistCASFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    with pytest.raises(ValueError, match="the data set has images"):
+        hf_distca.DistCASFTTrainer(small_model(), args, train_dataset=data, processing_class=WithPixels(tokenizer()))
+
+
+def test_without_trl(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, "hf_distca.trainer.sft")
+    for name in ("DistCASFTTrainer", "DistCASFTConfig"):
+        with pytest.raises(ImportError, match=r"pip install 'hf_distca\[trl\]'"):
+            getattr(hf_distca, name)
+
+
+PAIRS = {
+    "DPOTrainer": (trl.DPOTrainer, trl.DPOConfig),
+    "RewardTrainer": (trl.RewardTrainer, trl.RewardConfig),
+}
+
+
+def compared(folder: str, name: str, implementation: str) -> list[float]:
+    """Losses of a trainer of TRL's that compares answers, which nobody plans."""
+    trainer, config = PAIRS[name]
+    pairs = prompts().map(lambda row: {"rejected": [{"role": "assistant", "content": "w1 w2 w3"}]})
+    args = config(
+        folder,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=2,
+        logging_steps=1,
+        learning_rate=0.1,
+    )
+    model = small_model(implementation=implementation)
+    others: dict[str, Any] = {"ref_model": small_model(implementation=implementation, initializer_range=0.5)}
+    if name == "RewardTrainer":
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("llama", **SMALL, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
+        others = {}
+    made = trainer(
+        model=model,
+        args=args,
+        train_dataset=pairs.rename_column("completion", "chosen"),
+        processing_class=tokenizer(),
+        **others,
+    )
+    made.train()
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_trainers_that_compare_answers(tmp_path, name):
+    expected = compared(str(tmp_path), name, "sdpa")
+    assert expected[1] != expected[0]
+    assert compared(str(tmp_path), name, "distca") == pytest.approx(expected, rel=1e-6)
+    planned = type("Planned", (hf_distca.DistCAMixin, PAIRS[name][0]), {})
+    with pytest.raises(ValueError, match=f"{name} compares whole answers.* use it without DistCAMixin"):
+        planned(small_model())

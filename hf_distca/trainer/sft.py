@@ -90,6 +90,8 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         if loaders.in_dataloader:
             # Else accelerate takes TRL's counts, one of each rank, for examples, and leaves some out at the end.
             loaders.active_dataloader.remainder = -1
+        if mode == "eval":  # else TRL divides the loss of experts by the micro-batches of the last step
+            self.current_gradient_accumulation_steps = 1
         plan = inputs[PLAN_KEY].plan
         tokens = self._total_train_tokens
         result = super().compute_loss(

@@ -76,6 +76,31 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
 
 
+def test_chats_about_the_standard_library(checkpoint, tmp_path):
+    settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none --bf16 False --lora"
+    options = "--max_chats 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --assistant_only_loss"
+    paths = ["--model", str(checkpoint), "--output_dir", str(tmp_path)]
+    printed = run(["sft_chat.py", *paths, *settings.split(), *options.split()], ranks=2)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["chats"] == 19
+    assert 12 * 512 < summary["tokens"] <= 12 * 1024
+    assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
+    assert summary["loss_last"] < summary["loss_first"]
+    assert 0 < summary["eval_mean_token_accuracy"] < 1
+    assert f"{summary['eval_loss']:.6g}" in printed
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_a_chat_of_a_module(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from sft_chat import library_chats
+
+    source = 'def f(x, *, y=1):\n    """Add."""\n    return x + y\n\n\ndef g():\n    pass\n'
+    (chat,) = library_chats([source, "not Python", "x = 1\n"])
+    question = {"role": "user", "content": "What does `f(x, *, y=1)` do?"}
+    assert chat == {"messages": [question, {"role": "assistant", "content": "Add."}]}
+
+
 def test_a_loop_of_ones_own(checkpoint):
     options = "--steps 4 --documents_per_rank 2 --max_length 512"
     printed = run(["accelerate_loop.py", "--model", str(checkpoint), *options.split()], ranks=2)

@@ -77,6 +77,7 @@ def test_a_rank_without_rows_gets_a_filler():
     assert sorted(batch["input_ids"].tolist() for batch in batches) == [[[5]], [[6]], [[99]], [[99]]]
     for batch in batches:
         assert batch["distca_plan"].tokens.tolist() == [1, 1, 1, 1]
+        assert batch["distca_plan"].fillers == 2
         if batch["input_ids"].tolist() == [[99]]:
             assert values(batch)["labels"] == values(batch)["shift_labels"] == [[-100]]
             assert values(batch)["position_ids"] == [[0]]

@@ -121,7 +121,11 @@ def test_exchange_buffers_of_rows_that_are_passed_on():
 def test_a_copy_of_a_model_takes_what_the_model_does():
     use, mode = Use(FLASH, checkpointing={}), without_numbers()
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
-    assert count_micro_batch(model_after(small_model(), mode), plan, 0, use, mode) == counted(use)
+    model, expected = small_model(), counted(use)
+    assert count_micro_batch(model_after(model, mode), plan, 0, use, mode) == expected
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)  # as a fused loss puts it on a model
+    assert count_micro_batch(model_after(model, mode), plan, 0, use, mode) == expected
 
 
 @pytest.mark.parametrize("checkpointing", [None, {}], ids=["plain", "checkpointing"])

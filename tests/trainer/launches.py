@@ -78,6 +78,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "head trained whole": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj"], "saved": ["lm_head"], "watched": True},
     "tied": {"arguments": FEW, "model": {"tie_word_embeddings": True}, "watched": True},
     "metrics": {"arguments": FEW, "metrics": True, "calls": ["train"]},
+    "sft": {"arguments": FEW_BUT_LARGE, "sft": True},
 }
 ALL = ["whole", "lora", "bf16", "evaluated", "twice"]
 LAUNCHES = {
@@ -87,6 +88,7 @@ LAUNCHES = {
         "head with adapters",
         "tied",
         "metrics",
+        "sft",
         "resumed",
         "frozen",
         "gemma2",
@@ -102,6 +104,7 @@ LAUNCHES = {
         "head trained whole",
         "tied",
         "metrics",
+        "sft",
         "resumed",
         "frozen",
         "mixtral",

@@ -94,6 +94,7 @@ def test_resuming(strategy, name, launched):
         "head trained whole",
         "tied",
         "MLP in chunks",
+        "sft",
     ),
 )
 def test_few_steps(strategy, name, launched, expected):

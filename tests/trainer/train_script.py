@@ -11,6 +11,7 @@ processes for FSDP2) and runs: for each name a dict of
     lora         train adapters of these modules only; True for q_proj and v_proj
     saved        modules that are trained and saved whole beside the adapters
     watched      note the shapes of tensors of tokens × vocabulary
+    sft          with TRL's trainer of chats
     metrics      read entropy and accuracy from the logits of every micro-batch, as TRL's trainer does
     frozen       parameters whose names hold one of these words are not trained
     environment  what options of `accelerate launch` would set for this run alone
@@ -41,6 +42,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_distca
 from tests.models import random_documents, small_model
+from tests.trainer.chats import tokenizer
 from tests.whole_logits import WholeLogits
 
 VOCABULARY = 67
@@ -122,18 +124,22 @@ class ReadingTrainer(hf_distca.DistCATrainer):
 
 def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) -> hf_distca.DistCATrainer:
     """The trainer of a run; forwards of its kernel are counted into the result."""
-    args = hf_distca.DistCATrainingArguments(
+    make_arguments = hf_distca.DistCASFTConfig if run.get("sft") else hf_distca.DistCATrainingArguments
+    args = make_arguments(
         disable_tqdm=True,
         report_to=[],
         logging_steps=1,
         dataloader_pin_memory=False,
         lr_scheduler_type="constant",
-        **run["arguments"],
+        **{"bf16": False, **run["arguments"]},
     )
     documents = [{"input_ids": document.tolist()} for document in random_documents(run["lengths"])]
     dataset = datasets.Dataset.from_list(documents)
     kind = ReadingTrainer if run.get("metrics") else hf_distca.DistCATrainer
-    trainer = kind(model=model, args=args, train_dataset=dataset, eval_dataset=dataset)
+    others: dict[str, Any] = {}
+    if run.get("sft"):
+        kind, others = hf_distca.DistCASFTTrainer, {"processing_class": tokenizer()}
+    trainer = kind(model=model, args=args, train_dataset=dataset, eval_dataset=dataset, **others)
     if run.get("pauses"):
         trainer.add_callback(Pauses(run["pauses"]))
     count_kernel_forwards(trainer, result)

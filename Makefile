@@ -12,7 +12,7 @@ GPU_SETUP := $(GPU_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
 DEMO := runs/demo
 
-.PHONY: setup demo test lint types tests survey oldest newest gpu gpu-wheels format clean
+.PHONY: setup demo test lint types tests oldest newest gpu gpu-wheels format clean
 
 setup: $(SETUP)
 
@@ -41,7 +41,7 @@ demo: $(CHECKPOINT)/model.safetensors
 		--logging_steps 5 --save_strategy no --report_to none \
 		--dataloader_pin_memory False --ddp_find_unused_parameters False
 
-test: lint types tests survey
+test: lint types tests
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
@@ -52,10 +52,6 @@ types: $(SETUP)
 
 tests: $(SETUP)
 	$(BIN)/python -m pytest
-
-# Every causal language model of transformers; `python -m tests.survey.page` writes docs/compatibility.md anew.
-survey: $(SETUP)
-	$(BIN)/python -m pytest -m survey
 
 # What calls into other libraries, and trains under accelerate as users launch it.
 VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \

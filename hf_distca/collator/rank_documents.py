@@ -92,7 +92,5 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
         lengths = micro_batch.lengths.tolist()
-        # Of as many tokens as ranks, every rank has one; of as many whole documents as ranks likewise.
-        held = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
-        fillers = [1] * (self.settings.ranks - held)
+        fillers = [1] * (self.settings.ranks - sum(lengths))  # of as many tokens as ranks, every rank has one
         return replace(plan_micro_batch(lengths + fillers, self.settings), fillers=len(fillers))

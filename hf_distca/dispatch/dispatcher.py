@@ -61,7 +61,7 @@ class Dispatcher:
         self.keep_received = keep_received
         self.keep_core_attention = keep_core_attention
         self.remote: RemoteWorkers | None = None
-        self.groups.raise_together(self._wrong_settings())
+        self.groups.raise_together(self._wrong_settings(), in_world=True)
         self.groups.connect_nodes(settings.nodes)
         self.exchange = Exchange(self.groups)
 
@@ -74,7 +74,7 @@ class Dispatcher:
             kernel = get_kernel(self.settings.kernel, self.device, sm_margin=sm_margin)
         except (ImportError, ValueError) as caught:
             error = caught
-        self.groups.raise_together(error)
+        self.groups.raise_together(error, in_world=True)
         assert kernel is not None
         return kernel
 

@@ -67,7 +67,7 @@ class Groups:
         ranks: how many there are.
         exchange: the group of the exchanges; None where there is one rank.
         node: the group of the exchanges inside this rank's node, see `connect_nodes`; None where it has one rank.
-        failures: tells each rank why another failed.
+        failures: tells each rank why another failed, of whichever mesh; ranks have their numbers in the world there.
 
     Raises:
         RuntimeError: this rank cannot reach the others, or not in time.
@@ -83,19 +83,26 @@ class Groups:
         self._side_by_side = mesh is not None
         self._members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
         self._words: dist.ProcessGroup | None = None
+        self._words_of_world: dist.ProcessGroup | None = None
         store = None
         if in_world() and dist.get_world_size() > 1:
             self._device = indexed(device)
             meshes = None if mesh is None else _groups_of(gather_in_world(members, timeout_s))
             try:
                 self._words = _new_group(meshes, backend="gloo", timeout=self._timeout, group_desc="distca words")
+                self._words_of_world = self._words
+                if meshes is not None and len(meshes) > 1:
+                    self._words_of_world = dist.new_group(
+                        backend="gloo", timeout=self._timeout, group_desc="distca words of the world"
+                    )
                 uuids = self.all_gather(device_uuid(self._device))
             except RuntimeError as error:
                 raise unreachable(self.rank, error) from error
-            store = self._words.get_group_store() if self.ranks > 1 else None
+            store = self._words_of_world.get_group_store()
             check_devices(exchange_backend(self._device), uuids)
             self.exchange = self._connected(meshes, self.ranks, "distca exchange")
-        self.failures = Failures(store, self.rank, self.ranks)
+        world = (dist.get_rank(), dist.get_world_size()) if in_world() else (0, 1)
+        self.failures = Failures(store, *world)
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
         """Connect the ranks of each node for exchanges of their own, so that none inside a node waits for one between
@@ -147,12 +154,18 @@ class Groups:
             raise RuntimeError(f"rank {self.rank} cannot exchange rows over {backend}: {error}") from error
         return group
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of the ranks. A collective on the CPU."""
-        if self.ranks == 1:
+    def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:
+        """Every rank's value, in the order of the ranks. A collective on the CPU.
+
+        Args:
+            value: a small Python object.
+            in_world: of all processes of the world, whichever mesh they are in, instead of this mesh.
+        """
+        group = self._words_of_world if in_world else self._words
+        if group is None or dist.get_world_size(group) == 1:
             return [value]
-        gathered: list[Any] = [None] * self.ranks
-        dist.all_gather_object(gathered, value, group=self._words)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, value, group=group)
         return gathered
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
@@ -162,17 +175,21 @@ class Groups:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._words)
         return [bool(flag) for flag in agreed.tolist()]
 
-    def raise_together(self, error: Exception | None) -> None:
+    def raise_together(self, error: Exception | None, *, in_world: bool = False) -> None:
         """Raise on every rank if any rank has an error, so that none is left waiting for the others.
+
+        Args:
+            error: of this rank.
+            in_world: among all processes of the world, whichever mesh they are in, instead of this mesh.
 
         Raises:
             ValueError: some rank came with an error; says which ranks and what each said.
         """
-        errors = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+        errors = self.all_gather(None if error is None else f"{type(error).__name__}: {error}", in_world=in_world)
         failed = {rank: message for rank, message in enumerate(errors) if message is not None}
         if not failed:
             return
-        if len(set(failed.values())) == 1 and len(failed) == self.ranks and error is not None:
+        if len(set(failed.values())) == 1 and len(failed) == len(errors) and error is not None:
             raise error
         raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in failed.items())) from error
 

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import nn
 
 from hf_distca.patches.layers import decoder_layers
+from hf_distca.patches.tensor_parallel import ranks_of_share
 
 Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
@@ -33,9 +34,10 @@ class Parameters:
 
     @staticmethod
     def of(modules: Iterable[nn.Module]) -> "Parameters":
-        """Count the parameters of modules, shared ones once; those that ZeRO-3 has divided as if they were whole."""
+        """Count the parameters of modules, shared ones once; those that ZeRO-3 or FSDP2 has divided as if they were
+        whole, those that tensor parallelism has divided by the share of a rank."""
         found = {parameter: None for module in modules for parameter in module.parameters()}
-        counts = {parameter: getattr(parameter, "ds_numel", parameter.numel()) for parameter in found}
+        counts = {parameter: _numbers(parameter) for parameter in found}
         trained = [parameter for parameter in found if parameter.requires_grad]
         return Parameters(
             sum(counts.values()),
@@ -43,6 +45,11 @@ class Parameters:
             sum(counts[parameter] for parameter in trained),
             sum(counts[parameter] * parameter.itemsize for parameter in trained),
         )
+
+
+def _numbers(parameter: nn.Parameter) -> int:
+    count: int = getattr(parameter, "ds_numel", parameter.numel())
+    return count // ranks_of_share(parameter)
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,8 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
     theirs, are left out.
 
     Args:
-        model: its parameters, whole or divided by ZeRO-3.
-        strategy: how ranks share them.
+        model: its parameters, whole or divided by ZeRO-3, FSDP2 or tensor parallelism.
+        strategy: how ranks that train on different data share them.
         ranks: that do.
         mixed: whether the model computes in bfloat16, else in float32.
     """

@@ -8,7 +8,7 @@ weights, and adapters of PEFT do their part.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from hf_distca.patches.chunked_loss import ChunkedSum, Step, apply_steps, rows_o
 from hf_distca.patches.deferred_logits import REASON, DeferredLogits
 from hf_distca.patches.layers import HOOKS
 from hf_distca.patches.model import base_model
+from hf_distca.patches.tensor_parallel import MESH, is_shared_out
 from hf_distca.patches.uncompiled import uncompiled
 from hf_distca.plan import PLAN_KEY
 
@@ -53,7 +54,10 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
         )
         return
     if not isinstance(head, PlannedHead):
-        head.__class__ = _subclass(type(head), PlannedHead, is_plain=type(head) is nn.Linear)
+        if any(map(is_shared_out, head.parameters())):  # tensor parallelism has put a forward in front of the class's
+            head.forward_in_shares = vars(head).pop("forward")
+        is_plain = type(head).forward is nn.Linear.forward and "forward_in_shares" not in vars(head)
+        head.__class__ = _subclass(type(head), PlannedHead, is_plain=is_plain)
         base.__class__ = _subclass(type(base), forward=_deferring(type(base).forward))
         if "forward" in vars(base):  # Liger's loss, say: it goes its own way in training, but not in evaluation
             base.forward = _deferring(base.forward, base)
@@ -99,10 +103,12 @@ class PlannedHead(nn.Module):
     Attributes:
         chunk_bytes: the most that the logits of a chunk of rows take in float32; 0 for all logits at once.
         is_plain: it is a linear layer and nothing else.
+        forward_in_shares: with tensor parallelism its forward, in which each rank computes a share of the vocabulary.
     """
 
     chunk_bytes = 0
     is_plain: bool
+    forward_in_shares: Forward | None = None
     out_features: int
     weight: Tensor
     bias: Tensor | None
@@ -147,7 +153,7 @@ class PlannedHead(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, task: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
         """The head's own forward; or a task, a function of that forward and of the hidden states."""
-        forward: Forward = super().forward
+        forward: Forward = self.forward_in_shares or super().forward
         return forward(hidden, *args, **kwargs) if task is None else self._carry_out(task, forward, hidden)
 
     @uncompiled(REASON)
@@ -199,11 +205,11 @@ class PlannedHead(nn.Module):
     def _call(self, hidden: Tensor, task: Callable[[Forward, Tensor], Tensor]) -> Tensor:
         """Carry out a task in a call of the head, with whole weights."""
         call = partial(super().__call__, hidden, task=task)
-        in_shards = {name: p for name, p in self.named_parameters() if isinstance(p, DTensor)}
+        in_shards = {name: p for name, p in self.named_parameters() if _is_in_shards(p)}
         if not in_shards or isinstance(self, FSDPModule):  # which gathers them itself
             result: Tensor = call()
             return result
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.forward_in_shares is not None:
             raise ValueError(
                 "logits of a planned step are asked for after the model's forward, when FSDP2 has the head's weights "
                 "in shards again, and no gradient would reach them; ask under torch.no_grad(), or set "
@@ -212,6 +218,11 @@ class PlannedHead(nn.Module):
         whole = {name: p.full_tensor() for name, p in in_shards.items()}
         result = torch.func.functional_call(self, whole, (hidden,), {"task": task})
         return result
+
+
+def _is_in_shards(parameter: Tensor) -> TypeGuard[DTensor]:
+    """Whether FSDP2 must gather a parameter before it is computed with; tensor parallelism computes with shares."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != (MESH,)
 
 
 def _is_gathered_apart(head: nn.Module, module: nn.Module) -> bool:

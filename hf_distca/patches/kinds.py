@@ -1,20 +1,13 @@
 """The kinds of attention of a transformers model: what it tells of them in its config and its attention modules."""
 
-import inspect
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.kernels import AttentionParams
+from hf_distca.patches.tensor_parallel import kind_on_a_rank
 from hf_distca.plan import AttentionKind
-
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""The name under which transformers' modules ask for their attention function."""
-ROWWISE = ("moe", "mlp", "sparse", "dense")
-"""Types of layers that compute each row by itself."""
-MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Types of layers that mix along the row otherwise than by attention, the hybrid ones besides it."""
 
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -28,25 +21,14 @@ def _attentions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention layer of a decoder whose core attention a plan can move."""
-    return is_named_attention(module) and calls_interface(module)
-
-
-def is_named_attention(module: nn.Module) -> bool:
     """Whether a module is an attention layer of a decoder, as transformers names them."""
     return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
 
 
-def calls_interface(module: nn.Module) -> bool:
-    """Whether a module computes attention by the function that transformers' AttentionInterface has for it."""
-    forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
-    return any(
-        INTERFACE in inspect.unwrap(forward).__code__.co_names for forward in forwards if inspect.isroutine(forward)
-    )
-
-
 def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> tuple[AttentionKind, ...]:
     """The different kinds of attention of a model's layers, in the order of the first layer of each.
+
+    Where tensor parallelism divides the model, each has the heads of one rank.
 
     Args:
         model: a transformers model.
@@ -54,7 +36,8 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
 
     Raises:
         ValueError: a layer is neither full nor sliding-window attention (chunked or linear attention,
-            state space): its result for a document cut across ranks would be wrong. Or there is no layer.
+            state space): its result for a document cut across ranks would be wrong. Or there is no layer, or
+            tensor parallelism cannot divide its heads.
     """
     config = model.config.get_text_config(decoder=True)
     windows = attention_windows(config)
@@ -62,7 +45,8 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
     for module in attentions.values():
         layer: Any = module.layer_idx
         own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
-        kinds[_kind(own, module, windows[(layer or 0) % len(windows)])] = None
+        kind = _kind(own, module, windows[(layer or 0) % len(windows)])
+        kinds[kind_on_a_rank(kind, model, module)] = None
     if not kinds:
         raise ValueError(
             f"{type(model).__name__} has no attention layers that are named as transformers names them: of a class "
@@ -85,24 +69,18 @@ def attention_windows(config: PreTrainedConfig) -> list[int | None]:
     if layer_types is None:
         return [window]
     known = {"full_attention": None, "attention": None, "sliding_attention": window}
-    known |= {"hybrid": None, "hybrid_sliding": window, **dict.fromkeys(("linear_attention", "conv", *ROWWISE))}
     unknown = sorted(set(layer_types) - set(known))
     if unknown:
         raise ValueError(
-            f"{type(config).__name__} has layers of type {unknown}; a planned step is exact only where every layer is "
-            f"one of {sorted(known)}"
+            f"{type(config).__name__} has layers of type {unknown}; core attention can be moved between "
+            f"ranks only where every layer is one of {sorted(known)}"
         )
     return [known[layer_type] for layer_type in layer_types]
 
 
 def _kind(config: PreTrainedConfig, module: nn.Module, window: int | None) -> AttentionKind:
     """The kind of one attention layer, whose own config this is."""
-    q_heads = getattr(config, "num_attention_heads", None)
-    if q_heads is None:
-        raise ValueError(
-            f"{type(config).__name__} does not say how many heads {type(module).__name__} has (num_attention_heads), "
-            "so its attention cannot be planned"
-        )
+    q_heads = config.num_attention_heads
     if getattr(config, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
         return AttentionKind(
             window, q_heads, q_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim

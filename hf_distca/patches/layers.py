@@ -22,7 +22,6 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.patches.kinds import is_attention
-from hf_distca.patches.mixing import layer_runs, mixing_modules, plan_mixing
 from hf_distca.patches.split import join_results, join_states, split_argument
 from hf_distca.patches.thread_state import ThreadState
 from hf_distca.patches.uncompiled import uncompiled
@@ -36,8 +35,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     """Let a model's decoder layers run planned micro-batches nano-batch by nano-batch. Do it before `prepare`.
 
-    What mixes along the row otherwise than by attention runs document by document. Outside a planned step the layers
-    behave as before.
+    Outside a planned step the layers behave as before.
 
     Args:
         model: the model; its layers are changed in place.
@@ -56,7 +54,6 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
             subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
         if cls in subclasses:
             layer.__class__ = subclasses[cls]
-        vars(layer).update(attends=has_attention(layer), mixes=plan_mixing(layer))
     planned = [type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)]
     if not planned:
         raise ValueError(
@@ -67,40 +64,17 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """A model's decoder layers in their order: what transformers can checkpoint and has attention, or is beside it."""
-    beside = {
-        id(layer)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and any(map(has_attention, module))
-        for layer in module
-    }
+    """A model's decoder layers in their order: what transformers can checkpoint and what has attention."""
     return [
         module
         for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and (id(module) in beside or has_attention(module))
+        if isinstance(module, GradientCheckpointingLayer) and any(map(is_attention, module.modules()))
     ]
 
 
-def has_attention(layer: nn.Module) -> bool:
-    """Whether a decoder layer has attention that a plan can move."""
-    return any(map(is_attention, layer.modules()))
-
-
-def mixing_layers(model: nn.Module) -> list[nn.Module]:
-    """A model's decoder layers that mix along the row otherwise than by attention."""
-    return [layer for layer in decoder_layers(model) if mixing_modules(layer)]
-
-
 class _PlannedLayer(nn.Module):
-    """Comes before a decoder layer's own class.
+    """Comes before a decoder layer's own class."""
 
-    Attributes:
-        attends: whether it has attention that a plan can move.
-        mixes: whether it has modules that mix along the row otherwise.
-    """
-
-    attends: bool
-    mixes: bool
     _inner_hooks: "list[tuple[str, dict[int, Callable[..., Any]]]] | None" = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,9 +87,6 @@ class _PlannedLayer(nn.Module):
     def _planned_forward(
         self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        run = _seen_by_mixing(run) if self.mixes else run
-        if not self.attends:  # nothing is exchanged in it
-            return run(*args, **kwargs)
         plan.ran.layers += 1
         if len(plan.nano_batches) == 1 or self._is_watched():
             return run(*args, **kwargs)
@@ -156,16 +127,6 @@ class _PlannedLayer(nn.Module):
                     )
                     return True
         return False
-
-
-def _seen_by_mixing(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward whose mixing modules know its plan."""
-
-    def seen(*args: Any, **kwargs: Any) -> Any:
-        with layer_runs(kwargs[PLAN_KEY]):
-            return run(*args, **kwargs)
-
-    return seen
 
 
 def _pause(layer: greenlet, outside: ThreadState) -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-from dis import get_instructions
 from typing import Any
 
 import torch
@@ -10,14 +9,12 @@ from torch import distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_distca.config import AUTO, DistCAConfig
+from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.patches.adapters import check_adapters
 from hf_distca.patches.dropout import check_dropout
-from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, decoder_attentions
-from hf_distca.patches.layers import decoder_layers, has_attention, mixing_layers
+from hf_distca.patches.kinds import attention_kinds, attention_params, decoder_attentions
 from hf_distca.patches.masks import CHANGING_MASKS
-from hf_distca.patches.mixing import mixing_modules, takes_keywords
 from hf_distca.planner.micro_batch import PlanSettings
 
 logger = logging.getLogger(__name__)
@@ -52,45 +49,18 @@ def plan_settings(
     """
     attentions = checked_attentions(model)
     model = base_model(model)
-    layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = attention_kinds(model, attentions)
     needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
     kernel = _kernel(config.attention_kernel, device, needs)
     return PlanSettings(
-        **{**config.planning(ranks, ranks_per_node), "document_layout": layout},
+        **config.planning(ranks, ranks_per_node),
         kinds=kinds,
         bytes_per_value=dtype.itemsize,
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
         kernel=kernel.name,
     )
-
-
-def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
-    """How documents are laid out for a model: whole, where it mixes along the row otherwise than by attention.
-
-    Raises:
-        ValueError: the setting lets such a model's documents be cut.
-    """
-    mixing = mixing_layers(model)
-    if not mixing:
-        return config.planned_layout
-    (module, *_) = mixing_modules(mixing[0])
-    if config.document_layout not in (AUTO, "whole"):
-        raise ValueError(
-            f"document_layout={config.document_layout!r} cuts documents, and {type(module).__name__} in "
-            f"{type(model).__name__} would be wrong for one that is cut: it mixes the rows of a document otherwise "
-            "than by attention. Set document_layout='whole', which 'auto' is for this model"
-        )
-    if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
-        logger.info(
-            "documents stay whole on their rank (document_layout='whole'): %s in %s mixes the rows of a document "
-            "otherwise than by attention",
-            type(module).__name__,
-            type(model).__name__,
-        )
-    return "whole"
 
 
 def _kernel(name: str, device: torch.device, needs: list[Need]) -> Kernel:
@@ -124,19 +94,17 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     Raises:
         ValueError: the model has no attention interface, does not use attn_implementation="distca", masks by a rule
-            of its own, drops attention weights in training, does not hand the plan to its attention layers, mixes
-            along the row in a way that cannot be kept apart by documents, or has an adapter of a kind that packed rows
-            cannot train.
+            of its own, drops attention weights in training, does not hand the plan to its attention layers, or has an
+            adapter of a kind that packed rows cannot train.
     """
     check_adapters(model)
     model = base_model(model)
     config = model.config.get_text_config(decoder=True)
-    attentions = decoder_attentions(model)
-    if not attentions:
+    if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
-            f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, in modules "
-            "that are named as transformers names them (a class ...Attention with a layer_idx); it can train with "
-            f"{_other_implementations(model)}, but not with planned attention"
+            f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, or drops "
+            f"what is passed on to it; it can train with {_other_implementations(model)}, but not with planned "
+            "attention"
         )
     name = config._attn_implementation
     if name != ATTENTION_NAME:
@@ -149,21 +117,14 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
             f"the layers of {type(model).__name__} lay a mask of their own over the causal one, made from the values; "
             f"a plan cannot express it. This model can train with {_other_implementations(model)}"
         )
+    attentions = decoder_attentions(model)
     check_dropout(config, attentions)
-    for module_name, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
+    for module_name, module in attentions.items():
+        if not _takes_keywords(module):
             raise ValueError(
-                f"{module_name} of {type(model).__name__} numbers positions from its padding token on, not from 0 as "
-                f"packed batches do; this model can train with {_other_implementations(model)}, but not with planned "
-                "attention"
-            )
-    _check_mixing(model)
-    for module in [*attentions.values(), *filter(has_attention, decoder_layers(model))]:
-        if not _hands_keywords_on(module):
-            raise ValueError(
-                f"{type(model).__name__} drops keywords on the way to its attention ({type(module).__name__}.forward "
-                f"takes none, or does not use them), so the plan would not reach it; this model can train with "
-                f"{_other_implementations(model)}, but not with planned attention"
+                f"{type(model).__name__} does not pass extra keywords on to {module_name} "
+                f"({type(module).__name__}.forward has no **kwargs), so the plan would not reach its attention; "
+                f"this model can train with {_other_implementations(model)}, but not with planned attention"
             )
     return attentions
 
@@ -183,58 +144,9 @@ def check_reentrant(model: PreTrainedModel) -> None:
             )
 
 
-def check_loss(model: PreTrainedModel) -> None:
-    """Raise if a model of transformers computes its loss by itself: it knows no targets but its own rank's.
-
-    Raises:
-        ValueError: it does.
-    """
-    base = base_model(model)
-    forward = inspect.unwrap(type(base).forward)
-    if forward.__module__.startswith("transformers.") and "loss_function" not in forward.__code__.co_names:
-        raise ValueError(
-            f"{type(base).__name__} computes its loss without transformers' loss function, as the mean over its own "
-            "rows: ranks with different numbers of targets would have no exact loss. This model can train with "
-            f"{_other_implementations(base)} and transformers' Trainer"
-        )
-
-
-def _check_mixing(model: PreTrainedModel) -> None:
-    """Raise unless all that mixes along the row is found, and its layers get the plan."""
-    config = model.config.get_text_config(decoder=True)
-    layers = mixing_layers(model)
-    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    expected = sum(layer_type in MIXING for layer_type in types)
-    if len(layers) < expected:
-        raise ValueError(
-            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but {len(layers)} have a "
-            "module that is known to mix along the row (with a convolution, or attention of its own); in the others "
-            f"documents could not be kept apart. This model can train with {_other_implementations(model)}, but not "
-            "with planned attention"
-        )
-    for layer in layers:
-        if not takes_keywords(layer):
-            raise ValueError(
-                f"{type(layer).__name__}.forward has no **kwargs, so the plan would not reach the module in it that "
-                f"mixes along the row, and documents would mix; this model can train with "
-                f"{_other_implementations(model)}, but not with planned attention"
-            )
-
-
-def _hands_keywords_on(module: nn.Module) -> bool:
-    """Whether a module's forward takes keywords that it does not name, and uses them."""
-    if not takes_keywords(module):
-        return False
-    forward: Any = next(vars(cls)["forward"] for cls in type(module).__mro__ if _is_of_model(cls))
-    code = inspect.unwrap(forward).__code__
-    keywords = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
-    loaded = [step.argval for step in get_instructions(code) if step.opname.startswith("LOAD")]
-    return any(keywords in (names if isinstance(names, tuple) else (names,)) for names in loaded)
-
-
-def _is_of_model(cls: type) -> bool:
-    """Whether a class has a forward, and one that is not hf_distca's."""
-    return "forward" in vars(cls) and not vars(cls)["forward"].__module__.startswith("hf_distca.")
+def _takes_keywords(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _other_implementations(model: PreTrainedModel) -> list[str]:

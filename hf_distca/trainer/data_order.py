@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.arguments import DistCAArguments
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 FILE = "data_order.json"
 CAPACITY = "ranks * tokens_per_rank"
 """The setting that may grow: micro-batches stay as large as they were, and fit."""
-
-LAYOUT, CUTTING = "document_layout", "joint or fixed"
-"""The setting, and what it is where nothing else is written: layouts that cut documents may follow one another."""
 
 DataOrder = dict[str, int | str]
 """All that decides which documents a step trains on, by the names under which users set it."""
@@ -45,31 +42,25 @@ AGREED = (
 would exchange rows of others."""
 
 
-def check_agreement(args: DistCAArguments, groups: Groups) -> None:
-    """Raise unless every rank would train on the same micro-batches in the same order. A collective.
+def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
+    """Raise unless every rank would train on the same micro-batches in the same order. A collective of the world.
 
     Raises:
         ValueError: on every rank, where an argument differs between ranks.
     """
-    mine = _drawn(args) | {name: getattr(args, name) for name in AGREED}
-    gathered = groups.all_gather(mine)
+    mine: dict[str, Any] = _drawn(args) | {name: getattr(args, name) for name in AGREED}
+    mine["settings of plans"] = dispatcher.settings
+    gathered = dispatcher.groups.all_gather(mine, in_world=True)
     for name in mine:
         by_rank = [values[name] for values in gathered]
         if len(set(by_rank)) > 1:
             raise ValueError(f"{name} differs between ranks, from rank 0 on it is {by_rank}; start all ranks alike")
 
 
-def packed_order(
-    args: DistCAArguments, settings: PlanSettings, lengths: NDArray[np.int64], fingerprint: str
-) -> DataOrder:
-    """The order of a data set with a length, packed into global micro-batches.
-
-    Where documents stay whole, a micro-batch has a bin for each rank.
-    """
-    whole = {LAYOUT: f"whole on {settings.ranks} ranks"} if settings.document_layout == "whole" else {}
+def packed_order(args: DistCAArguments, ranks: int, lengths: NDArray[np.int64], fingerprint: str) -> DataOrder:
+    """The order of a data set with a length, packed into global micro-batches."""
     return {
-        CAPACITY: settings.ranks * args.tokens_per_rank,
-        **whole,
+        CAPACITY: ranks * args.tokens_per_rank,
         "long_documents": args.long_documents,
         **_drawn(args),
         "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
@@ -179,7 +170,7 @@ def agreed_place(
             _check_same(place.order, order, groups.ranks)
         except (ValueError, OSError) as caught:
             error = caught
-    groups.raise_together(error)
+    groups.raise_together(error, in_world=True)
     if place.order.get(CAPACITY) != order.get(CAPACITY) and groups.rank == 0:
         logger.warning(
             "%s is %s, but micro-batches stay of at most %s tokens as in the checkpoint; "
@@ -205,7 +196,6 @@ def _load(resume_from_checkpoint: str | bool, output_dir: str) -> DataPlace:
 
 
 def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
-    stored, present = {LAYOUT: CUTTING, **stored}, {LAYOUT: CUTTING, **present}
     wrong = [
         f"{name} is {present.get(name)}, but must be {stored.get(name)}"
         for name in {**stored, **present}

@@ -73,15 +73,11 @@ class PackedLoaders:
         args, groups = self._args, self._dispatcher.groups
         lengths, _ = self.lengths(dataset)
         capacity = capacity or groups.ranks * args.tokens_per_rank
-        bins, limit_name = 1, "ranks · tokens_per_rank"
-        if self._dispatcher.settings.document_layout == "whole":
-            bins, limit_name = groups.ranks, "tokens_per_rank"
-        capacity //= bins
-        excerpts = fit_documents(lengths, capacity, args.long_documents, limit_name)
+        excerpts = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
         seed = args.seed if args.data_seed is None else args.data_seed
         return DataLoader(
             RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns()),
-            batch_sampler=GlobalBatchSampler(excerpts, capacity, shuffle=shuffle, seed=seed, bins=bins),
+            batch_sampler=GlobalBatchSampler(excerpts, capacity, shuffle=shuffle, seed=seed),
             collate_fn=DistCACollator(groups.rank),
             **self._options(),
         )
@@ -118,12 +114,12 @@ def is_stream(dataset: Any) -> bool:
 
 
 def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: bool) -> tuple[NDArray[np.int64], str]:
-    """Lengths of the documents, checked, and the fingerprint, those of every other rank. A collective.
+    """Lengths of the documents, checked, and the fingerprint, those of every other rank. A collective of the world.
 
     Args:
         dataset: with a length.
         columns: of it, those that count.
-        groups: the ranks that must have the same data set.
+        groups: of this rank; ranks that share its rows, as with tensor parallelism, must have the same data set too.
         progress: show how far reading has come.
 
     Returns:
@@ -138,8 +134,8 @@ def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: 
         fingerprint = dataset_fingerprint(dataset, lengths, columns)
     except Exception as caught:  # whatever a data set raises: the other ranks must not wait for this one
         error = caught
-    groups.raise_together(error)
-    others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())))
+    groups.raise_together(error, in_world=True)
+    others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())), in_world=True)
     if any(other[0] != others[0][0] for other in others):
         found = "; ".join(f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(others))
         raise ValueError(

@@ -6,17 +6,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory.core_attention import Use
-from hf_distca.memory.estimate import Computation, longest_documents, of_micro_batch
+from hf_distca.memory.estimate import Computation, of_micro_batch
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.model_state import Strategy, model_state
-from hf_distca.memory.models import model_after
+from hf_distca.memory.models import model_after, model_of_config
 from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.patches.model import base_model
+from hf_distca.patches.prepare import prepare_model
+from hf_distca.patches.tensor_parallel import config_on_a_rank
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.parallel import is_divided_at_load
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +45,15 @@ def tell_memory(
         accelerator: the trainer's.
         memory: bytes of the rank's device.
     """
-    strategy = strategy_of(accelerator)
+    strategy = strategy_of(accelerator, model)
     ranks = dispatcher.groups.ranks
-    plan = plan_micro_batch(longest_documents(dispatcher.settings), dispatcher.settings)
+    plan = plan_micro_batch([ranks * args.tokens_per_rank], dispatcher.settings)
     trainer: Any = args
-    mixed = trainer.bf16 or trainer.fp16
+    mixed = trainer.bf16 or trainer.fp16 or dispatcher.settings.bytes_per_value < base_model(model).dtype.itemsize
     computation = Computation.of(strategy, mixed=mixed)
     mode = without_numbers()
     counted = count_micro_batch(
-        model_after(model, mode, None if strategy == "ddp" else computation.weights),
+        _without_numbers(model, None if strategy == "ddp" else computation.weights, dispatcher, args, mode),
         plan,
         ranks - 1,
         Use(
@@ -59,7 +65,8 @@ def tell_memory(
         ),
         mode,
     )
-    parts: dict[str, int] = dict(vars(model_state(model, strategy, ranks, mixed=mixed)))
+    shards = shards_of(accelerator, model, ranks)
+    parts: dict[str, int] = dict(vars(model_state(model, strategy, shards, mixed=mixed)))
     parts.update({str(part): size for part, size in of_micro_batch(counted).items()})
     total = sum(parts.values())
     told = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
@@ -82,13 +89,44 @@ def tell_memory(
         )
 
 
-def strategy_of(accelerator: Accelerator) -> Strategy:
+def _without_numbers(
+    model: nn.Module, dtype: torch.dtype | None, dispatcher: Dispatcher, args: DistCAArguments, mode: FakeTensorMode
+) -> nn.Module:
+    """A model without numbers that computes what this rank's does.
+
+    Args:
+        model: as it will be trained.
+        dtype: of its weights; None for those that the model has.
+        dispatcher: of the training.
+        args: of the trainer.
+        mode: in which it is made and used.
+    """
+    if not is_divided_at_load(model):
+        return model_after(model, mode, dtype)
+    # A copy would be divided too, and ask other ranks for their shares.
+    base = base_model(model)
+    alone = model_of_config(config_on_a_rank(base), dtype or base.dtype, mode)
+    prepare_model(alone, args, ping_pong=dispatcher.settings.ping_pong)
+    return alone
+
+
+def strategy_of(accelerator: Accelerator, model: nn.Module) -> Strategy:
     """How ranks share the model's state; one rank alone has it as under DDP."""
+    if is_divided_at_load(model):
+        return "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         stage = accelerator.state.deepspeed_plugin.zero_stage
         stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
         return stages.get(stage, "ddp")
     return "fsdp2" if accelerator.distributed_type == DistributedType.FSDP else "ddp"
+
+
+def shards_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> int:
+    """Into how many shards FSDP or ZeRO divides the model's state: under HSDP fewer than the ranks that train."""
+    if is_divided_at_load(model):
+        return int(base_model(model).config.distributed_config.fsdp_size)
+    config = accelerator.parallelism_config
+    return ranks if config is None or not config.dp_shard_enabled else int(config.dp_shard_size)
 
 
 def checkpointing_of(args: DistCAArguments, accelerator: Accelerator) -> dict[str, Any] | None:

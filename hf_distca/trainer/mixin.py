@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
@@ -17,7 +16,7 @@ from hf_distca.collator.documents import Columns
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import adapted_heads
-from hf_distca.patches.layers import mixing_layers, plan_layers
+from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
@@ -41,6 +40,7 @@ from hf_distca.trainer.memory import tell_memory_on_gpu
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.parallel import (
     data_parallel_mesh,
+    dtype_of_computation,
     forget_evaluation,
     gather_whole_layers,
     gathers_parameters,
@@ -88,7 +88,7 @@ class DistCAMixin(_Trainer):
         super().__init__(*args, **kwargs)
         check_trainer(self)
         self.dispatcher = self._make_dispatcher()
-        check_agreement(self.args, self.dispatcher.groups)
+        check_agreement(self.args, self.dispatcher)
         self.pool = self._open_pool()
         tell_memory_on_gpu(self.model, self.dispatcher, self.args, self.accelerator)
         self.meter = StepMeter(self.dispatcher, self.pool)
@@ -106,13 +106,11 @@ class DistCAMixin(_Trainer):
 
     def _make_dispatcher(self) -> Dispatcher:
         args = self.args
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self.model.dtype
+        dtype = dtype_of_computation(self.model, args)
         mesh = data_parallel_mesh(self.accelerator)
-        self._mixes = bool(mixing_layers(self.model))
         dispatcher = make_dispatcher(self.model, args, args.device, dtype=dtype, mesh=mesh)
         if gathers_parameters(self.accelerator):
-            planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or self._mixes
-            layers = plan_layers(self.model) if planned else []
+            layers = plan_layers(self.model) if dispatcher.settings.ping_pong or args.mlp_chunk_rows else []
             gather_whole_layers(self.model, [*layers, *adapted_heads(self.model)])
         return dispatcher
 
@@ -265,10 +263,10 @@ class DistCAMixin(_Trainer):
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
-        if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
+        if plan.ran.attentions == 0:
             raise ValueError(
-                f"{type(self.model).__name__} did not hand {PLAN_KEY} to its decoder layers, so documents attended to "
-                "one another, or were mixed; this model cannot train with planned attention"
+                f"{type(self.model).__name__} did not hand {PLAN_KEY} to its attention layers, so nothing was "
+                "exchanged and documents attended to one another; this model cannot train with planned attention"
             )
         return result
 
@@ -342,7 +340,7 @@ class DistCAMixin(_Trainer):
             return collated_order(self.args, ranks, self.train_dataset)
         if is_stream(self.train_dataset):
             return streamed_order(self.args, ranks)
-        return packed_order(self.args, self.dispatcher.settings, *self._loaders.lengths(self.train_dataset))
+        return packed_order(self.args, ranks, *self._loaders.lengths(self.train_dataset))
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any

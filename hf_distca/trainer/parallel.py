@@ -7,23 +7,52 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, TrainingArguments
+
+from hf_distca.patches.model import base_model
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
-    """The ranks that train on different data together with this one; None where accelerate knows all as such."""
+    """The ranks that train on different data together with this one; None where accelerate knows all as such.
+
+    A collective of the world where tensor parallelism takes all ranks, and each trains together with none.
+    """
     mesh: DeviceMesh | None = accelerator.torch_device_mesh
     config = accelerator.parallelism_config
-    return None if mesh is None or config is None or not config.dp_dim_names else mesh["dp"]
+    if mesh is None or config is None or config.total_size == 1:
+        return None
+    if config.dp_dim_names:
+        return mesh["dp"]
+    return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"]
+
+
+def is_divided_at_load(model: nn.Module) -> bool:
+    """Whether transformers has divided a model among ranks as it loaded it, by a DistributedConfig."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:
+    """What a model computes in: autocast's dtype, that of FSDP's mixed precision, or its own."""
+    if args.bf16 or args.fp16:
+        return torch.bfloat16 if args.bf16 else torch.float16
+    config = model.config.distributed_config if is_divided_at_load(model) else None
+    if config is not None and config.dp_size > 1 and config.fsdp_mixed_precision:
+        return torch.bfloat16
+    dtype: torch.dtype = model.dtype
+    return dtype
 
 
 def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
     """Whether a backward through the model brings the gradients of all ranks together."""
     kind = accelerator.distributed_type
+    if is_divided_at_load(model):
+        config = accelerator.parallelism_config
+        return isinstance(base_model(model), FSDPModule) or config is None or config.data_parallel_size == 1
     if kind == DistributedType.DEEPSPEED:
         return accelerator.deepspeed_engine_wrapped is not None
     if kind == DistributedType.FSDP:
@@ -32,10 +61,15 @@ def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
 
 
 def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
-    """Let accelerate wrap a model for training that it has prepared for an evaluation only.
+    """Let a model be wrapped for training that has been prepared for an evaluation only.
 
-    It would take the model for prepared and pass over it, and under DDP each rank would train by itself.
+    accelerate would take the model for prepared and pass over it, and under DDP each rank would train by itself. FSDP2
+    keeps what the end of a forward has gathered for a backward, and the optimizer would be given that for the weights.
     """
+    if is_divided_at_load(model):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
     if accelerator.distributed_type in DDP and getattr(model, "_is_accelerate_prepared", False):
         vars(model)["_is_accelerate_prepared"] = False
         if "_original_forward" in vars(model):  # without autocast, which preparing adds again

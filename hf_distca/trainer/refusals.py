@@ -7,8 +7,9 @@ from typing import Any
 from accelerate.utils import DynamoBackend
 from transformers import Trainer
 
-from hf_distca.patches.model import check_loss, check_reentrant
+from hf_distca.patches.model import check_reentrant
 from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.refused_parallelism import check_parallelism, check_rows_are_whole
 
 NO_LOGITS = (
     "needs logits document by document, but rows are spread over ranks as the plan says; evaluate() reports the exact "
@@ -95,6 +96,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f"train_sampling_strategy={args.train_sampling_strategy!r} would be ignored: documents are packed by "
             "their lengths as it is, drawn at random or in order; choose 'random' or 'sequential'"
         )
+    if args.parallelism_config is not None:  # before accelerate, which asks for more
+        check_rows_are_whole(args.parallelism_config.cp_size, args.parallelism_config.sp_size)
     if args.n_gpu > 1:
         raise ValueError(
             f"this one process sees {args.n_gpu} GPUs, which Trainer would use as DataParallel; start one process per "
@@ -117,20 +120,11 @@ def check_trainer(trainer: Trainer) -> None:
             "turns, which is most of it; leave torch_compile=False and accelerate's --dynamo_backend at no, and "
             "compile modules inside the layers: for layer in model.model.layers: layer.mlp.compile()"
         )
-    sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
-    for kind, size in sizes.items():
-        if size > 1:
-            raise ValueError(
-                f"{kind} parallelism of size {size} divides what a plan already places; every rank must hold whole "
-                "rows of its own: leave it at 1"
-            )
-    model: Any
+    check_parallelism(trainer)
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs or {}
     if trainer.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
-        model = trainer.model
+        model: Any = trainer.model
         check_reentrant(model)
-    model = trainer.model
-    check_loss(model)
     if not trainer.model_accepts_loss_kwargs:
         raise ValueError(
             f"{type(trainer.model).__name__} does not take num_items_in_batch, without which ranks with different "

@@ -70,6 +70,11 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
             args.model_init_kwargs = {"attn_implementation": ATTENTION_NAME, **chosen}
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *others, **kwargs)
+        if self.get_tp_size() > 1:
+            raise ValueError(
+                f"TRL's losses have not been tried with tensor parallelism (tp_size={self.get_tp_size()}), where "
+                "ranks have shares of the output head; set tp_size=1, or give DistCATrainer input_ids and labels"
+            )
         if self._is_vision_dataset:
             raise ValueError(
                 "the data set has images, whose pixels nobody divides among ranks as rows are; train on text, or "

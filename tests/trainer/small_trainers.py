@@ -1,15 +1,17 @@
 """Trainers of small models on few documents, for tests."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import accelerate
 import datasets
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, training_args
 
 import hf_distca
 from tests.models import random_documents, small_model
+from tests.trainer.train_script import allow_bf16, shard_on_cpu
 
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]
 
@@ -20,6 +22,7 @@ def make_trainer(
     lengths: Sequence[int] = LENGTHS,
     model: Any = None,
     columns: dict[str, Any] | None = None,
+    sharded: bool = False,
     classes: tuple[type, type] = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments),
     **arguments: Any,
 ) -> Any:
@@ -32,27 +35,30 @@ def make_trainer(
         lengths: of the documents.
         model: what is trained; a small LLaMA by default.
         columns: of every example, besides input_ids.
+        sharded: let accelerate take the processes for GPUs, so that FSDP2 and tensor parallelism may divide the model.
         classes: of the trainer and of its arguments.
         arguments: of the trainer, instead of the ones here.
     """
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_CPU"] = str(not sharded).lower()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments before have left behind
     make, make_arguments = classes
-    args = make_arguments(
-        output_dir=folder,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **{
-            "logging_steps": 1,
-            "lr_scheduler_type": "constant",
-            "dataloader_num_workers": 0,
-            "balance_block_size": 8,
-            "tokens_per_rank": 160,
-            "seed": 1,
-            **arguments,
-        },
-    )
+    with _taken_for_gpus() if sharded else nullcontext():
+        args = make_arguments(
+            output_dir=folder,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **{
+                "logging_steps": 1,
+                "lr_scheduler_type": "constant",
+                "dataloader_num_workers": 0,
+                "balance_block_size": 8,
+                "tokens_per_rank": 160,
+                "seed": 1,
+                **arguments,
+            },
+        )
     documents = [{"input_ids": document.tolist(), **(columns or {})} for document in random_documents(lengths)]
     if source == "stream":
         dataset: Any = datasets.IterableDataset.from_generator(Documents(documents))
@@ -70,6 +76,20 @@ def make_trainer(
         eval_dataset=dataset,
         data_collator=DataCollatorWithFlattening() if source == "flattened" else None,
     )
+
+
+@contextmanager
+def _taken_for_gpus() -> Iterator[None]:
+    """While inside, accelerate and transformers look at CPU processes as if each had a GPU."""
+    backend, bf16 = accelerate.PartialState._prepare_backend, training_args.is_torch_bf16_gpu_available
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    shard_on_cpu()
+    allow_bf16()
+    try:
+        yield
+    finally:
+        accelerate.PartialState._prepare_backend, training_args.is_torch_bf16_gpu_available = backend, bf16
+        del os.environ["ACCELERATE_TORCH_DEVICE"]
 
 
 class Documents:

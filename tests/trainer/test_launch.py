@@ -89,7 +89,6 @@ def test_resuming(strategy, name, launched):
         "mistral",
         "gemma2",
         "mixtral",
-        "hybrid",
         "anew",
         "head with adapters",
         "head trained whole",

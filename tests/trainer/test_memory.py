@@ -48,4 +48,4 @@ def test_how_layers_are_checkpointed(tmp_path, given, expected):
         str(tmp_path), gradient_checkpointing=bool(given), gradient_checkpointing_kwargs=given or None
     )
     assert checkpointing_of(trainer.args, trainer.accelerator) == expected
-    assert strategy_of(trainer.accelerator) == "ddp"
+    assert strategy_of(trainer.accelerator, trainer.model) == "ddp"

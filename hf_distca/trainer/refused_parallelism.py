@@ -1,0 +1,88 @@
+"""Ways to divide a model or its data among ranks that plans cannot be made for, refused before any work starts."""
+
+from typing import Any
+
+from transformers import Trainer
+
+from hf_distca.patches.model import base_model
+from hf_distca.trainer.parallel import is_divided_at_load
+
+ROWS_ARE_PLACED = (
+    "divides documents among ranks, which is what plans do here, evenly: a document may be as long as the "
+    "tokens_per_rank of all ranks together"
+)
+DIVIDED_AT_LOAD = (
+    'load the model divided: from_pretrained(name, attn_implementation="distca", '
+    "distributed_config=transformers.distributed.DistributedConfig(tp_size=…, fsdp_size=…))"
+)
+SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
+"""How transformers names modules inside divided attention that are whole on each rank, such as norms of Q and K."""
+
+
+def check_rows_are_whole(context: int, sequence: int) -> None:
+    """Raise unless each rank has rows of its own.
+
+    Args:
+        context: number of ranks that would share rows by context parallelism.
+        sequence: likewise by sequence parallelism.
+    """
+    if context > 1:
+        raise ValueError(
+            f"context parallelism (cp_size={context}) {ROWS_ARE_PLACED}; set cp_size=1 and give the ranks to "
+            "dp_shard_size, which shards weights over as many"
+        )
+    if sequence > 1:
+        raise ValueError(
+            f"sequence parallelism (sp_size={sequence}) {ROWS_ARE_PLACED}; set sp_size=1 and leave the ranks to "
+            "ZeRO-3, which shards weights over as many"
+        )
+
+
+def check_parallelism(trainer: Trainer) -> None:
+    """Raise unless ranks share the model and the data in a way that plans can be made for.
+
+    Args:
+        trainer: see `check_trainer`.
+
+    Raises:
+        ValueError: says what was got, why it cannot be, and what to do.
+    """
+    args: Any = trainer.args
+    check_rows_are_whole(trainer.get_cp_size(), trainer.get_sp_size())
+    tensor = trainer.get_tp_size()
+    model: Any = trainer.model
+    config = model.config.distributed_config if is_divided_at_load(model) else None
+    if tensor > 1 and config is None:
+        raise ValueError(
+            f"tensor parallelism of size {tensor} is asked for, but the model is whole on every rank, or divided by "
+            f"DeepSpeed in a way that nothing here knows; {DIVIDED_AT_LOAD}, launched without --use_fsdp and "
+            "--use_deepspeed"
+        )
+    if config is None:
+        return
+    if config.pp_size > 1:
+        raise ValueError(
+            f"pipeline parallelism (pp_size={config.pp_size}) gives ranks different layers, and core attention is "
+            "exchanged between ranks in the same layer; set pp_size=1 and give the ranks to fsdp_size"
+        )
+    if base_model(model) is not model and max(tensor, config.dp_replicate_size) > 1:
+        raise ValueError(
+            f"adapters of PEFT cannot be trained on a model that is divided with tp_size={tensor} and "
+            f"dp_replicate_size={config.dp_replicate_size}: PEFT makes them for shares that layers do not compute "
+            "with; set both to 1 and give the ranks to fsdp_size"
+        )
+    if tensor == 1:
+        return
+    if args.attention_servers != "0":
+        raise ValueError(
+            f"attention_servers={args.attention_servers!r} cannot be used with tensor parallelism (tp_size={tensor}): "
+            "servers work for one group of ranks, and ranks with different heads are groups of their own; set "
+            "attention_servers='0', or tp_size=1"
+        )
+    if args.gradient_accumulation_steps > 1 and SUMMED_GRADIENTS in model.tp_plan.values():
+        raise ValueError(
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} gives {type(model).__name__} wrong "
+            f"gradients with tensor parallelism: transformers sums those of its norms over the {tensor} ranks after "
+            "each micro-batch, earlier ones again and again; set gradient_accumulation_steps=1 and raise "
+            "tokens_per_rank, with mlp_chunk_rows and gradient_checkpointing where memory is short"
+        )

@@ -1,0 +1,344 @@
+"""Models that several ranks share: tensor parallelism beside FSDP2, replicas of shards, and what cannot be."""
+
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from accelerate.parallelism_config import ParallelismConfig
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from hf_distca.memory.live import without_numbers
+from hf_distca.memory.model_state import Parameters
+from hf_distca.memory.models import model_of_config
+from hf_distca.patches.kinds import attention_kinds, decoder_attentions
+from hf_distca.patches.model import base_model
+from hf_distca.patches.tensor_parallel import config_on_a_rank
+from hf_distca.trainer.memory import shards_of, tell_memory
+from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.trainer.small_trainers import LENGTHS, make_trainer
+
+CHUNK_BYTES = 4 * 64 * 20  # logits of 20 rows
+MAX_GRAD_NORM = 0.1
+TP_FSDP = {"tp_size": 2, "fsdp_size": 2}
+LORA = {"r": 4, "target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
+
+ONE_MICRO_BATCH = {"gradient_accumulation_steps": 1, "tokens_per_rank": 640}
+CASES: dict[str, dict[str, Any]] = {
+    "tensor parallelism and FSDP2": {
+        "divided": TP_FSDP,
+        "arguments": {"loss_chunk_bytes": CHUNK_BYTES, "mlp_chunk_rows": 32, "gradient_checkpointing": True},
+    },
+    "bf16": {"divided": TP_FSDP, "arguments": {"loss_chunk_bytes": CHUNK_BYTES, "bf16": True, **ONE_MICRO_BATCH}},
+    "a stream, all logits at once": {"divided": TP_FSDP, "source": "stream", "arguments": {"loss_chunk_bytes": 0}},
+    "norms of heads": {
+        "divided": TP_FSDP,
+        "model": {"model_type": "qwen3"},
+        "arguments": ONE_MICRO_BATCH,
+    },
+    "tensor parallelism and replicas": {
+        "divided": {"tp_size": 2, "dp_replicate_size": 2},
+        "model": {"tie_word_embeddings": True},
+        "source": "flattened",
+        "arguments": {"loss_chunk_bytes": CHUNK_BYTES},
+    },
+    "tensor parallelism alone": {
+        "divided": {"tp_size": 4},
+        "model": {"num_key_value_heads": 4},
+        "arguments": {"loss_chunk_bytes": CHUNK_BYTES, **ONE_MICRO_BATCH},
+    },
+    "replicas of shards": {"divided": {"dp_replicate_size": 2, "fsdp_size": 2}, "arguments": ONE_MICRO_BATCH},
+    "adapters": {
+        "divided": {"fsdp_size": 4},
+        "lora": True,
+        "arguments": {"loss_chunk_bytes": CHUNK_BYTES, "gradient_checkpointing": True},
+    },
+}
+SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "heads": (
+        {"model": {"num_key_value_heads": 1}},
+        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks; load",
+    ),
+    "servers": (
+        {"arguments": {"attention_servers": "external"}},
+        r"='external' cannot .* \(tp_size=2\): .*servers='0'",
+    ),
+    "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT makes .* set both to 1"),
+    "accumulation": (
+        {"model": {"model_type": "qwen3"}, "arguments": {"gradient_accumulation_steps": 2}},
+        r"steps=2 gives \w*Qwen3ForCausalLM wrong gradients .* over the 2 ranks .* set gradient_accumulation_steps=1",
+    ),
+    "pipeline": ({"divided": {"pp_size": 4}}, r"\(pp_size=4\) gives ranks different layers, .* set pp_size=1"),
+    "context": (
+        {"divided": None, "arguments": {"parallelism_config": {"cp_size": 2, "dp_shard_size": 2}}},
+        r"context parallelism \(cp_size=2\) divides documents .*; set cp_size=1 and give the ranks to dp_shard_size",
+    ),
+    "sequence": (
+        {"divided": None, "arguments": {"parallelism_config": {"sp_size": 2, "dp_shard_size": 2}}},
+        r"sequence parallelism \(sp_size=2\) divides documents .*; set sp_size=1 and leave the ranks to ZeRO-3",
+    ),
+    "whole model": (
+        {"divided": None, "arguments": {**SHARDED, "parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}},
+        r"of size 2 is asked for, but the model is whole on every rank.*DistributedConfig\(tp_size=…, fsdp_size=…\)",
+    ),
+    "other data": (
+        {"lengths by rank": [LENGTHS, LENGTHS, LENGTHS, LENGTHS[:-1]]},
+        r"different data sets \(rank 0: 12 documents, 621 tokens; .*rank 3: 11 documents, 590 tokens\)",
+    ),
+    # Ranks 1 and 3 have the same heads, and agree with each other.
+    "other settings": ({"tokens_per_rank by rank": [160, 96, 160, 96]}, r"settings of plans differs between ranks"),
+}
+
+SAVED = "tensor parallelism and FSDP2"
+EVALUATED_FIRST = (SAVED, "adapters")
+HEADS = {"tensor parallelism alone": (1, 1), "replicas of shards": (4, 2), "adapters": (4, 2)}
+"""Query and key/value heads of a rank, where they are not those of two ranks that share the model."""
+
+
+def case_model(case: dict[str, Any], implementation: str = "sdpa") -> Any:
+    return small_model(implementation=implementation, **case.get("model", {}))
+
+
+def with_adapters(model: Any, case: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA)) if case.get("lora") else model
+
+
+def divided_model(folder: Path, divided: dict[str, int], **config: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        attn_implementation="distca",
+        distributed_config=DistributedConfig(**divided),
+        use_cache=False,
+        dtype=torch.float32,
+        **config,
+    )
+
+
+class Gradients(transformers.TrainerCallback):
+    """Keeps the gradients that the optimizer gets."""
+
+    def __init__(self) -> None:
+        self.whole: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model: nn.Module, **kwargs) -> None:
+        """Gather them."""
+        for name, parameter in model.named_parameters():
+            if (grad := parameter.grad) is not None:
+                self.whole[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().clone()
+
+
+def _train(trainer: Any) -> dict[str, Any]:
+    """One step over all documents, evaluations around it, and how rows were planned."""
+    gradients = Gradients()
+    trainer.add_callback(gradients)
+    trainer.train()
+    settings, groups = trainer.dispatcher.settings, trainer.dispatcher.groups
+    return {
+        "gradients": gradients.whole,
+        "evaluation": trainer.evaluate()["eval_loss"],
+        "log": trainer.state.log_history[0],
+        "heads": {(kind.q_heads, kind.kv_heads) for kind in settings.kinds},
+        "place": (groups.rank, groups.ranks),
+    }
+
+
+ONE_STEP = {
+    "max_steps": 1,
+    "gradient_accumulation_steps": 8,
+    "learning_rate": 1.0,
+    "optim": "sgd",
+    "max_grad_norm": MAX_GRAD_NORM,
+    "save_strategy": "no",
+    "sharded": True,
+}
+
+
+def _memory(trainer: Any) -> dict[str, Any]:
+    """What is said of a rank's memory, what it is said of, and how many numbers of the model a rank computes with."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("hf_distca.trainer.memory")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    if torch.distributed.get_rank() == 0:  # alone, as in a training
+        tell_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
+    logger.removeHandler(handler)
+    base = base_model(trainer.model)
+    alone = model_of_config(config_on_a_rank(base), torch.float32, without_numbers())
+    (kind,) = attention_kinds(alone, decoder_attentions(alone))
+    return {
+        "said": said,
+        "heads": (kind.q_heads, kind.kv_heads),
+        "features": alone.config.intermediate_size,
+        "numbers": Parameters.of([base]).count,
+        "shards": shards_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks),
+    }
+
+
+def _train_divided(folder: str) -> dict[str, dict[str, Any]]:
+    """The results of all cases on this rank."""
+    results = {}
+    for name, case in CASES.items():
+        model = with_adapters(divided_model(Path(folder) / name, case["divided"]), case)
+        batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+        arguments = {**ONE_STEP, **case.get("arguments", {}), **(batch if case.get("source") == "flattened" else {})}
+        trainer = make_trainer(f"{folder}/{name}", case.get("source", "packed"), model=model, **arguments)
+        before = trainer.evaluate()["eval_loss"] if name in EVALUATED_FIRST else None
+        results[name] = {**_train(trainer), "before": before, "memory": _memory(trainer)}
+        if name == SAVED:
+            trainer.save_model(f"{folder}/saved")
+    return results
+
+
+def _refusals(folder: str) -> dict[str, str]:
+    """What each refusal says on this rank."""
+    rank = torch.distributed.get_rank()
+    messages = {}
+    for name, (case, _) in REFUSALS.items():
+        divided, arguments = case.get("divided", TP_FSDP), {**case.get("arguments", {})}
+        if "parallelism_config" in arguments:
+            arguments["parallelism_config"] = ParallelismConfig(**arguments["parallelism_config"])
+        if "tokens_per_rank by rank" in case:
+            arguments["tokens_per_rank"] = case["tokens_per_rank by rank"][rank]
+        lengths = case.get("lengths by rank", [LENGTHS] * 4)[rank]
+        try:
+            model = divided_model(Path(folder) / name, divided) if divided else case_model(case, "distca")
+            trainer = make_trainer(
+                f"{folder}/{name}",
+                lengths=lengths,
+                model=with_adapters(model, case),
+                save_strategy="no",
+                sharded=True,
+                **arguments,
+            )
+            trainer.get_train_dataloader()
+            messages[name] = "nothing was refused"
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def _everything(folder: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """In one go: torch keeps meshes for as long as the process lives, and `RankPool` ends their groups."""
+    return _train_divided(folder), _refusals(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("divided")
+
+
+@pytest.fixture(scope="module")
+def everything(rank_pools, folder) -> list[tuple[dict[str, dict[str, Any]], dict[str, str]]]:
+    """What becomes of all cases and all refusals on each of four ranks."""
+    for name, case in {**CASES, **{name: case for name, (case, _) in REFUSALS.items()}}.items():
+        case_model(case).save_pretrained(folder / name)
+    return rank_pools[4].run(_everything, str(folder))
+
+
+@pytest.fixture(scope="module")
+def divided(everything) -> list[dict[str, dict[str, Any]]]:
+    return [results for results, _ in everything]
+
+
+def reference(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], float, float]:
+    """Loss, clipped gradients, their norm before, and the loss after the step, in one process with "sdpa"."""
+    model, documents = with_adapters(case_model(case), case), random_documents(LENGTHS)
+    loss, _ = reference_step(model, documents)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norm = nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM).item()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    torch.optim.SGD(trained, lr=1.0).step()
+    return loss, gradients, norm, reference_step(model, documents)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_as_one_process_does(divided, name):
+    loss, gradients, norm, after = reference(CASES[name])
+    rounding = 2e-2 if name == "bf16" else 5e-6
+    for rank, results in enumerate(divided):
+        result = results[name]
+        assert result["log"]["loss"] == pytest.approx(loss, rel=rounding / 100 + 5e-7)
+        assert name not in EVALUATED_FIRST or result["before"] == pytest.approx(loss, rel=1e-6)
+        assert result["evaluation"] == pytest.approx(after, rel=rounding / 100 + 5e-7)
+        assert result["log"]["grad_norm"] == pytest.approx(norm, rel=rounding)
+        assert result["gradients"].keys() == gradients.keys()
+        for parameter, expected in gradients.items():
+            assert relative_error(result["gradients"][parameter], expected) < rounding, (rank, parameter)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_planned_for_the_heads_and_the_data_of_a_rank(divided, name):
+    replicas = math.prod(size for kind, size in CASES[name]["divided"].items() if kind != "tp_size")
+    for rank, results in enumerate(divided):
+        assert results[name]["place"] == (rank // (4 // replicas), replicas)
+        assert results[name]["heads"] == {HEADS.get(name, (2, 1))}
+        # Ranks with the same rows log the same figures.
+        assert results[name]["log"]["loss"] == divided[0][name]["log"]["loss"]
+        assert results[name]["log"]["exchange_bytes"] == divided[0][name]["log"]["exchange_bytes"]
+
+
+def test_figures_are_of_a_ranks_share(divided):
+    logs = {name: divided[0][name]["log"] for name in CASES}
+    assert logs[SAVED]["ping_pong_share"] > 0
+    float32, bf16 = (logs[name]["exchange_bytes"] for name in ("norms of heads", "bf16"))
+    assert float32 == 2 * bf16 > 0
+    assert logs["tensor parallelism alone"]["exchange_bytes"] == 0
+
+
+def _train_sharded(folder: str, sizes: dict[str, int]) -> tuple[dict[str, Any], str]:
+    """Train with what accelerate makes of these sizes; the result, and the shape of its mesh."""
+    arguments = {
+        **ONE_STEP,
+        **SHARDED,
+        "loss_chunk_bytes": CHUNK_BYTES,
+        "parallelism_config": ParallelismConfig(**sizes),
+    }
+    trainer = make_trainer(folder, **arguments)
+    return _train(trainer), str(trainer.accelerator.torch_device_mesh)
+
+
+def test_replicas_of_shards_as_accelerate_makes_them(rank_pools, tmp_path):
+    loss, gradients, norm, after = reference({})
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2}
+    for rank, (result, mesh) in enumerate(rank_pools[4].run(_train_sharded, str(tmp_path), sizes)):
+        assert "dp_replicate=2, dp_shard=2" in mesh
+        assert result["place"] == (rank, 4)
+        assert result["log"]["loss"] == pytest.approx(loss, rel=1e-6)
+        assert result["evaluation"] == pytest.approx(after, rel=1e-6)
+        assert result["log"]["grad_norm"] == pytest.approx(norm, rel=1e-6)
+        for parameter, expected in gradients.items():
+            assert relative_error(result["gradients"][parameter], expected) < 5e-6, (rank, parameter)
+
+
+def test_memory_is_of_a_ranks_share(divided):
+    whole = sum(parameter.numel() for parameter in case_model({}).parameters())
+    norms = 5 * 32
+    expected = {SAVED: ((2, 1), 24, (whole - norms) // 2 + norms, 2), "replicas of shards": ((4, 2), 48, whole, 2)}
+    for name, of_rank in expected.items():
+        memory = divided[0][name]["memory"]
+        assert (memory["heads"], memory["features"], memory["numbers"], memory["shards"]) == of_rank
+        assert memory["said"][0].startswith("memory with ")
+
+
+def test_it_is_saved_whole(divided, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32)
+    loss, _ = reference_step(model, random_documents(LENGTHS))
+    assert loss == pytest.approx(divided[0][SAVED]["evaluation"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_every_rank_refuses(everything, name):
+    for _, messages in everything:
+        assert re.search(REFUSALS[name][1], messages[name]), messages[name]

@@ -22,12 +22,16 @@ class RankPool:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a module-level function with the arguments on every rank; what each returned, by rank."""
+    def run(self, function: Callable[..., Any], *args: Any, keeps_groups: bool = False) -> list[Any]:
+        """Call a module-level function with the arguments on every rank; what each returned, by rank.
+
+        With `keeps_groups` the groups that it made stay until a later run ends them: torch gives the meshes of
+        DTensors to later ones of the same shape, groups and all.
+        """
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send((function, args))
+            connection.send((function, args, keeps_groups))
         results: dict[int, Any] = {}
         while len(results) < self.size:
             waiting = [connection for rank, connection in enumerate(self._connections) if rank not in results]
@@ -88,12 +92,13 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
     torch.distributed.init_process_group("gloo")
     while True:
         try:
-            function, args = connection.recv()
+            function, args, keeps_groups = connection.recv()
         except EOFError:
             return
         try:
             result = function(*args)
-            _end_groups()
+            if not keeps_groups:
+                _end_groups()
             connection.send((True, result))
         except Exception:
             connection.send((False, traceback.format_exc()))

@@ -186,19 +186,18 @@ def _memory(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _train_divided(folder: str) -> dict[str, dict[str, Any]]:
-    """The results of all cases on this rank."""
-    results = {}
-    for name, case in CASES.items():
-        model = with_adapters(divided_model(Path(folder) / name, case["divided"]), case)
-        batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
-        arguments = {**ONE_STEP, **case.get("arguments", {}), **(batch if case.get("source") == "flattened" else {})}
-        trainer = make_trainer(f"{folder}/{name}", case.get("source", "packed"), model=model, **arguments)
-        before = trainer.evaluate()["eval_loss"] if name in EVALUATED_FIRST else None
-        results[name] = {**_train(trainer), "before": before, "memory": _memory(trainer)}
-        if name == SAVED:
-            trainer.save_model(f"{folder}/saved")
-    return results
+def _train_divided(folder: str, name: str) -> dict[str, Any]:
+    """The result of a case on this rank."""
+    case = CASES[name]
+    model = with_adapters(divided_model(Path(folder) / name, case["divided"]), case)
+    batch = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    arguments = {**ONE_STEP, **case.get("arguments", {}), **(batch if case.get("source") == "flattened" else {})}
+    trainer = make_trainer(f"{folder}/{name}", case.get("source", "packed"), model=model, **arguments)
+    before = trainer.evaluate()["eval_loss"] if name in EVALUATED_FIRST else None
+    result = {**_train(trainer), "before": before, "memory": _memory(trainer)}
+    if name == SAVED:
+        trainer.save_model(f"{folder}/saved")
+    return result
 
 
 def _refusals(folder: str) -> dict[str, str]:
@@ -229,27 +228,26 @@ def _refusals(folder: str) -> dict[str, str]:
     return messages
 
 
-def _everything(folder: str) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """In one go: torch keeps meshes for as long as the process lives, and `RankPool` ends their groups."""
-    return _train_divided(folder), _refusals(folder)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("divided")
-
-
-@pytest.fixture(scope="module")
-def everything(rank_pools, folder) -> list[tuple[dict[str, dict[str, Any]], dict[str, str]]]:
-    """What becomes of all cases and all refusals on each of four ranks."""
+    """With the whole model of each case and each refusal."""
+    folder = tmp_path_factory.mktemp("divided")
     for name, case in {**CASES, **{name: case for name, (case, _) in REFUSALS.items()}}.items():
         case_model(case).save_pretrained(folder / name)
-    return rank_pools[4].run(_everything, str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
-def divided(everything) -> list[dict[str, dict[str, Any]]]:
-    return [results for results, _ in everything]
+def divided(rank_pools, folder) -> list[dict[str, dict[str, Any]]]:
+    """The results of all cases on each of four ranks."""
+    by_case = {name: rank_pools[4].run(_train_divided, str(folder), name, keeps_groups=True) for name in CASES}
+    return [{name: ranks[rank] for name, ranks in by_case.items()} for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def refusals(rank_pools, folder) -> list[dict[str, str]]:
+    """What each refusal says on each of four ranks."""
+    return rank_pools[4].run(_refusals, str(folder), keeps_groups=True)
 
 
 def reference(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], float, float]:
@@ -312,7 +310,8 @@ def _train_sharded(folder: str, sizes: dict[str, int]) -> tuple[dict[str, Any], 
 def test_replicas_of_shards_as_accelerate_makes_them(rank_pools, tmp_path):
     loss, gradients, norm, after = reference({})
     sizes = {"dp_replicate_size": 2, "dp_shard_size": 2}
-    for rank, (result, mesh) in enumerate(rank_pools[4].run(_train_sharded, str(tmp_path), sizes)):
+    results = rank_pools[4].run(_train_sharded, str(tmp_path), sizes, keeps_groups=True)
+    for rank, (result, mesh) in enumerate(results):
         assert "dp_replicate=2, dp_shard=2" in mesh
         assert result["place"] == (rank, 4)
         assert result["log"]["loss"] == pytest.approx(loss, rel=1e-6)
@@ -339,6 +338,6 @@ def test_it_is_saved_whole(divided, folder):
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_every_rank_refuses(everything, name):
-    for _, messages in everything:
+def test_every_rank_refuses(refusals, name):
+    for messages in refusals:
         assert re.search(REFUSALS[name][1], messages[name]), messages[name]

@@ -11,19 +11,8 @@ from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
 
-STRATEGIES: dict[str, list[str]] = {
-    "ddp": ["--multi_gpu"],
-    "fsdp2": [
-        "--use_fsdp",
-        "--fsdp_version=2",
-        "--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",
-        "--fsdp_reshard_after_forward=true",
-    ],
-    "zero1": ["--use_deepspeed", "--zero_stage=1", "--zero3_init_flag=false"],
-    "zero2": ["--use_deepspeed", "--zero_stage=2", "--zero3_init_flag=false"],
-    "zero3": ["--use_deepspeed", "--zero_stage=3", "--zero3_init_flag=false"],
-}
-"""`accelerate launch` options of each way to train in parallel."""
+CONFIGS = ROOT / "examples" / "configs"
+"""A file for each way to train in parallel, by its name."""
 
 
 def launch(strategy: str, script: Path, run: dict[str, Any], folder: Path, ranks: int = 2) -> dict[str, Any]:
@@ -46,37 +35,41 @@ def run_launch(
     """Launch a script that does the runs one after another in the same processes; stdout holds both streams.
 
     Args:
-        strategy: a name in STRATEGIES.
+        strategy: a file in CONFIGS, without its ending.
         script: see `tests/trainer/train_script.py`.
         runs: what it is to do, by name. Each is given its own output folder.
         folder: for the files of the launch.
         ranks: how many processes.
     """
-    # Trainers that tests make in this process leave settings for accelerate behind.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    defaults: dict[str, str] = {}
-    if strategy == "ddp":
-        environment["ACCELERATE_USE_CPU"] = "true"
-    else:
-        environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        environment["DS_ACCELERATOR"] = "cpu"
-        defaults["ddp_backend"] = "gloo"
     runs = {
-        name: {**run, "arguments": {"output_dir": str(folder / name), **defaults, **run.get("arguments", {})}}
+        name: {**run, "arguments": {"output_dir": str(folder / name), **run.get("arguments", {})}}
         for name, run in runs.items()
     }
-    options = {"output": str(folder / "result.json"), "fsdp2": strategy == "fsdp2", "runs": runs}
-    (folder / "options.json").write_text(json.dumps(options))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(ranks)]
-    command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
-    command += [f"--main_process_port={free_port()}", *STRATEGIES[strategy]]
+    (folder / "options.json").write_text(json.dumps({"output": str(folder / "result.json"), "runs": runs}))
     return subprocess.run(
-        [*command, str(script), str(folder / "options.json")],
-        env=environment,
+        [*launcher(strategy, ranks), str(script), str(folder / "options.json")],
+        env=cpu_environment(),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=280,
     )
+
+
+def launcher(strategy: str, ranks: int) -> list[str]:
+    """The command that launches a script, without the script.
+
+    Args:
+        strategy: a file in CONFIGS, without its ending.
+        ranks: how many processes.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{strategy}.yaml")]
+    return [*command, f"--num_processes={ranks}", f"--main_process_port={free_port()}"]
+
+
+def cpu_environment() -> dict[str, str]:
+    """The environment of a launch on the CPU, with a thread for each process."""
+    # Trainers that tests make in this process leave settings for accelerate behind.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    return environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -3,9 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from hf_distca.cli import plan, serve
+from hf_distca.cli import doctor, plan, serve
 from hf_distca.cli.lengths_file import InputError
 
 
@@ -17,23 +17,23 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: 0, or 2 where something that the user gave cannot be used.
+    """Run the command; the exit status: that of the tool, or 2 where something that the user gave cannot be used.
 
     Args:
         arguments: the command line without the program's name; None for the process's own.
     """
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    tools = {"plan": plan, "serve": serve}
+    tools: dict[str, Any] = {"plan": plan, "doctor": doctor, "serve": serve}
     for tool in tools.values():
         tool.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
-        tools[options.command].run(options)
+        status: int | None = tools[options.command].run(options)  # none where a tool has but one
     except InputError as error:
         print(f"hf-distca {options.command}: error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from hf_distca.config import EXTERNAL, DistCAConfig
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
+from hf_distca.trainer.cpu_processes import join_on_cpu, shard_on_cpu
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
@@ -73,6 +74,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
             self.attention_server_launch = launch
             if launch.serves_on is not None:
                 return  # the arguments of a server: all that is done with them is `serve_if_server`
+        join_on_cpu(self)
         behind: Any = super(DistCAConfig, self)  # the trainer's own arguments
         behind.__post_init__()
         for name, (values, why) in REFUSED.items():
@@ -98,6 +100,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
         self.serve_if_server()
         behind: Any = super()
         device: torch.device = behind._setup_devices
+        shard_on_cpu(self)
         return device
 
     @cached_property

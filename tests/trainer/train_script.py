@@ -2,8 +2,7 @@
 
     train_script.py OPTIONS.json
 
-OPTIONS: output (where rank 0 writes the results of the runs, by name), fsdp2 (whether to make accelerate take CPU
-processes for FSDP2) and runs: for each name a dict of
+OPTIONS: output (where rank 0 writes the results of the runs, by name) and runs: for each name a dict of
 
     lengths      of the documents
     arguments    of DistCATrainingArguments
@@ -32,7 +31,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import datasets
 import peft
 import torch
@@ -49,14 +47,8 @@ VOCABULARY = 67
 """A size that nothing else has, so that tensors of tokens × vocabulary can be told."""
 
 
-def shard_on_cpu() -> None:
-    """Make accelerate shard on CPU processes, which it otherwise silently runs as DDP."""
-    gloo = ("gloo", accelerate.DistributedType.MULTI_GPU)
-    accelerate.PartialState._prepare_backend = lambda self, *args, **kwargs: gloo
-
-
 def allow_bf16() -> None:
-    """Let transformers take CPU processes for devices with bfloat16; with use_cpu it would not shard."""
+    """Let transformers take CPU processes for devices with bfloat16; with use_cpu there is no DeepSpeed."""
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 
@@ -202,9 +194,7 @@ def main() -> None:
     with open(sys.argv[1]) as file:
         options = json.load(file)
     torch.set_num_threads(1)
-    if options["fsdp2"]:
-        shard_on_cpu()
-    if os.environ.get("ACCELERATE_USE_CPU") != "true":
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         allow_bf16()
     # All before the first arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
     models = {name: make_model(run) for name, run in options["runs"].items()}

@@ -1,0 +1,112 @@
+"""hf-distca doctor: what is installed and launched, and what to change before training."""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_distca.cli.findings.finding import Finding, Told, table, told_together
+from hf_distca.cli.findings.launch import launch_findings, number_of_processes
+from hf_distca.cli.findings.links import Link, link_findings, measured_links
+from hf_distca.cli.findings.machine import device_of, machine_findings
+from hf_distca.cli.findings.network import network_findings
+from hf_distca.cli.findings.versions import version_findings
+from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.nodes import ranks_per_node
+from hf_distca.planner.nodes import node_sizes, nodes_of
+
+DESCRIPTION = """\
+Look at what training will find: versions, GPU, kernel, memory, threads, the network, and settings that do not go
+together; say what to change. Launched as training will be, it connects the ranks and measures their links:
+
+  accelerate launch --config_file examples/configs/ddp.yaml --module hf_distca.cli.main doctor
+  torchrun --nproc-per-node 8 --no-python hf-distca doctor
+
+The exit status is 1 if something must be changed ("wrong"), else 0 ("ok", and "advice" for what may be better).
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand and its options."""
+    parser = commands.add_parser(
+        "doctor",
+        help="look at versions, devices, launch and network, and say what to change",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="that ranks wait for one another (default: 60)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Look at everything and tell it; in a launch of several processes rank 0 tells it for all.
+
+    Returns:
+        The exit status: 1 if something must be changed, on whichever rank.
+    """
+    device = device_of(os.environ)
+    world, local = number_of_processes(os.environ)
+    findings = [
+        *version_findings(),
+        *machine_findings(device, os.environ),
+        *launch_findings(
+            os.environ, cuda=device.type == "cuda", cores=os.cpu_count() or 1, threads=torch.get_num_threads()
+        ),
+        *network_findings(several_hosts=world > local),
+    ]
+    if world == 1 or "LOCAL_RANK" not in os.environ:
+        return _tell(told_together([findings]), [], options)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=options.timeout)
+        )
+        groups = Groups(device, options.timeout)
+        of_nodes = ranks_per_node(None, options.timeout)
+    except (RuntimeError, ValueError) as error:  # each rank for itself: they are not connected
+        findings.append(Finding("connection", str(error), "put that right first, then look again", needed=True))
+        return _tell(told_together([findings]), [], options)
+    by_rank = groups.all_gather(findings)
+    links = measured_links(groups, device)
+    dist.destroy_process_group()
+    status = _status(told := told_together(by_rank))
+    if groups.rank == 0:
+        nodes = None if of_nodes == 1 else nodes_of(node_sizes(groups.ranks, of_nodes))
+        told += [Told(finding) for finding in [_nodes(of_nodes, world, local), *link_findings(links, nodes)]]
+        _tell(told, links, options)
+    return status
+
+
+def _nodes(of_nodes: int | tuple[int, ...], world: int, local: int) -> Finding:
+    """Which ranks share a node, as plans will have it."""
+    if of_nodes == 1:
+        return Finding("nodes", "one" if world == local else f"{world}, of one rank each")
+    sizes = node_sizes(world, of_nodes)
+    return Finding("nodes", f"{len(sizes)}, of {', '.join(map(str, sizes))} ranks")
+
+
+def _tell(told: Sequence[Told], links: Sequence[Link], options: argparse.Namespace) -> int:
+    """Print findings; the exit status."""
+    if options.json:
+        findings = [{**asdict(each.finding), "state": each.finding.state, "ranks": each.ranks} for each in told]
+        print(json.dumps({"findings": findings, "links": [asdict(link) for link in links]}))
+    else:
+        print(table(told), flush=True)
+    return _status(told)
+
+
+def _status(told: Sequence[Told]) -> int:
+    return int(any(each.finding.needed for each in told))

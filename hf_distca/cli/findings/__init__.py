@@ -1,0 +1,1 @@
+"""What hf-distca doctor looks at."""

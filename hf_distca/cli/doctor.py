@@ -16,7 +16,7 @@ from hf_distca.cli.findings.launch import launch_findings, number_of_processes
 from hf_distca.cli.findings.links import Link, link_findings, measured_links
 from hf_distca.cli.findings.machine import device_of, machine_findings
 from hf_distca.cli.findings.network import network_findings
-from hf_distca.cli.findings.versions import version_findings
+from hf_distca.cli.findings.versions import agreement_findings, version_findings
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
 from hf_distca.planner.nodes import node_sizes, nodes_of
@@ -82,12 +82,10 @@ def run(options: argparse.Namespace) -> int:
     by_rank = groups.all_gather(findings)
     links = measured_links(groups, device)
     dist.destroy_process_group()
-    status = _status(told := told_together(by_rank))
-    if groups.rank == 0:
-        nodes = None if of_nodes == 1 else nodes_of(node_sizes(groups.ranks, of_nodes))
-        told += [Told(finding) for finding in [_nodes(of_nodes, world, local), *link_findings(links, nodes)]]
-        _tell(told, links, options)
-    return status
+    nodes = None if of_nodes == 1 else nodes_of(node_sizes(world, of_nodes))
+    of_all = [*agreement_findings(by_rank), _nodes(of_nodes, world, local), *link_findings(links, nodes)]
+    told = [*told_together(by_rank), *map(Told, of_all)]
+    return _tell(told, links, options) if groups.rank == 0 else _status(told)
 
 
 def _nodes(of_nodes: int | tuple[int, ...], world: int, local: int) -> Finding:

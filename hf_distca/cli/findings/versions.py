@@ -11,6 +11,8 @@ from hf_distca.cli.findings.finding import Finding
 
 NAME = "hf-distca"
 DEVELOPMENT = "dev"
+SAME_EVERYWHERE = (NAME, "torch", "transformers", "accelerate", "deepspeed", "attention_kernel")
+"""Findings that ranks must share: what they exchange, and when, is for these to say."""
 
 
 def version_findings() -> list[Finding]:
@@ -32,6 +34,26 @@ def version_findings() -> list[Finding]:
         _finding("python", python, SpecifierSet(told["Requires-Python"]), "make a new environment with such a Python"),
         Finding(NAME, told["Version"]),
         *package_findings(needs, extras, installed),
+    ]
+
+
+def agreement_findings(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """What is said where ranks have different versions, or different kernels by themselves.
+
+    Args:
+        by_rank: [ranks] the findings of each.
+    """
+    of_rank = [{finding.name: finding.found for finding in findings} for findings in by_rank]
+    differing = [name for name in SAME_EVERYWHERE if len({found.get(name) for found in of_rank}) > 1]
+    if not differing:
+        return []
+    return [
+        Finding(
+            "ranks differ",
+            f"in {', '.join(differing)}",
+            "install the same packages on every host; where GPUs differ, name an attention_kernel that all have",
+            needed=True,
+        )
     ]
 
 

@@ -1,0 +1,195 @@
+import json
+import subprocess
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from hf_distca.cli.findings.finding import Finding, Told, table, told_together
+from hf_distca.cli.findings.launch import launch_findings
+from hf_distca.cli.findings.links import Link, link_findings, measured_links
+from hf_distca.cli.findings.machine import device_memory_finding, kernel_findings, shared_memory_finding
+from hf_distca.cli.findings.network import HOW, gloo_finding
+from hf_distca.cli.findings.versions import agreement_findings, package_findings
+from hf_distca.cli.main import main
+from hf_distca.dispatch.groups import Groups
+from tests.launch import ROOT, cpu_environment, launcher
+
+CPU = torch.device("cpu")
+
+
+def of_launch(cuda=False, cores=8, threads=1, **environment):
+    """Findings of a made-up launch by their names."""
+    found = launch_findings(environment, cuda=cuda, cores=cores, threads=threads)
+    return {finding.name: finding for finding in found}
+
+
+def test_findings_of_ranks_are_told_once_with_what_to_do():
+    torch_, old = Finding("torch", "2.13.0"), Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True)
+    memory = Finding("shared memory", "0.06 GB free", "give more")
+    by_rank = [[torch_, memory], [torch_, memory], [old, memory], [torch_, memory]]
+    told = told_together(by_rank)
+    assert told == [Told(torch_, (0, 1, 3)), Told(old, (2,)), Told(memory)]
+    assert table(told).splitlines() == [
+        "ok      torch          2.13.0 (ranks 0-1, 3)",
+        "wrong   torch          2.9.0, needs >=2.11 (rank 2)",
+        "                       -> pip install torch",
+        "advice  shared memory  0.06 GB free",
+        "                       -> give more",
+    ]
+    assert agreement_findings([[torch_], [torch_]]) == []
+    (differ,) = agreement_findings([[torch_], [old]])
+    assert (differ.found, differ.state) == ("in torch", "wrong")
+
+
+def test_versions_against_those_that_are_needed():
+    needs = ["numpy>=2.0", "torch>=2.11", "transformers<6,>=5.17", 'peft>=0.18; extra == "peft"']
+    needs += ['deepspeed>=0.18; extra == "deepspeed"', 'ruff>=0.8; extra == "dev"', 'tqdm; python_version < "3"']
+    versions = {"numpy": "2.4.6", "transformers": "6.0.0.dev0", "peft": "0.17.0", "ruff": "0.1"}
+    found = package_findings([Requirement(need) for need in needs], ["deepspeed", "peft"], versions.get)
+    assert found == [
+        Finding("numpy", "2.4.6"),
+        Finding("torch", "not installed, needs >=2.11", "pip install 'torch>=2.11'", needed=True),
+        Finding(
+            "transformers",
+            "6.0.0.dev0, needs <6,>=5.17",
+            "pip install 'transformers<6,>=5.17'",
+            needed=True,
+        ),
+        Finding("deepspeed", "not installed; pip install 'hf-distca[deepspeed]' if you want it"),
+        Finding("peft", "0.17.0, needs >=0.18", "pip install 'peft>=0.18'", needed=True),
+    ]
+
+
+def test_processes_and_threads():
+    assert of_launch()["processes"].found.startswith("1; launched on several")
+    found = of_launch(WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", LOCAL_RANK="0", threads=2)
+    assert found["processes"] == Finding("processes", "8, of which 4 on a host")
+    assert found["OMP_NUM_THREADS"] == Finding("OMP_NUM_THREADS", "2 threads in each of 4 processes on 8 cores")
+    alone = of_launch(WORLD_SIZE="8")["processes"]
+    assert alone.found == "8, but LOCAL_RANK is not set: each would train alone, on the host's first GPU"
+    assert alone.state == "wrong"
+    many = of_launch(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", LOCAL_RANK="0", threads=8)["OMP_NUM_THREADS"]
+    assert many.found == "8 threads in each of 4 processes on 8 cores"
+    assert many.change == "set OMP_NUM_THREADS=2: threads that wait for a core slow all down"
+    crowd = of_launch(WORLD_SIZE="9", LOCAL_WORLD_SIZE="9", LOCAL_RANK="0")["OMP_NUM_THREADS"]
+    assert crowd.change == "launch at most 8 processes on this host"
+
+
+@pytest.mark.parametrize(
+    ("name", "cuda", "environment", "state"),
+    [
+        ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"}, "wrong"),
+        ("ACCELERATE_USE_CPU", False, {"ACCELERATE_USE_CPU": "true"}, None),
+        ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "wrong"),
+        ("dynamo_backend", True, {"ACCELERATE_DYNAMO_BACKEND": "no"}, None),
+        ("PYTORCH_ALLOC_CONF", False, {}, None),
+        ("PYTORCH_ALLOC_CONF", True, {}, "advice"),
+        ("PYTORCH_ALLOC_CONF", True, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "advice"),
+        ("PYTORCH_ALLOC_CONF", True, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", True, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "advice"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", True, {}, None),
+    ],
+)
+def test_settings_of_the_environment(name, cuda, environment, state):
+    found = of_launch(cuda=cuda, **environment).get(name)
+    assert (found and found.state) == state
+
+
+@pytest.mark.parametrize(
+    ("named", "address", "several", "state", "found"),
+    [
+        ("eth0", None, True, "ok", "eth0"),
+        ("eth0,ib0", None, True, "wrong", "eth0,ib0, but this host has no interface ib0, only lo, eth0"),
+        (None, "10.0.0.7", True, "ok", "not set; this host's name 'a' resolves to 10.0.0.7"),
+        (None, None, True, "wrong", "not set, and this host's name 'a' resolves to no address"),
+        (
+            None,
+            "127.0.1.1",
+            True,
+            "wrong",
+            "not set, and this host's name 'a' resolves to 127.0.1.1, which no other host reaches",
+        ),
+        (
+            None,
+            "127.0.1.1",
+            False,
+            "ok",
+            "not set, and this host's name 'a' resolves to 127.0.1.1, which no other host reaches; that is enough on "
+            "one host",
+        ),
+    ],
+)
+def test_what_gloo_goes_by(named, address, several, state, found):
+    finding = gloo_finding(named, ["lo", "eth0"], "a", address, several_hosts=several)
+    assert (finding.state, finding.found) == (state, found)
+    assert finding.change == (HOW if state == "wrong" else "")
+
+
+def test_memory():
+    assert device_memory_finding(int(79e9), int(80e9)) == Finding("GPU memory", "79.0 GB free of 80.0")
+    taken = device_memory_finding(int(60e9), int(80e9))
+    assert (taken.state, taken.found) == ("advice", "60.0 GB free of 80.0")
+    assert shared_memory_finding(int(8e9)).state == "ok"
+    small = shared_memory_finding(64 * 2**20)
+    assert (small.state, small.found) == ("advice", "0.07 GB free in /dev/shm")
+
+
+def test_kernels_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    (none,) = kernel_findings(torch.device("cuda"))
+    assert (none.name, none.found, none.state) == ("attention_kernel", "none", "wrong")
+    assert "got 7.5" in none.change
+    assert kernel_findings(CPU) == [Finding("attention_kernel", "auto is cpu")]
+
+
+def test_slow_links_are_named():
+    rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
+    links = [Link(sender, receiver, rate) for (sender, receiver), rate in rates.items()]
+    within, between = link_findings(links, (0, 0, 1))
+    assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")
+    assert between.found == "40.50 GB/s; the slowest, rank 2 to 1, 9.00"
+    assert between.state == "advice"
+    (alike,) = link_findings(links[:2], None)
+    assert alike.name == "links between ranks"
+
+
+def links_of_a_rank():
+    return measured_links(Groups(CPU, 60.0), CPU)
+
+
+def test_each_way_between_two_ranks_is_measured(rank_pools):
+    measured = rank_pools[3].run(links_of_a_rank)
+    assert measured[0] == measured[1] == measured[2]
+    ways = [(link.sender, link.receiver) for link in measured[0]]
+    assert sorted(ways) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert all(0 < link.rate < 1000 for link in measured[0])
+
+
+def test_one_process(monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["doctor"]) == 0
+    states = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert states <= {"ok", "advice", "->"}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    assert main(["doctor", "--json"]) == 1
+    told = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert told["GLOO_SOCKET_IFNAME"]["state"] == "wrong"
+
+
+def test_a_launch():
+    done = subprocess.run(
+        [*launcher("ddp", 2), "--module", "hf_distca.cli.main", "doctor", "--json"],
+        cwd=ROOT,
+        env=cpu_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    found = {each["name"]: each for each in told["findings"]}
+    assert found["processes"]["found"] == "2 on one host"
+    assert found["nodes"]["found"] == "one"
+    assert found["links between ranks"]["found"].endswith(f"{min(link['rate'] for link in told['links']):.2f}")
+    assert found["torch"]["ranks"] is None

@@ -24,18 +24,19 @@ class Hosts:
 
     Attributes:
         names: of the namespaces, others in every process, so that two checkouts can be measured in turns.
+        devices: by which each reaches the other, named likewise.
     """
 
     def __init__(self, ranks_per_host: int = 1) -> None:
         self.names = tuple(f"distca{os.getpid()}{side}" for side in "ab")
-        self._devices = tuple(f"dv{os.getpid()}{side}" for side in "ab")
+        self.devices = tuple(f"dv{os.getpid()}{side}" for side in "ab")
         self._ranks_per_host = ranks_per_host
 
     def __enter__(self) -> "Hosts":
         for name in self.names:
             ip("netns", "add", name)
-        ip("link", "add", self._devices[0], "type", "veth", "peer", "name", self._devices[1])
-        for name, address, device in zip(self.names, ADDRESSES, self._devices, strict=True):
+        ip("link", "add", self.devices[0], "type", "veth", "peer", "name", self.devices[1])
+        for name, address, device in zip(self.names, ADDRESSES, self.devices, strict=True):
             ip("link", "set", device, "netns", name)
             ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
             ip("-n", name, "link", "set", device, "up")
@@ -57,7 +58,7 @@ class Hosts:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.setns(namespace.fileno(), NETWORK_NAMESPACE) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {self.names[host]}")
-        os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=self._devices[host])
+        os.environ.update(MASTER_ADDR=ADDRESSES[0], GLOO_SOCKET_IFNAME=self.devices[host])
 
     def limit(self, rank: int, rate_mbit: float | None) -> None:
         """Limit what each host sends; None: no limit. A collective.
@@ -67,7 +68,7 @@ class Hosts:
             rate_mbit: of one host's ranks together, in either direction.
         """
         if rank % self._ranks_per_host == 0:
-            device = self._devices[self.host_of(rank)]
+            device = self.devices[self.host_of(rank)]
             subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=False, stderr=subprocess.DEVNULL)
             if rate_mbit is not None:
                 shape = ["tbf", "rate", f"{rate_mbit:.0f}mbit", "burst", "256kb", "latency", "400ms"]
@@ -78,7 +79,7 @@ class Hosts:
         """Bytes that the host of this rank has sent over the link so far; its process is on that host."""
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             device, _, counters = line.partition(":")
-            if device.strip() == self._devices[self.host_of(rank)]:
+            if device.strip() == self.devices[self.host_of(rank)]:
                 return int(counters.split()[8])  # after eight numbers of what was received
         raise RuntimeError(f"rank {rank} is on no host: call move_in first")
 

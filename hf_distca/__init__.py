@@ -41,6 +41,8 @@ __all__ = [
     "plan_settings",
 ]
 
+__version__ = "0.1.0"
+
 # Imported when they are asked for: Trainer takes seconds, which servers and `hf-distca plan` need not spend.
 _MODULES = {
     "CollatorWithLengths": "dispatch.padding_free",

@@ -57,14 +57,15 @@ def run_launch(
     )
 
 
-def launcher(strategy: str, ranks: int) -> list[str]:
+def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[str]:
     """The command that launches a script, without the script.
 
     Args:
         strategy: a file in CONFIGS, without its ending.
         ranks: how many processes.
+        python: that runs it.
     """
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{strategy}.yaml")]
+    command = [python, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{strategy}.yaml")]
     return [*command, f"--num_processes={ranks}", f"--main_process_port={free_port()}"]
 
 

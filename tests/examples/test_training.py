@@ -1,67 +1,10 @@
 """The training examples as a user starts them, with small settings."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_port
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def run(command, ranks=1):
-    """Run an example on the CPU; what it printed."""
-    if ranks > 1:
-        launch = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        ports = ["--num_processes", str(ranks), "--main_process_port", str(free_port())]
-        command = ["-m", "accelerate.commands.launch", *launch, *ports, *command]
-    environment = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=EXAMPLES,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    sizes = "--hidden_size 64 --layers 2 --heads 4 --kv_heads 2 --vocab_size 512"
-    run(["make_checkpoint.py", "--output", str(folder), *sizes.split()])
-    return folder
-
-
-def finetune(checkpoint, output, *options, ranks=1):
-    settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none"
-    paths = ["--model", str(checkpoint), "--output_dir", str(output)]
-    printed = run(["finetune_llama.py", *paths, *settings.split(), *options], ranks)
-    return json.loads((output / "summary.json").read_text()), printed
-
-
-def test_two_ranks_on_the_standard_library(checkpoint, tmp_path):
-    options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12"
-    summary, printed = finetune(checkpoint, tmp_path, *options.split(), ranks=2)
-    assert summary["documents"] == 19
-    assert summary["tokens"] > 19 * 30
-    assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
-    assert summary["loss_last"] < summary["loss_first"] - 0.5
-    assert summary["eval_loss"] < summary["loss_first"]
-    assert summary["pairs_max_over_mean_as_packed"] > 1.1
-    # With 512 tokens per rank a block of 128 rows is a large part of a rank's share.
-    assert 1 <= summary["pairs_max_over_mean_planned"] < summary["pairs_max_over_mean_as_packed"]
-    assert summary["tokens_per_second"] > 0
-    assert f"{summary['eval_loss']:.3f}" in printed
-    assert (tmp_path / "model.safetensors").exists()
+from tests.examples.running import EXAMPLES, finetune, run
 
 
 def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
@@ -69,8 +12,8 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
     data.write_text(
         "".join(json.dumps({"body": f"def f{i}():\n    return {i}\n" * (i + 1)}) + "\n" for i in range(20))
     )
-    options = ["--dataset", str(data), "--text_column", "body", "--lora", "--tokens_per_rank", "1024"]
-    summary, _ = finetune(checkpoint, tmp_path / "run", *options, "--num_train_epochs", "3")
+    options = f"--dataset {data} --text_column body --lora --tokens_per_rank 1024 --num_train_epochs 3"
+    summary, _ = finetune(checkpoint, tmp_path / "run", options)
     assert summary["documents"] == 19
     assert summary["loss_last"] < summary["loss_first"]
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
@@ -103,7 +46,8 @@ def test_a_chat_of_a_module(monkeypatch):
 
 def test_a_loop_of_ones_own(checkpoint):
     options = "--steps 4 --documents_per_rank 2 --max_length 512"
-    printed = run(["accelerate_loop.py", "--model", str(checkpoint), *options.split()], ranks=2)
+    command = ["accelerate_loop.py", "--model", str(checkpoint), *options.split()]
+    printed = run(command, ranks=2, ACCELERATE_USE_CPU="true")
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

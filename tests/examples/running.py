@@ -1,0 +1,61 @@
+"""Running examples as users do, on the CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.launch import cpu_environment, launcher
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(
+    command: list[str],
+    folder: Path = EXAMPLES,
+    ranks: int = 1,
+    config: str = "ddp",
+    python: str = sys.executable,
+    **environment: str,
+) -> str:
+    """What an example printed.
+
+    Args:
+        command: file of the example and its options.
+        folder: of the examples.
+        ranks: how many processes.
+        config: a file in examples/configs, without its ending.
+        python: that runs it.
+        environment: variables besides those of `cpu_environment`.
+    """
+    done = subprocess.run(
+        [*(launcher(config, ranks, python) if ranks > 1 else [python]), *command],
+        cwd=folder,
+        env={**cpu_environment(), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def finetune(checkpoint: Path, output: Path, options: str, **how: Any) -> tuple[dict[str, float], str]:
+    """The summary of a training by examples/finetune_llama.py, and what it printed; `how` as `run` takes it."""
+    printed = run(finetune_command(checkpoint, output, options), **how)
+    return summary_of(output), printed
+
+
+def finetune_command(checkpoint: Path, output: Path, options: str) -> list[str]:
+    """The example with small settings."""
+    settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none"
+    paths = ["--model", str(checkpoint), "--output_dir", str(output)]
+    return ["finetune_llama.py", *paths, *settings.split(), *options.split()]
+
+
+def summary_of(output: Path) -> dict[str, float]:
+    """What the example wrote at its end."""
+    summary: dict[str, float] = json.loads((output / "summary.json").read_text())
+    return summary

@@ -1,0 +1,130 @@
+"""The wheel of a clean checkout, in an environment that has what it declares and no more, trains the example."""
+
+import shutil
+import subprocess
+import sys
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import hf_distca
+from tests.examples.running import finetune
+from tests.launch import ROOT, cpu_environment
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """The files of the project that git knows, as they are."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no checkout of a git repository")
+    folder = tmp_path_factory.mktemp("clone")
+    for name in listed.stdout.split("\0"):
+        if name and not name.startswith("benchmarks/") and (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(clone, tmp_path_factory) -> Path:
+    """The project's wheel, made with the setuptools that is there."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(clone))
+    (wheel,) = folder.iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """The Python of an environment with the wheel, and with what it declares, by links to what is installed here."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    pip("--python", str(python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel))
+    (site,) = folder.glob("lib/python*/site-packages")
+    (metadata,) = site.glob("hf_distca-*.dist-info")
+    for needed in closure(Distribution.at(metadata)):
+        link_files(needed, site)
+    return python
+
+
+def pip(*words: str) -> None:
+    """Run pip of this environment."""
+    run_outside([sys.executable, "-m", "pip", *words], ROOT.parent)
+
+
+def closure(package: Distribution) -> list[Distribution]:
+    """All that a package needs, directly or not, without its extras."""
+    found: dict[str, Distribution] = {}
+    left = [(package, "")]
+    while left:
+        at, extra = left.pop()
+        for line in at.requires or ():
+            need = Requirement(line)
+            if need.marker is None or need.marker.evaluate({"extra": extra}):
+                for wanted in ("", *need.extras):
+                    if (name := f"{need.name}[{wanted}]") not in found:
+                        found[name] = distribution(need.name)
+                        left.append((found[name], wanted))
+    return list(found.values())
+
+
+def link_files(package: Distribution, site: Path) -> None:
+    """Let an environment have a package that is installed here: what lies side by side in its site-packages."""
+    for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+        if not (site / name).exists():
+            (site / name).symlink_to(Path(str(package.locate_file(name))))
+
+
+def test_its_name_says_its_version(wheel):
+    assert wheel.name == f"hf_distca-{hf_distca.__version__}-py3-none-any.whl"
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## {hf_distca.__version__}" in changes
+
+
+def test_it_trains_the_example_on_two_ranks(python, clone, checkpoint, tmp_path):
+    options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12"
+    summary, printed = finetune(
+        checkpoint, tmp_path, options, folder=clone / "examples", ranks=2, python=str(python), PYTHONPATH=""
+    )
+    assert summary["documents"] == 19
+    assert summary["tokens"] > 19 * 30
+    assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
+    assert summary["loss_last"] < summary["loss_first"] - 0.5
+    assert summary["eval_loss"] < summary["loss_first"]
+    assert summary["pairs_max_over_mean_as_packed"] > 1.1
+    # With 512 tokens per rank a block of 128 rows is a large part of a rank's share.
+    assert 1 <= summary["pairs_max_over_mean_planned"] < summary["pairs_max_over_mean_as_packed"]
+    assert summary["tokens_per_second"] > 0
+    assert f"{summary['eval_loss']:.3f}" in printed
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_its_command_plans(python, tmp_path):
+    (tmp_path / "lengths.json").write_text("[4, 4, 2, 6]")
+    printed = run_outside(
+        [python.with_name("hf-distca"), "plan", "--lengths", "lengths.json", "--ranks", "2", "--tokens-per-rank", "8"],
+        tmp_path,
+    )
+    assert "documents                      4, 16 tokens" in printed
+
+
+def test_nothing_else_is_there(python, tmp_path):
+    code = "import hf_distca.cli.main as cli; print(cli.__file__); cli.main(['doctor'])"
+    file, *findings = run_outside([python, "-c", code], tmp_path).splitlines()
+    assert Path(file).is_relative_to(python.parents[1])
+    told = {line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")}
+    assert told["hf-distca"] == hf_distca.__version__
+    assert told["peft"].startswith("not installed")
+    assert told["deepspeed"].startswith("not installed")
+
+
+def run_outside(command: list[str | Path], folder: Path) -> str:
+    """What a command prints that sees nothing of this checkout."""
+    environment = {**cpu_environment(), "PYTHONPATH": ""}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

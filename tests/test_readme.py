@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shlex
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_options_of_the_plan_exist(capsys):
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     shown = set(re.findall(r"--[a-z-]+", section("Planning without training")))
     assert {"--lengths", "--document-layout", "--dump"} <= shown <= known
+
+
+def test_the_shown_findings_are_those_of_the_doctor():
+    shown = re.findall(r"^(ok|advice|wrong) +(\w+(?: \w+)*)  +", section("Looking before training"), re.M)
+    assert {state for state, _ in shown} == {"ok", "advice"}
+    sources = "".join(path.read_text() for path in (ROOT / "hf_distca" / "cli").rglob("*.py"))
+    packages = [re.match(r"[\w-]+", need)[0] for need in requires("hf-distca")]
+    for _, name in shown:
+        assert name in packages or f'"{name}"' in sources, name
 
 
 def test_options_of_serve_exist(capsys):

@@ -31,6 +31,8 @@ together; say what to change. Launched as training will be, it connects the rank
 The exit status is 1 if something must be changed ("wrong"), else 0 ("ok", and "advice" for what may be better).
 """
 
+CONNECT = "let ranks reach one another first: GLOO_SOCKET_IFNAME above, the launch, and for NCCL see NCCL_DEBUG=INFO"
+
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand and its options."""
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
         groups = Groups(device, options.timeout)
         of_nodes = ranks_per_node(None, options.timeout)
     except (RuntimeError, ValueError) as error:  # each rank for itself: they are not connected
-        findings.append(Finding("connection", str(error), "put that right first, then look again", needed=True))
+        findings.append(Finding("connection", str(error), CONNECT, needed=True))
         return _tell(told_together([findings]), [], options)
     by_rank = groups.all_gather(findings)
     links = measured_links(groups, device)

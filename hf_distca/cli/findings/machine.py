@@ -85,7 +85,7 @@ def kernel_findings(device: torch.device) -> list[Finding]:
 
 def host_memory_finding(free: int) -> Finding:
     """The host's free memory, in bytes."""
-    return Finding("host memory", f"{free / GB:.1f} GB free")
+    return Finding("host memory", f"{free / GB:.0f} GB free")
 
 
 def device_memory_finding(free: int, total: int) -> Finding:

@@ -1,6 +1,6 @@
 """Fine-tune a LLaMA checkpoint on whole documents, the core attention of all ranks in balance.
 
-    accelerate launch --num_processes 8 examples/finetune_llama.py \
+    accelerate launch --config_file examples/configs/ddp.yaml examples/finetune_llama.py \
         --model meta-llama/Llama-3.2-1B --dataset my_documents.jsonl --lora \
         --output_dir runs/llama --tokens_per_rank 32768 --bf16 --learning_rate 2e-4
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import accelerate
 import pytest
-import transformers
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from tests.trainer import train_script
@@ -15,7 +14,6 @@ STEPS = 2
 LAUNCHED = {
     "ddp": {"ACCELERATE_USE_CPU": "true"},
     "fsdp2": {
-        "ACCELERATE_TORCH_DEVICE": "cpu",
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -54,12 +52,6 @@ def _train(folder: str, strategy: str) -> tuple[dict[str, Any], list[bool]]:
         for name, value in LAUNCHED[strategy].items():
             patch.setenv(name, value)
         arguments = {**RUN["arguments"], "output_dir": folder}
-        if strategy == "fsdp2":
-            arguments["ddp_backend"] = "gloo"
-            patch.setattr(accelerate.PartialState, "_prepare_backend", None)  # to be undone afterwards
-            patch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", None)
-            train_script.shard_on_cpu()
-            train_script.allow_bf16()
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         result = train_script.train(train_script.make_model(RUN), {**RUN, "arguments": arguments}, Path(folder))
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

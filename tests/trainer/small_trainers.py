@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening, training_args
 
 import hf_distca
 from tests.models import random_documents, small_model
-from tests.trainer.train_script import allow_bf16, shard_on_cpu
+from tests.trainer.train_script import allow_bf16
 
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]
 
@@ -83,7 +83,8 @@ def _taken_for_gpus() -> Iterator[None]:
     """While inside, accelerate and transformers look at CPU processes as if each had a GPU."""
     backend, bf16 = accelerate.PartialState._prepare_backend, training_args.is_torch_bf16_gpu_available
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    shard_on_cpu()
+    gloo = ("gloo", accelerate.DistributedType.MULTI_GPU)
+    accelerate.PartialState._prepare_backend = lambda self, *args, **kwargs: gloo
     allow_bf16()
     try:
         yield

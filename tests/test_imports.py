@@ -131,11 +131,11 @@ def test_a_server_and_a_rank_know_nothing_of_each_other():
 
 
 def test_no_circles():
+    named = {module: modules_of(imports_of(module)) for module in MODULES}
     # A package's own file is imported with any of its modules.
     imports = {
-        module: modules_of(imports_of(module))
-        | {package for package in MODULES if any(is_in(name, {package}) for name in modules_of(imports_of(module)))}
-        for module in MODULES
+        module: found | {package for package in MODULES if any(is_in(name, {package}) for name in found)}
+        for module, found in named.items()
     }
     left = {
         module: {name for name in found if not is_in(module, {name})} & MODULES.keys()

@@ -6,7 +6,8 @@ from typing import Any, Literal, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
 
-DOCUMENT_LAYOUTS = ("joint", "fixed")
+AUTO = "auto"
+DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
 EXTERNAL = "external"
 """Attention servers that are started apart."""
 AS_LAUNCHED = "auto"
@@ -34,15 +35,17 @@ class DistCAConfig:
     long_documents: LongDocuments = field(
         default="error",
         metadata={
-            "help": "A document longer than ranks * tokens_per_rank: 'error' refuses it, 'truncate' keeps its first "
-            "tokens, 'split' makes it into documents that fit.",
+            "help": "A document longer than ranks * tokens_per_rank, or tokens_per_rank where documents stay whole: "
+            "'error' refuses it, 'truncate' keeps its first tokens, 'split' makes it into documents that fit.",
         },
     )
     document_layout: str = field(
-        default="joint",
+        default=AUTO,
         metadata={
             "help": "'joint' places tokens and attention together, which moves the fewest bytes; 'fixed' packs "
-            "documents in order and moves only attention.",
+            "documents in order and moves only attention; 'whole' leaves every document, of at most tokens_per_rank "
+            "tokens, on one rank and moves only attention. 'auto' is 'whole' for models with state space layers, "
+            "linear attention or convolutions, which are wrong for a document that is cut, and else 'joint'.",
             "choices": DOCUMENT_LAYOUTS,
         },
     )
@@ -184,6 +187,11 @@ class DistCAConfig:
             if getattr(self, name) not in valid:
                 raise ValueError(f"{name} must be one of {list(valid)}, got {getattr(self, name)!r}")
 
+    @property
+    def planned_layout(self) -> str:
+        """How documents are laid out for a model with nothing but attention between its rows."""
+        return "joint" if self.document_layout == AUTO else self.document_layout
+
     def planning(self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1) -> dict[str, Any]:
         """What plans depend on of these settings, by the names that PlanSettings has for it.
 
@@ -198,7 +206,7 @@ class DistCAConfig:
         return {
             "ranks": ranks,
             "tokens_per_rank": self.tokens_per_rank,
-            "document_layout": self.document_layout,
+            "document_layout": self.planned_layout,
             "balance_tolerance": self.balance_tolerance,
             "balance_block_size": self.balance_block_size,
             "exchange_buffer_bytes": self.exchange_buffer_bytes,

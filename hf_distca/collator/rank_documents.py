@@ -92,5 +92,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
         lengths = micro_batch.lengths.tolist()
-        fillers = [1] * (self.settings.ranks - sum(lengths))  # of as many tokens as ranks, every rank has one
+        # Of as many tokens as ranks, every rank has one; of as many whole documents as ranks likewise.
+        held = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
+        fillers = [1] * (self.settings.ranks - held)
         return replace(plan_micro_batch(lengths + fillers, self.settings), fillers=len(fillers))

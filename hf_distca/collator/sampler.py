@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from hf_distca.collator.bin_packing import pack_in_order, place_evenly, place_tightly
+from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
 
 CLASSES_PER_OCTAVE = (1, 4, 16)
 """How finely documents are sorted by length before they are placed, coarsest (most random) first."""
@@ -46,27 +46,34 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     The number of micro-batches depends on lengths and capacity only, so that it is the same in every epoch.
     It has no `batch_size`: the number of documents varies.
 
+    Where a document may not span ranks, a micro-batch has a bin for each of them. Its documents come bin after bin, so
+    that whoever fills ranks in this order needs no further one (`planner/whole.py`).
+
     Args:
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
-        capacity: the most tokens of a micro-batch: ranks · tokens_per_rank.
+        capacity: the most tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank with a bin for each rank.
         shuffle: whether to draw new micro-batches in each epoch.
         seed: with the epoch, determines the order.
+        bins: of a micro-batch. No document is in two of them.
 
     Raises:
         ValueError: there is no excerpt, or one is longer than the capacity.
     """
 
-    def __init__(self, excerpts: NDArray[np.void], capacity: int, shuffle: bool = True, seed: int = 0):
+    def __init__(
+        self, excerpts: NDArray[np.void], capacity: int, shuffle: bool = True, seed: int = 0, *, bins: int = 1
+    ):
         if len(excerpts) == 0:
             raise ValueError("There are no documents to form micro-batches from; expected at least one.")
         lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
         if lengths.max() > capacity:
             raise ValueError(
-                f"A document has {lengths.max()} tokens, more than the {capacity} tokens of a micro-batch. "
+                f"A document has {lengths.max()} tokens, more than the {capacity} tokens that it may have here. "
                 "Apply fit_documents with this capacity first."
             )
         self.excerpts = excerpts
         self.capacity = capacity
+        self.bins = bins
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
@@ -74,7 +81,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         if shuffle:
             self._batches = self._count_shuffled()
         else:
-            batches = list(pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity))
+            filled = list(pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity))
+            batches = [sum(filled[first : first + bins], []) for first in range(0, len(filled), bins)]
             self._batches = len(batches)
             self._in_order = np.array([excerpt for batch in batches for excerpt in batch])
             self._sizes_in_order = np.array([len(batch) for batch in batches])
@@ -100,36 +108,37 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     def _count_shuffled(self) -> int:
         """How many micro-batches an epoch has: few enough to be nearly full, enough for every epoch."""
         longest_first: list[int] = np.sort(self._lengths)[::-1].tolist()
-        fewest = -(-sum(longest_first) // self.capacity)
+        fewest = -(-sum(longest_first) // (self.capacity * self.bins))
         with_spare = min(fewest + fewest // SPARE_BATCHES, len(longest_first))
-        if place_evenly(longest_first, with_spare, self.capacity) is not None:
+        if place_evenly(longest_first, with_spare * self.bins, self.capacity) is not None:
             return with_spare
-        # Few documents per micro-batch: even filling leaves no room for the last ones.
-        return max(place_tightly(longest_first, self.capacity)) + 1
+        # Few documents per bin: even filling leaves no room for the last ones.
+        return max(place_tightly(longest_first, self.capacity)) // self.bins + 1
 
     def _shuffled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """This epoch's excerpts, one micro-batch after another, and how many each micro-batch has."""
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.excerpts))
-        batch_of = self._place(shuffled)
+        # Placing fills as many bins first as there are micro-batches: each gets one of them, and none stays empty.
+        bin_in_batch, batch_of = np.divmod(self._place(shuffled), self._batches)
         # Placing starts the first micro-batches with the longest documents: give them a random place in the
         # epoch.
         batch_of = random.permutation(self._batches)[batch_of]
         return (
-            shuffled[np.argsort(batch_of, kind="stable")],
+            shuffled[np.lexsort((bin_in_batch, batch_of))],
             np.bincount(batch_of, minlength=self._batches),
         )
 
     def _place(self, shuffled: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The micro-batch of each excerpt of `shuffled`."""
-        lengths = self._lengths[shuffled]
+        """The bin of each excerpt of `shuffled`."""
+        lengths, bins = self._lengths[shuffled], self._batches * self.bins
         # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that ranks on different
         # processors agree.
         mantissa, exponent = np.frexp(lengths)
         for classes in CLASSES_PER_OCTAVE:
             length_class = exponent * classes + np.floor((2 * mantissa - 1) * classes).astype(np.int64)
             order = np.argsort(-length_class, kind="stable")
-            chosen = place_evenly(lengths[order].tolist(), self._batches, self.capacity)
+            chosen = place_evenly(lengths[order].tolist(), bins, self.capacity)
             if chosen is not None:
                 break
         else:
@@ -137,9 +146,9 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             # counting.
             order = np.argsort(-lengths, kind="stable")
             longest_first = lengths[order].tolist()
-            chosen = place_evenly(longest_first, self._batches, self.capacity)
+            chosen = place_evenly(longest_first, bins, self.capacity)
             if chosen is None:
                 chosen = place_tightly(longest_first, self.capacity)
-        batch_of = np.empty(len(lengths), np.int64)
-        batch_of[order] = chosen
-        return batch_of
+        bin_of = np.empty(len(lengths), np.int64)
+        bin_of[order] = chosen
+        return bin_of

@@ -9,10 +9,10 @@ import numpy as np
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hf_distca.collator.bin_packing import pack_in_order
 from hf_distca.collator.collation import excerpt_document, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, TokenDocument, token_document
 from hf_distca.collator.long_documents import LongDocuments, cut_documents, fit_documents, warn_truncated
+from hf_distca.planner.bin_packing import pack_in_order
 
 
 class StreamPacker(IterableDataset[dict[str, Any]]):

@@ -223,12 +223,18 @@ class BoundNanoBatch:
     Attributes:
         index: 0 or 1.
         rows: rows of it that this rank holds.
+        has_cuts: whether any document is not whole on its rank.
+        document_rows: tokens of each document that this rank holds rows of, in the order of its rows.
         routes: by kind of attention.
     """
 
     def __init__(self, index: int, nano_batch: NanoBatch, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
+        segments = nano_batch.layout.segments
+        lengths = nano_batch.layout.lengths[segments["document"]]
+        self.has_cuts = bool(np.any(segments["stop"] - segments["start"] < lengths))
+        self.document_rows = tuple(lengths[segments["rank"] == rank].tolist())
         self.routes = {kind: BoundRoutes(plan, rank, turn, buffer) for kind, plan in nano_batch.plans.items()}
         self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
@@ -257,11 +263,13 @@ class Ran:
         attentions: calls of the attention function.
         layers: decoder layers that `plan_layers` has prepared.
         layers_in_turns: of these, how many ran their nano-batches in turns.
+        mixing: calls of modules that mix along the row otherwise, each for all documents.
     """
 
     attentions: int = 0
     layers: int = 0
     layers_in_turns: int = 0
+    mixing: int = 0
 
 
 def _no_pause() -> None:
@@ -325,6 +333,20 @@ class BoundPlan:
     def rows(self) -> int:
         """Rows that a layer is called with on this rank."""
         return sum(nano.rows for nano in self.nano_batches)
+
+    @property
+    def document_rows(self) -> tuple[int, ...]:
+        """Rows of each document that a layer is called with on this rank, one after another.
+
+        Raises:
+            ValueError: on every rank, where any holds a part of a document only.
+        """
+        if any(nano.has_cuts for nano in self.nano_batches):
+            raise ValueError(
+                "a layer mixes the rows of a document otherwise than by attention, but the plan cuts documents between "
+                "ranks; plan with document_layout='whole'"
+            )
+        return tuple(rows for nano in self.nano_batches for rows in nano.document_rows)
 
     @property
     def stages(self) -> int:

@@ -1,5 +1,6 @@
 """The kinds of attention of a transformers model: what it tells of them in its config and its attention modules."""
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_distca.kernels import AttentionParams
 from hf_distca.patches.tensor_parallel import kind_on_a_rank
 from hf_distca.plan import AttentionKind
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""The name under which transformers' modules ask for their attention function."""
+ROWWISE = ("moe", "mlp", "sparse", "dense")
+"""Types of layers that compute each row by itself."""
+MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+"""Types of layers that mix along the row otherwise than by attention, the hybrid ones besides it."""
 
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -21,8 +29,21 @@ def _attentions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention layer of a decoder whose core attention a plan can move."""
+    return is_named_attention(module) and calls_interface(module)
+
+
+def is_named_attention(module: nn.Module) -> bool:
     """Whether a module is an attention layer of a decoder, as transformers names them."""
     return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether a module computes attention by the function that transformers' AttentionInterface has for it."""
+    forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
+    return any(
+        INTERFACE in inspect.unwrap(forward).__code__.co_names for forward in forwards if inspect.isroutine(forward)
+    )
 
 
 def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> tuple[AttentionKind, ...]:
@@ -69,11 +90,12 @@ def attention_windows(config: PreTrainedConfig) -> list[int | None]:
     if layer_types is None:
         return [window]
     known = {"full_attention": None, "attention": None, "sliding_attention": window}
+    known |= {"hybrid": None, "hybrid_sliding": window, **dict.fromkeys(("linear_attention", "conv", *ROWWISE))}
     unknown = sorted(set(layer_types) - set(known))
     if unknown:
         raise ValueError(
-            f"{type(config).__name__} has layers of type {unknown}; core attention can be moved between "
-            f"ranks only where every layer is one of {sorted(known)}"
+            f"{type(config).__name__} has layers of type {unknown}; a planned step is exact only where every layer is "
+            f"one of {sorted(known)}"
         )
     return [known[layer_type] for layer_type in layer_types]
 

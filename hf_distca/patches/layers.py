@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.patches.kinds import is_attention
+from hf_distca.patches.mixing import layer_runs, mixing_modules, plan_mixing
 from hf_distca.patches.split import join_results, join_states, split_argument
 from hf_distca.patches.thread_state import ThreadState
 from hf_distca.patches.uncompiled import uncompiled
@@ -35,7 +36,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     """Let a model's decoder layers run planned micro-batches nano-batch by nano-batch. Do it before `prepare`.
 
-    Outside a planned step the layers behave as before.
+    What mixes along the row otherwise than by attention runs document by document. Outside a planned step the layers behave as before.
 
     Args:
         model: the model; its layers are changed in place.
@@ -54,6 +55,7 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
             subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
         if cls in subclasses:
             layer.__class__ = subclasses[cls]
+        plan_mixing(layer)
     planned = [type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)]
     if not planned:
         raise ValueError(
@@ -64,17 +66,34 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """A model's decoder layers in their order: what transformers can checkpoint and what has attention."""
+    """A model's decoder layers in their order: what transformers can checkpoint and has attention, or is beside it."""
+    beside = {
+        id(layer)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and any(map(has_attention, module))
+        for layer in module
+    }
     return [
         module
         for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and any(map(is_attention, module.modules()))
+        if isinstance(module, GradientCheckpointingLayer) and (id(module) in beside or has_attention(module))
     ]
+
+
+def has_attention(layer: nn.Module) -> bool:
+    """Whether a decoder layer has attention that a plan can move."""
+    return any(map(is_attention, layer.modules()))
+
+
+def mixing_layers(model: nn.Module) -> list[nn.Module]:
+    """A model's decoder layers that mix along the row otherwise than by attention."""
+    return [layer for layer in decoder_layers(model) if mixing_modules(layer)]
 
 
 class _PlannedLayer(nn.Module):
     """Comes before a decoder layer's own class."""
 
+    _attends: bool | None = None
     _inner_hooks: "list[tuple[str, dict[int, Callable[..., Any]]]] | None" = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,9 +106,13 @@ class _PlannedLayer(nn.Module):
     def _planned_forward(
         self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if not self._has_attention():  # nothing is exchanged in it
+            with layer_runs(plan):
+                return run(*args, **kwargs)
         plan.ran.layers += 1
         if len(plan.nano_batches) == 1 or self._is_watched():
-            return run(*args, **kwargs)
+            with layer_runs(plan):
+                return run(*args, **kwargs)
         plan.ran.layers_in_turns += 1
         del kwargs[PLAN_KEY]
         first, second = (nano.rows for nano in plan.nano_batches)
@@ -106,6 +129,11 @@ class _PlannedLayer(nn.Module):
         for value, pair in zip((*args, *kwargs.values()), (*split_args, *split_kwargs.values()), strict=True):
             join_states(value, pair)
         return result
+
+    def _has_attention(self) -> bool:
+        if self._attends is None:
+            self._attends = has_attention(self)
+        return self._attends
 
     def _is_watched(self) -> bool:
         """Whether a module inside the layer has a hook of the user's, which is to see all rows in one call."""
@@ -161,7 +189,8 @@ def _take_turns(
         if outer is not None:  # what transformers records of modules inside the layer, nano-batch by nano-batch
             collected[index] = {key: [] for key in outer if not key.startswith("_")}
             _active_collector.set(collected[index])
-        results[index] = run(*args, **kwargs)
+        with layer_runs(kwargs[PLAN_KEY]):
+            results[index] = run(*args, **kwargs)
 
     runners = [greenlet(run_one), greenlet(run_one)]
     for runner in runners:

@@ -1,6 +1,5 @@
 """Whether a transformers model can be planned, and with which settings."""
 
-import inspect
 import logging
 from typing import Any
 
@@ -9,12 +8,14 @@ from torch import distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import AUTO, DistCAConfig
 from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.patches.adapters import check_adapters
 from hf_distca.patches.dropout import check_dropout
-from hf_distca.patches.kinds import attention_kinds, attention_params, decoder_attentions
+from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, decoder_attentions
+from hf_distca.patches.layers import mixing_layers
 from hf_distca.patches.masks import CHANGING_MASKS
+from hf_distca.patches.mixing import mixing_modules, takes_keywords
 from hf_distca.planner.micro_batch import PlanSettings
 
 logger = logging.getLogger(__name__)
@@ -49,18 +50,45 @@ def plan_settings(
     """
     attentions = checked_attentions(model)
     model = base_model(model)
+    layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = attention_kinds(model, attentions)
     needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
     kernel = _kernel(config.attention_kernel, device, needs)
     return PlanSettings(
-        **config.planning(ranks, ranks_per_node),
+        **{**config.planning(ranks, ranks_per_node), "document_layout": layout},
         kinds=kinds,
         bytes_per_value=dtype.itemsize,
         row_overhead=kernel.row_overhead,
         gather_cost=kernel.gather_cost,
         kernel=kernel.name,
     )
+
+
+def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
+    """How documents are laid out for a model: whole, where it mixes along the row otherwise than by attention.
+
+    Raises:
+        ValueError: the setting lets such a model's documents be cut.
+    """
+    mixing = mixing_layers(model)
+    if not mixing:
+        return config.planned_layout
+    (module, *_) = mixing_modules(mixing[0])
+    if config.document_layout not in (AUTO, "whole"):
+        raise ValueError(
+            f"document_layout={config.document_layout!r} cuts documents, and {type(module).__name__} in "
+            f"{type(model).__name__} would be wrong for one that is cut: it mixes the rows of a document otherwise "
+            "than by attention. Set document_layout='whole', which 'auto' is for this model"
+        )
+    if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.info(
+            "documents stay whole on their rank (document_layout='whole'): %s in %s mixes the rows of a document "
+            "otherwise than by attention",
+            type(module).__name__,
+            type(model).__name__,
+        )
+    return "whole"
 
 
 def _kernel(name: str, device: torch.device, needs: list[Need]) -> Kernel:
@@ -94,17 +122,18 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     Raises:
         ValueError: the model has no attention interface, does not use attn_implementation="distca", masks by a rule
-            of its own, drops attention weights in training, does not hand the plan to its attention layers, or has an
-            adapter of a kind that packed rows cannot train.
+            of its own, drops attention weights in training, does not hand the plan to its attention layers, mixes
+            along the row in a way that cannot be kept apart by documents, or has an adapter of a kind that packed rows
+            cannot train.
     """
     check_adapters(model)
     model = base_model(model)
     config = model.config.get_text_config(decoder=True)
-    if not getattr(model, "_supports_attention_backend", False):
+    attentions = decoder_attentions(model)
+    if not attentions:
         raise ValueError(
-            f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, or drops "
-            f"what is passed on to it; it can train with {_other_implementations(model)}, but not with planned "
-            "attention"
+            f"{type(model).__name__} does not run its attention through transformers' AttentionInterface; it can train "
+            f"with {_other_implementations(model)}, but not with planned attention"
         )
     name = config._attn_implementation
     if name != ATTENTION_NAME:
@@ -117,10 +146,10 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
             f"the layers of {type(model).__name__} lay a mask of their own over the causal one, made from the values; "
             f"a plan cannot express it. This model can train with {_other_implementations(model)}"
         )
-    attentions = decoder_attentions(model)
     check_dropout(config, attentions)
+    _check_mixing(model)
     for module_name, module in attentions.items():
-        if not _takes_keywords(module):
+        if not takes_keywords(module):
             raise ValueError(
                 f"{type(model).__name__} does not pass extra keywords on to {module_name} "
                 f"({type(module).__name__}.forward has no **kwargs), so the plan would not reach its attention; "
@@ -144,9 +173,26 @@ def check_reentrant(model: PreTrainedModel) -> None:
             )
 
 
-def _takes_keywords(module: nn.Module) -> bool:
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+def _check_mixing(model: PreTrainedModel) -> None:
+    """Raise unless all that mixes along the row is found, and its layers get the plan."""
+    config = model.config.get_text_config(decoder=True)
+    layers = mixing_layers(model)
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    expected = sum(layer_type in MIXING for layer_type in types)
+    if len(layers) < expected:
+        raise ValueError(
+            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but {len(layers)} have a module "
+            "that is known to mix along the row (a convolution, or attention of its own): the others' documents could "
+            f"not be kept apart. This model can train with {_other_implementations(model)}, but not with planned "
+            "attention"
+        )
+    for layer in layers:
+        if not takes_keywords(layer):
+            raise ValueError(
+                f"{type(layer).__name__}.forward has no **kwargs, so the plan would not reach the module in it that "
+                f"mixes along the row, and documents would mix; this model can train with "
+                f"{_other_implementations(model)}, but not with planned attention"
+            )
 
 
 def _other_implementations(model: PreTrainedModel) -> list[str]:

@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 from hf_distca.config import DistCAConfig
 from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.head import plan_head
-from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.layers import mixing_layers, plan_layers
 
 
 def prepare_model(model: PreTrainedModel, config: DistCAConfig, *, ping_pong: bool) -> None:
@@ -19,7 +19,7 @@ def prepare_model(model: PreTrainedModel, config: DistCAConfig, *, ping_pong: bo
     Raises:
         ValueError: the model does not have what a setting is about.
     """
-    if ping_pong:
+    if ping_pong or mixing_layers(model):
         plan_layers(model)
     if config.mlp_chunk_rows:
         chunk_mlps(model, config.mlp_chunk_rows)

@@ -15,6 +15,7 @@ from hf_distca.planner.metrics import exchange_figures, loads_of
 from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.stages import EXCHANGE_BUFFER_BYTES, with_stages
+from hf_distca.planner.whole import whole_documents
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class PlanSettings:
         kinds: the kinds of attention of the model's layers.
         bytes_per_value: of the dtype that core attention is computed in.
         document_layout: "joint" places tokens and attention together; "fixed" packs documents in order, with
-            equal tokens per rank.
+            equal tokens per rank; "whole" leaves every document on one rank, with tokens as equal as that allows.
         balance_tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
         balance_block_size: rows; tasks are cut at multiples of it.
         row_overhead: what the kernel spends on a query row besides its pairs, in pairs (`Kernel.row_overhead`).
@@ -91,8 +92,13 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
     Args:
         lengths: tokens of each document, at most ranks · tokens_per_rank in all.
         settings: see PlanSettings.
+
+    Raises:
+        ValueError: the ranks cannot hold the documents, or with document_layout="whole" not without cutting one.
     """
     array = np.asarray(lengths, np.int64)
+    if settings.document_layout == "whole":
+        return _plan_ranks(array, whole_documents(array, settings.ranks, settings.tokens_per_rank), settings)
     groups = split_documents(array, settings.ranks) if settings.ping_pong else None
     groups = groups or [np.arange(len(array))]
     sizes = settings.node_sizes
@@ -112,25 +118,30 @@ def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> Micr
         placed: lengths of the documents of each rank, in the order of its rows.
         settings: see PlanSettings.
     """
-    cuts = split_placed(placed) if settings.ping_pong else None
-    if cuts is None:
-        divided = [placed]
-    else:
-        divided = [
-            [lengths[:cut] for lengths, cut in zip(placed, cuts, strict=True)],
-            [lengths[cut:] for lengths, cut in zip(placed, cuts, strict=True)],
-        ]
-    layouts = [fixed_layout(each) for each in divided]
-    # Documents are counted rank after rank; each nano-batch has the first or the last ones of each rank.
-    indices = np.split(np.arange(sum(map(len, placed))), np.cumsum([len(lengths) for lengths in placed])[:-1])
-    groups = [np.concatenate(indices)]
-    if cuts is not None:
-        groups = [
-            np.concatenate([index[:cut] for index, cut in zip(indices, cuts, strict=True)]),
-            np.concatenate([index[cut:] for index, cut in zip(indices, cuts, strict=True)]),
-        ]
     every = np.array([length for lengths in placed for length in lengths], np.int64)
-    return _plan(every, groups, layouts, settings)
+    # Documents are counted rank after rank.
+    return _plan_ranks(every, np.split(np.arange(len(every)), np.cumsum([len(row) for row in placed])[:-1]), settings)
+
+
+def _plan_ranks(
+    lengths: NDArray[np.int64], on_ranks: Sequence[NDArray[np.int64]], settings: PlanSettings
+) -> MicroBatchPlan:
+    """Plan documents that are whole on their ranks; each nano-batch has the first or the last ones of each rank.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        on_ranks: for each rank, its documents in the order of its rows.
+        settings: see PlanSettings.
+    """
+    cuts = split_placed([lengths[documents].tolist() for documents in on_ranks]) if settings.ping_pong else None
+    divided = [list(on_ranks)]
+    if cuts is not None:
+        divided = [
+            [documents[:cut] for documents, cut in zip(on_ranks, cuts, strict=True)],
+            [documents[cut:] for documents, cut in zip(on_ranks, cuts, strict=True)],
+        ]
+    layouts = [fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided]
+    return _plan(lengths, [np.concatenate(each) for each in divided], layouts, settings)
 
 
 def _layout(lengths: NDArray[np.int64], settings: PlanSettings, node_sizes: tuple[int, ...] | None) -> Layout:

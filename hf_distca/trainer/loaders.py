@@ -72,12 +72,15 @@ class PackedLoaders:
     def _of_documents(self, dataset: Any, shuffle: bool, capacity: int) -> DataLoader[Any]:
         args, groups = self._args, self._dispatcher.groups
         lengths, _ = self.lengths(dataset)
+        bins, limit_name = 1, "ranks · tokens_per_rank"
         capacity = capacity or groups.ranks * args.tokens_per_rank
-        excerpts = fit_documents(lengths, capacity, args.long_documents, "ranks · tokens_per_rank")
+        if self._dispatcher.settings.document_layout == "whole":
+            bins, capacity, limit_name = groups.ranks, args.tokens_per_rank, "tokens_per_rank"
+        excerpts = fit_documents(lengths, capacity, args.long_documents, limit_name)
         seed = args.seed if args.data_seed is None else args.data_seed
         return DataLoader(
             RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns()),
-            batch_sampler=GlobalBatchSampler(excerpts, capacity, shuffle=shuffle, seed=seed),
+            batch_sampler=GlobalBatchSampler(excerpts, capacity, shuffle=shuffle, seed=seed, bins=bins),
             collate_fn=DistCACollator(groups.rank),
             **self._options(),
         )

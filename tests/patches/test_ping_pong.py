@@ -365,5 +365,5 @@ def test_cache():
 
 
 def test_output_that_cannot_be_joined():
-    with pytest.raises(ValueError, match=r"cannot join the decoder layer's output.*float and float"):
+    with pytest.raises(ValueError, match=r"cannot join the decoder layer's output.*got float; set"):
         join_results("output", (1.0, 2.0), (2, 4))

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.collator.bin_packing import pack_in_order, place_evenly, place_tightly
+from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
 
 some_lengths = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 

@@ -1,4 +1,4 @@
-"""Filling bins of a fixed capacity with documents: which documents share a micro-batch."""
+"""Filling bins of a fixed capacity with documents: which documents share a micro-batch, or a rank."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,6 +111,29 @@ def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
         same.append(fullest)
         chosen.append(fullest)
     return chosen
+
+
+def place_in_order(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
+    """Fill one bin after another in the given order.
+
+    Documents that came bin after bin, out of at most so many bins, always fit.
+
+    Args:
+        lengths: tokens of each document.
+        bins: how many bins there are.
+        capacity: the most tokens of a bin.
+
+    Returns:
+        The bin of each document, or None where a document found no room.
+    """
+    current, load = 0, 0
+    chosen = []
+    for length in lengths:
+        if load + length > capacity:
+            current, load = current + 1, 0
+        load += length
+        chosen.append(current)
+    return None if current >= bins or max(lengths, default=0) > capacity else chosen
 
 
 class _IntegerSet:

@@ -1,0 +1,118 @@
+"""Modules that mix the rows of a document otherwise than by attention: state spaces, linear attention, convolutions.
+
+Each row of theirs depends on the rows before it, whatever document these are of. In a planned step such a module runs
+document by document: `plan_mixing` gives it a subclass whose forward cuts its arguments where documents begin. That is
+exact for every model and every kernel, and needs whole documents on a rank; for many short documents it launches more
+kernels than a module that takes the lengths of packed documents (cu_seq_lens_q, seq_idx) would.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.patches.kinds import calls_interface, is_named_attention
+from hf_distca.patches.split import Refusal, Sizes, join_results, split_argument
+from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.plan import PLAN_KEY
+
+TOLD_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What says where documents begin in a row: a module that gets one document at a time needs none of it."""
+DOCUMENTS = Refusal(
+    "a planned step runs a mixing module document by document, but cannot divide its {name} ({described}) into the "
+    "documents of its {rows} rows; this model cannot train with planned attention",
+    "a planned step runs a mixing module document by document, but cannot join its {name} of documents of {sizes} "
+    "rows: got {described}; this model cannot train with planned attention",
+)
+
+_layer_plan: ContextVar[BoundPlan | None] = ContextVar("plan of the decoder layer that runs", default=None)
+
+
+@contextmanager
+def layer_runs(plan: BoundPlan) -> Iterator[None]:
+    """While inside, a decoder layer runs on the rows of this plan; models do not hand it to all modules of a layer."""
+    token = _layer_plan.set(plan)
+    try:
+        yield
+    finally:
+        _layer_plan.reset(token)
+
+
+def mixing_modules(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a decoder layer that mix along the row, the outermost ones; of its attention only those inside.
+
+    They are those that own a convolution over the row, and attention layers that do not run through transformers'
+    attention interface (linear attention).
+    """
+    found: list[nn.Module] = []
+    for module in layer.children():
+        if _mixes(module):
+            found.append(module)
+        else:
+            found.extend(mixing_modules(module))
+    return found
+
+
+def _mixes(module: nn.Module) -> bool:
+    if is_named_attention(module):
+        return not calls_interface(module)
+    # Under an adapter it is the base layer.
+    return any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in module.children())
+
+
+def plan_mixing(layer: nn.Module) -> None:
+    """Let a layer's mixing modules run document by document in planned steps; elsewhere they behave as before."""
+    for module in mixing_modules(layer):
+        cls = type(module)
+        if not issubclass(cls, _MixingModule):
+            # Others find modules by the name of their class.
+            module.__class__ = type(cls.__name__, (_MixingModule, cls), {"__module__": cls.__module__})
+
+
+def takes_keywords(module: nn.Module) -> bool:
+    """Whether a module takes keywords that it does not name, such as the plan."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+class _MixingModule(nn.Module):
+    """Comes before a mixing module's own class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan = _layer_plan.get()
+        if plan is None:
+            return super().forward(*args, **kwargs)
+        return self._by_document(super().forward, plan, args, kwargs)
+
+    @uncompiled("a mixing module runs on one document after another, of lengths that are new with each micro-batch")
+    def _by_document(
+        self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        plan.ran.mixing += 1
+        sizes = plan.document_rows
+        split_args = [split_argument(f"argument {i}", value, sizes, DOCUMENTS) for i, value in enumerate(args)]
+        split_kwargs = {
+            name: split_argument(name, value, sizes, DOCUMENTS)
+            for name, value in kwargs.items()
+            if name not in TOLD_BY_PLAN
+        }
+        results = [
+            run(*(parts[i] for parts in split_args), **{name: parts[i] for name, parts in split_kwargs.items()})
+            for i in range(len(sizes))
+        ]
+        if isinstance(results[0], tuple):
+            rows, *others = zip(*results, strict=True)
+            return join_results("output", rows, sizes, DOCUMENTS), *(_joined(each, sizes) for each in others)
+        return join_results("output", tuple(results), sizes, DOCUMENTS)
+
+
+def _joined(results: tuple[Any, ...], sizes: Sizes) -> Any:
+    """What a module returns besides its rows: further rows, or of each document its own, such as its last state."""
+    try:
+        return join_results("output", results, sizes, DOCUMENTS)
+    except ValueError:
+        return results

@@ -1,0 +1,76 @@
+"""Which documents are on which rank where none may be cut: layers that mix along the row see whole documents."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.bin_packing import place_evenly, place_in_order, place_tightly
+from hf_distca.planner.cost import as_lengths
+
+
+def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> list[NDArray[np.int64]]:
+    """The documents of each rank, with tokens as equal as whole documents allow.
+
+    The longest first, each goes to the rank with the fewest tokens. Where that leaves no room for one, each goes to
+    the fullest rank that has room; where that fails too, ranks are filled one after another in the order of the
+    documents, which always holds what GlobalBatchSampler has put into a bin for each rank.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        ranks: number of ranks.
+        tokens_per_rank: the most rows that a rank may hold.
+
+    Returns:
+        For each rank the indices of its documents, in such an order that its rows can be halved between two of them.
+        Where there are as many documents as ranks or more, every rank has one.
+
+    Raises:
+        ValueError: a document is longer than tokens_per_rank, or no way was found to place all of them.
+    """
+    lengths = as_lengths(lengths)
+    if len(lengths) and int(lengths.max()) > tokens_per_rank:
+        document = int(lengths.argmax())
+        raise ValueError(
+            f"document {document} has {int(lengths[document])} tokens, but with document_layout='whole' a document "
+            f"stays on one rank, which takes {tokens_per_rank}; raise tokens_per_rank, or let long_documents truncate "
+            "or split it"
+        )
+    order = np.argsort(-lengths, kind="stable")
+    longest_first = lengths[order].tolist()
+    chosen = place_evenly(longest_first, ranks, tokens_per_rank)
+    if chosen is None:
+        chosen = place_tightly(longest_first, tokens_per_rank)
+    if max(chosen, default=0) >= ranks:
+        order = np.arange(len(lengths))
+        in_order = place_in_order(lengths.tolist(), ranks, tokens_per_rank)
+        if in_order is None:
+            raise ValueError(
+                f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks of "
+                f"{tokens_per_rank} with none cut; use fewer documents, more ranks or more tokens_per_rank"
+            )
+        chosen = in_order
+    placed: list[list[int]] = [[] for _ in range(ranks)]
+    for document, rank in zip(order.tolist(), chosen, strict=True):
+        placed[rank].append(document)
+    _leave_none_empty(placed, lengths)
+    return [_in_halves(documents, lengths) for documents in placed]
+
+
+def _leave_none_empty(placed: list[list[int]], lengths: NDArray[np.int64]) -> None:
+    """Give the shortest document of the rank with the most documents to each rank without one: all take part."""
+    for documents in placed:
+        most = max(placed, key=len)
+        if not documents and len(most) > 1:
+            shortest = min(most, key=lambda document: int(lengths[document]))
+            most.remove(shortest)
+            documents.append(shortest)
+
+
+def _in_halves(documents: list[int], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Documents in two groups of about equal tokens, one after the other: longest first, each to the smaller one."""
+    halves: tuple[list[int], list[int]] = ([], [])
+    tokens = [0, 0]
+    for document in sorted(documents, key=lambda document: -int(lengths[document])):
+        smaller = int(tokens[1] < tokens[0])
+        halves[smaller].append(document)
+        tokens[smaller] += int(lengths[document])
+    return np.array(sorted(halves[0]) + sorted(halves[1]), np.int64)

@@ -1,0 +1,145 @@
+"""A tiny config of any causal language model of transformers, made from its default one."""
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+SIZES: dict[str, Any] = {
+    # width
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "embedding_size"), 32),
+    **dict.fromkeys(("word_embed_proj_dim", "input_embedding_size", "output_embedding_size", "lru_width"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "dff", "dim_ff", "ffn_hidden_size", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "intermediate_size_mlp", "shared_intermediate_size", "d_inner"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("dense_intermediate_size",), 48),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), 64),
+    "hidden_size_per_layer_input": 8,
+    # heads
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
+    **dict.fromkeys(("head_dim", "dim_head", "d_head", "swa_head_dim", "kv_channels", "global_head_dim"), 8),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": 12,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    "rotary_dim": 4,
+    "index_n_heads": 2,
+    "index_topk": 8,
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts"), 1),
+    "zero_expert_num": 2,
+    "decoder_sparse_step": 1,
+    # along the row
+    **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "sliding_window_size"), 8),
+    **dict.fromkeys(("attention_chunk_size", "keep_window_size", "window_size"), 8),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
+    **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 4),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups"), 1),
+    "mamba_d_ssm": 64,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "block_multiple_of": 8,
+    # the rest
+    "initializer_range": 0.2,
+    "max_position_embeddings": 256,
+    **dict.fromkeys(("n_positions", "n_ctx", "max_seq_len", "max_target_positions"), 256),
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id", "cls_token_id"), 1),
+    **dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    "pad_token_id": 0,
+    "use_cache": False,
+    "is_decoder": True,
+    "query_pre_attn_scalar": 8,
+}
+"""What a field of this name is in a tiny config, at most: a default that is smaller stays."""
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+NEAR_ZERO = ("drop", "layerdrop", "jitter")
+"""In names of probabilities: nothing is to be drawn."""
+FILLED = ("head_dim", "num_key_value_heads", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+"""Sizes that are also given where the default is None."""
+_SHARING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+"""Two layers that read the keys and values of two others."""
+_DBRX_EXPERTS = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
+_SQUARE = {"num_key_value_heads": 4}
+_INDEXER = {
+    **dict.fromkeys(("indexer_n_heads", "indexer_compress_ratio"), 2),
+    **dict.fromkeys(("indexer_head_dim", "indexer_budget"), 8),
+    "indexer_kv_heads": 1,
+}
+_SHARED_BLOCKS = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
+MORE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": _DBRX_EXPERTS},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dots3_note_text": _SQUARE,
+    "dots3_note": {"text_config": _SQUARE, "vision_config": {"adapter_input_size": 32, "adapter_in_dim": 32}},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4},
+    "gemma3n_text": {**_SHARING, "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.0] * 2},
+    "gemma4_text": {**_SHARING, "num_global_key_value_heads": 1, "global_head_dim": 16},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds": False},
+    "zamba": _SHARED_BLOCKS,
+    "zamba2": {**_SHARED_BLOCKS, "hybrid_layer_ids": [1, 3]},
+}
+"""What a type of model needs besides."""
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """A config of this type: some 32 wide, with a layer of each kind that the default config has."""
+    config = CONFIG_MAPPING[model_type]
+    return config(**_tiny(config(), MORE.get(model_type, {})))
+
+
+def _tiny(default: PreTrainedConfig, more: dict[str, Any]) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(default).items() if not name.startswith("_")}
+    depth = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
+    shown = shown_layers(fields, depth)
+    tiny: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, PreTrainedConfig):
+            tiny[name] = _tiny(value, more.get(name, {}))
+        elif name in LAYERS and isinstance(value, int):
+            tiny[name] = len(shown)
+        elif isinstance(value, (list, tuple)) and depth and len(value) == depth:
+            tiny[name] = [value[i] for i in shown]
+        elif name in SIZES and isinstance(value, (int, float)):
+            tiny[name] = min(value, SIZES[name]) if isinstance(value, int) and value > 0 else SIZES[name]
+        elif value is None and (name in FILLED or (name in SIZES and name.endswith("token_id"))):
+            tiny[name] = SIZES[name]
+        elif isinstance(value, float) and any(word in name for word in NEAR_ZERO):
+            tiny[name] = 0.0
+    if fields.get("qk_rope_head_dim") and fields.get("head_dim") == fields["qk_rope_head_dim"]:
+        tiny["head_dim"] = tiny["qk_rope_head_dim"]  # latent attention's name for it
+    if fields.get("qk_nope_head_dim") and "num_key_value_heads" in tiny:
+        tiny["num_key_value_heads"] = tiny["num_attention_heads"]  # which has keys and values for every head
+    return {**tiny, **{name: value for name, value in more.items() if name not in tiny or not isinstance(value, dict)}}
+
+
+def shown_layers(fields: dict[str, Any], depth: int | None) -> list[int]:
+    """The first layer of each kind, at least two."""
+    if depth is None:
+        return [0, 1]
+    lists = [value for value in fields.values() if isinstance(value, (list, tuple)) and len(value) == depth]
+    kinds: dict[str, int] = {}
+    for layer in range(depth):
+        kinds.setdefault(str([value[layer] for value in lists if isinstance(value[layer], str)]), layer)
+    shown = sorted(kinds.values())
+    return shown if len(shown) > 1 else [0, depth - 1]

@@ -12,7 +12,7 @@ GPU_SETUP := $(GPU_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
 DEMO := runs/demo
 
-.PHONY: setup demo test lint types tests oldest newest gpu gpu-wheels format clean
+.PHONY: setup demo test lint types tests survey oldest newest gpu gpu-wheels format clean
 
 setup: $(SETUP)
 
@@ -40,7 +40,7 @@ demo: $(CHECKPOINT)/model.safetensors
 		--logging_steps 5 --save_strategy no --report_to none \
 		--dataloader_pin_memory False --ddp_find_unused_parameters False
 
-test: lint types tests
+test: lint types tests survey
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
@@ -51,6 +51,10 @@ types: $(SETUP)
 
 tests: $(SETUP)
 	$(BIN)/python -m pytest
+
+# Every causal language model of transformers; `python -m tests.survey.page` writes docs/compatibility.md anew.
+survey: $(SETUP)
+	$(BIN)/python -m pytest -m survey
 
 # What calls into other libraries, and trains under accelerate as users launch it.
 VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +83,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             self._batches = self._count_shuffled()
         else:
             filled = list(pack_in_order(zip(lengths.tolist(), range(len(excerpts)), strict=True), capacity))
-            batches = [sum(filled[first : first + bins], []) for first in range(0, len(filled), bins)]
+            batches = [list(chain(*filled[first : first + bins])) for first in range(0, len(filled), bins)]
             self._batches = len(batches)
             self._in_order = np.array([excerpt for batch in batches for excerpt in batch])
             self._sizes_in_order = np.array([len(batch) for batch in batches])

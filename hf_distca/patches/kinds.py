@@ -102,7 +102,12 @@ def attention_windows(config: PreTrainedConfig) -> list[int | None]:
 
 def _kind(config: PreTrainedConfig, module: nn.Module, window: int | None) -> AttentionKind:
     """The kind of one attention layer, whose own config this is."""
-    q_heads = config.num_attention_heads
+    q_heads = getattr(config, "num_attention_heads", None)
+    if q_heads is None:
+        raise ValueError(
+            f"{type(config).__name__} does not say how many heads {type(module).__name__} has (num_attention_heads), "
+            "so its attention cannot be planned"
+        )
     if getattr(config, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
         return AttentionKind(
             window, q_heads, q_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim

@@ -36,7 +36,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     """Let a model's decoder layers run planned micro-batches nano-batch by nano-batch. Do it before `prepare`.
 
-    What mixes along the row otherwise than by attention runs document by document. Outside a planned step the layers behave as before.
+    What mixes along the row otherwise than by attention runs document by document. Outside a planned step the layers
+    behave as before.
 
     Args:
         model: the model; its layers are changed in place.

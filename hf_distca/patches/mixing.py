@@ -42,6 +42,11 @@ def layer_runs(plan: BoundPlan) -> Iterator[None]:
         _layer_plan.reset(token)
 
 
+def layer_plan() -> BoundPlan | None:
+    """The plan of the decoder layer that runs; None outside a planned step, or where layers are not prepared."""
+    return _layer_plan.get()
+
+
 def mixing_modules(layer: nn.Module) -> list[nn.Module]:
     """The modules of a decoder layer that mix along the row, the outermost ones; of its attention only those inside.
 
@@ -83,7 +88,7 @@ class _MixingModule(nn.Module):
     """Comes before a mixing module's own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan = _layer_plan.get()
+        plan = layer_plan()
         if plan is None:
             return super().forward(*args, **kwargs)
         return self._by_document(super().forward, plan, args, kwargs)

@@ -1,6 +1,8 @@
 """Whether a transformers model can be planned, and with which settings."""
 
+import inspect
 import logging
+from dis import get_instructions
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.patches.adapters import check_adapters
 from hf_distca.patches.dropout import check_dropout
 from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, decoder_attentions
-from hf_distca.patches.layers import mixing_layers
+from hf_distca.patches.layers import decoder_layers, has_attention, mixing_layers
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.patches.mixing import mixing_modules, takes_keywords
 from hf_distca.planner.micro_batch import PlanSettings
@@ -132,8 +134,9 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     attentions = decoder_attentions(model)
     if not attentions:
         raise ValueError(
-            f"{type(model).__name__} does not run its attention through transformers' AttentionInterface; it can train "
-            f"with {_other_implementations(model)}, but not with planned attention"
+            f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, in modules "
+            "that are named as transformers names them (a class ...Attention with a layer_idx); it can train with "
+            f"{_other_implementations(model)}, but not with planned attention"
         )
     name = config._attn_implementation
     if name != ATTENTION_NAME:
@@ -147,13 +150,20 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
             f"a plan cannot express it. This model can train with {_other_implementations(model)}"
         )
     check_dropout(config, attentions)
-    _check_mixing(model)
-    for module_name, module in attentions.items():
-        if not takes_keywords(module):
+    for module_name, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
             raise ValueError(
-                f"{type(model).__name__} does not pass extra keywords on to {module_name} "
-                f"({type(module).__name__}.forward has no **kwargs), so the plan would not reach its attention; "
-                f"this model can train with {_other_implementations(model)}, but not with planned attention"
+                f"{module_name} of {type(model).__name__} numbers positions from its padding token on, not from 0 as "
+                f"packed batches do; this model can train with {_other_implementations(model)}, but not with planned "
+                "attention"
+            )
+    _check_mixing(model)
+    for module in [*attentions.values(), *filter(has_attention, decoder_layers(model))]:
+        if not _hands_keywords_on(module):
+            raise ValueError(
+                f"{type(model).__name__} drops keywords on the way to its attention ({type(module).__name__}.forward "
+                f"takes none, or does not use them), so the plan would not reach it; this model can train with "
+                f"{_other_implementations(model)}, but not with planned attention"
             )
     return attentions
 
@@ -173,6 +183,22 @@ def check_reentrant(model: PreTrainedModel) -> None:
             )
 
 
+def check_loss(model: PreTrainedModel) -> None:
+    """Raise if a model of transformers computes its loss by itself: it knows no targets but its own rank's.
+
+    Raises:
+        ValueError: it does.
+    """
+    base = base_model(model)
+    forward = inspect.unwrap(type(base).forward)
+    if forward.__module__.startswith("transformers.") and "loss_function" not in forward.__code__.co_names:
+        raise ValueError(
+            f"{type(base).__name__} computes its loss without transformers' loss function, as the mean over its own "
+            "rows: ranks with different numbers of targets would have no exact loss. This model can train with "
+            f"{_other_implementations(base)} and transformers' Trainer"
+        )
+
+
 def _check_mixing(model: PreTrainedModel) -> None:
     """Raise unless all that mixes along the row is found, and its layers get the plan."""
     config = model.config.get_text_config(decoder=True)
@@ -181,10 +207,10 @@ def _check_mixing(model: PreTrainedModel) -> None:
     expected = sum(layer_type in MIXING for layer_type in types)
     if len(layers) < expected:
         raise ValueError(
-            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but {len(layers)} have a module "
-            "that is known to mix along the row (a convolution, or attention of its own): the others' documents could "
-            f"not be kept apart. This model can train with {_other_implementations(model)}, but not with planned "
-            "attention"
+            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but {len(layers)} have a "
+            "module that is known to mix along the row (with a convolution, or attention of its own); in the others "
+            f"documents could not be kept apart. This model can train with {_other_implementations(model)}, but not "
+            "with planned attention"
         )
     for layer in layers:
         if not takes_keywords(layer):
@@ -193,6 +219,22 @@ def _check_mixing(model: PreTrainedModel) -> None:
                 f"mixes along the row, and documents would mix; this model can train with "
                 f"{_other_implementations(model)}, but not with planned attention"
             )
+
+
+def _hands_keywords_on(module: nn.Module) -> bool:
+    """Whether a module's forward takes keywords that it does not name, and uses them."""
+    if not takes_keywords(module):
+        return False
+    forward: Any = next(vars(cls)["forward"] for cls in type(module).__mro__ if _is_of_model(cls))
+    code = inspect.unwrap(forward).__code__
+    keywords = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+    loaded = [step.argval for step in get_instructions(code) if step.opname.startswith("LOAD")]
+    return any(keywords in (names if isinstance(names, tuple) else (names,)) for names in loaded)
+
+
+def _is_of_model(cls: type) -> bool:
+    """Whether a class has a forward, and one that is not hf_distca's."""
+    return "forward" in vars(cls) and not vars(cls)["forward"].__module__.startswith("hf_distca.")
 
 
 def _other_implementations(model: PreTrainedModel) -> list[str]:

@@ -39,7 +39,8 @@ def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_
     """Each part's share of an argument of a module.
 
     A tensor is taken to have a row per token where its shape says so beyond doubt: [1, T, ...], [N, 1, T, ...] as
-    Gemma 3n stacks hidden states, or [T] as positions in a row have it. Tuples, lists and dicts are taken apart.
+    Gemma 3n stacks hidden states, [1, 1, T, 1] as factors on attention, or [T] as positions in a row have it. Tuples,
+    lists and dicts are taken apart.
 
     Args:
         name: of the argument, for errors.
@@ -77,7 +78,7 @@ def _row_dim(value: Tensor, rows: int) -> int | None:
     """The dimension that counts tokens, None where the shape does not say."""
     if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == rows:
         return 1
-    if _is_stacked(value) and value.shape[2] == rows:
+    if value.dim() == 4 and value.shape[2] == rows and (_is_stacked(value) or value.shape == (1, 1, rows, 1)):
         return 2
     return 0 if value.dim() == 1 and value.shape[0] == rows else None
 

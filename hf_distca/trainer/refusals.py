@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.utils import DynamoBackend
 from transformers import Trainer
 
-from hf_distca.patches.model import check_reentrant
+from hf_distca.patches.model import check_loss, check_reentrant
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.refused_parallelism import check_parallelism, check_rows_are_whole
 
@@ -121,10 +121,13 @@ def check_trainer(trainer: Trainer) -> None:
             "compile modules inside the layers: for layer in model.model.layers: layer.mlp.compile()"
         )
     check_parallelism(trainer)
+    model: Any
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs or {}
     if trainer.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
-        model: Any = trainer.model
+        model = trainer.model
         check_reentrant(model)
+    model = trainer.model
+    check_loss(model)
     if not trainer.model_accepts_loss_kwargs:
         raise ValueError(
             f"{type(trainer.model).__name__} does not take num_items_in_batch, without which ranks with different "

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_distca.config import DistCAConfig
-from hf_distca.patches.model import plan_settings
+from hf_distca.patches.model import check_loss, plan_settings
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import cut_rows
@@ -46,6 +47,11 @@ class Outcome:
     layout: str = ""
 
 
+def model_types() -> list[str]:
+    """All types of models of which transformers has a causal language model."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def outcome(model_type: str, pool: Any) -> Outcome:
     """The outcome for one type of model.
 
@@ -63,6 +69,7 @@ def outcome(model_type: str, pool: Any) -> Outcome:
     except Exception as error:  # whatever a config or a package that is missing raises
         return Outcome(model_type, "not built", _first_line(error))
     try:
+        check_loss(model)
         settings = plan_settings(model, CONFIG, ranks=2, device=torch.device("cpu"), dtype=torch.float32)
     except ValueError as error:
         return Outcome(model_type, "refused", str(error))

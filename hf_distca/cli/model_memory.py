@@ -9,12 +9,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hf_distca.cli.lengths_file import InputError
 from hf_distca.cli.settings import config_of
+from hf_distca.config import DistCAConfig
 from hf_distca.memory.estimate import Computation, ConfigMemory
 from hf_distca.memory.live import Part, without_numbers
 from hf_distca.memory.model_state import STRATEGIES
 from hf_distca.memory.models import model_of_config
 from hf_distca.patches.kinds import attention_kinds
-from hf_distca.patches.model import checked_attentions
+from hf_distca.patches.model import checked_attentions, document_layout
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings
 
@@ -53,9 +54,14 @@ class ModelMemory:
         self._config = read_config(options.model)
         try:
             model = model_of_config(self._config, torch.float32, without_numbers())
+            self._model = model
             self.kinds: tuple[AttentionKind, ...] = attention_kinds(model, checked_attentions(model))
         except ValueError as error:
             raise InputError(str(error)) from error
+
+    def document_layout(self, config: DistCAConfig) -> str:
+        """How documents are laid out for the model; see `hf_distca.patches.model.document_layout`."""
+        return document_layout(self._model, config)
 
     def figures(self, plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, Any]:
         """Bytes on a rank by strategy, with and without checkpointing, and the longest rows that fit.

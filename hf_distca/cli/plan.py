@@ -45,12 +45,13 @@ empty).
 
 --document-layout joint  places the documents itself, tokens and attention together; rows are only a list of
                          documents.
+--document-layout whole  places the documents itself, each whole on one rank, and moves attention only.
 --document-layout fixed  keeps every row on its rank and moves attention only. A plain list is packed in order, with
                          equal tokens on every rank, documents cut where a rank's share ends.
 
 With --model the step of the rank that exchanges the most is run on tensors without numbers, and its memory counted, by
 how ranks share the model's state (ddp autocasts float32 weights). Longest rows are those of one document that fills
-all ranks. Memory of CUDA, NCCL and of gaps between tensors, some 2 GB, is not in it.
+all ranks, or of one on each where documents stay whole. Memory of CUDA, NCCL and of gaps between tensors, some 2 GB, is not in it.
 """
 
 
@@ -197,8 +198,9 @@ def _settings(options: argparse.Namespace, memory: "ModelMemory | None") -> Plan
     kernel = KERNELS[config.attention_kernel]
     q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, value in HEADS.items())
     named = (AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),)
+    layout = config.planned_layout if memory is None else memory.document_layout(config)
     return PlanSettings(
-        **config.planning(options.ranks),
+        **{**config.planning(options.ranks), "document_layout": layout},
         kinds=named if memory is None else memory.kinds,
         bytes_per_value=BYTES[options.dtype],
         row_overhead=kernel.row_overhead,
@@ -219,7 +221,7 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
             f"{sum(documents)} tokens on {ranks} ranks leave fewer than {LEAST_BLOCKS} blocks of "
             f"{settings.balance_block_size} rows to each; give more documents, or at most {MANY_RANKS} ranks"
         )
-    if not rows or settings.document_layout == "joint":
+    if not rows or settings.document_layout != "fixed":
         return plan_micro_batch(documents, settings)
     if len(rows) != ranks:
         raise InputError(f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank")
@@ -276,7 +278,7 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings
     divided = "2 nano-batches" if len(plan.nano_batches) == 2 else "1 nano-batch"
     lines = [
         ("documents", f"{documents}, {int(plan.tokens.sum())} tokens, {cuts} cuts, {divided}"),
-        ("layout", f"{options.document_layout}, {options.ranks} ranks of at most {options.tokens_per_rank} tokens"),
+        ("layout", f"{settings.document_layout}, {options.ranks} ranks of at most {options.tokens_per_rank} tokens"),
         ("attention, max / mean", f"{figures['max_over_mean']:.4f}"),
         ("tokens, max / mean", f"{figures['tokens_max_over_mean']:.4f}"),
         ("bytes per layer, all ranks", f"{figures['bytes_total'] / 1e6:.2f} MB"),

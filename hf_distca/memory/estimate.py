@@ -95,7 +95,7 @@ class ConfigMemory:
         return of_micro_batch(count_by_layers(count, self._config, repeated_layers(self._model)))
 
     def of_tokens(self, tokens_per_rank: int, computation: Computation, *, checkpointing: bool) -> int:
-        """Bytes that a micro-batch takes at most, whose ranks are full: it is one document, which they all share.
+        """Bytes that a micro-batch of full ranks takes at most, see `longest_documents`.
 
         Args:
             tokens_per_rank: on each rank.
@@ -105,7 +105,7 @@ class ConfigMemory:
         key = tokens_per_rank, computation, checkpointing
         if key not in self._counted:
             settings = replace(self._settings, tokens_per_rank=tokens_per_rank)
-            plan = plan_micro_batch([tokens_per_rank * settings.ranks], settings)
+            plan = plan_micro_batch(longest_documents(settings), settings)
             self._counted[key] = self.micro_batch(plan, computation, checkpointing=checkpointing)
         return sum(self._counted[key].values())
 
@@ -121,6 +121,13 @@ class ConfigMemory:
         computation = Computation.of(strategy, mixed=mixed)
         left = available - self.state(strategy, mixed=mixed).total
         return longest_tokens(lambda tokens: self.of_tokens(tokens, computation, checkpointing=checkpointing), left)
+
+
+def longest_documents(settings: PlanSettings) -> list[int]:
+    """Lengths of documents that fill all ranks: one that they share, or one on each where documents stay whole."""
+    if settings.document_layout == "whole":
+        return [settings.tokens_per_rank] * settings.ranks
+    return [settings.tokens_per_rank * settings.ranks]
 
 
 STEP, MOST = 1024, 1 << 24

@@ -21,7 +21,6 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
 
     Returns:
         For each rank the indices of its documents, in such an order that its rows can be halved between two of them.
-        Where there are as many documents as ranks or more, every rank has one.
 
     Raises:
         ValueError: a document is longer than tokens_per_rank, or no way was found to place all of them.
@@ -51,18 +50,7 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
     placed: list[list[int]] = [[] for _ in range(ranks)]
     for document, rank in zip(order.tolist(), chosen, strict=True):
         placed[rank].append(document)
-    _leave_none_empty(placed, lengths)
     return [_in_halves(documents, lengths) for documents in placed]
-
-
-def _leave_none_empty(placed: list[list[int]], lengths: NDArray[np.int64]) -> None:
-    """Give the shortest document of the rank with the most documents to each rank without one: all take part."""
-    for documents in placed:
-        most = max(placed, key=len)
-        if not documents and len(most) > 1:
-            shortest = min(most, key=lambda document: int(lengths[document]))
-            most.remove(shortest)
-            documents.append(shortest)
 
 
 def _in_halves(documents: list[int], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
+from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.trainer.arguments import DistCAArguments
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 FILE = "data_order.json"
 CAPACITY = "ranks * tokens_per_rank"
 """The setting that may grow: micro-batches stay as large as they were, and fit."""
+
+LAYOUT, CUTTING = "document_layout", "joint or fixed"
+"""The setting, and what it is where nothing else is written: layouts that cut documents may follow one another."""
 
 DataOrder = dict[str, int | str]
 """All that decides which documents a step trains on, by the names under which users set it."""
@@ -57,10 +61,17 @@ def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
             raise ValueError(f"{name} differs between ranks, from rank 0 on it is {by_rank}; start all ranks alike")
 
 
-def packed_order(args: DistCAArguments, ranks: int, lengths: NDArray[np.int64], fingerprint: str) -> DataOrder:
-    """The order of a data set with a length, packed into global micro-batches."""
+def packed_order(
+    args: DistCAArguments, settings: PlanSettings, lengths: NDArray[np.int64], fingerprint: str
+) -> DataOrder:
+    """The order of a data set with a length, packed into global micro-batches.
+
+    Where documents stay whole, a micro-batch has a bin for each rank.
+    """
+    whole = {LAYOUT: f"whole on {settings.ranks} ranks"} if settings.document_layout == "whole" else {}
     return {
-        CAPACITY: ranks * args.tokens_per_rank,
+        CAPACITY: settings.ranks * args.tokens_per_rank,
+        **whole,
         "long_documents": args.long_documents,
         **_drawn(args),
         "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
@@ -196,6 +207,7 @@ def _load(resume_from_checkpoint: str | bool, output_dir: str) -> DataPlace:
 
 
 def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
+    stored, present = {LAYOUT: CUTTING, **stored}, {LAYOUT: CUTTING, **present}
     wrong = [
         f"{name} is {present.get(name)}, but must be {stored.get(name)}"
         for name in {**stored, **present}

@@ -72,10 +72,11 @@ class PackedLoaders:
     def _of_documents(self, dataset: Any, shuffle: bool, capacity: int) -> DataLoader[Any]:
         args, groups = self._args, self._dispatcher.groups
         lengths, _ = self.lengths(dataset)
-        bins, limit_name = 1, "ranks · tokens_per_rank"
         capacity = capacity or groups.ranks * args.tokens_per_rank
+        bins, limit_name = 1, "ranks · tokens_per_rank"
         if self._dispatcher.settings.document_layout == "whole":
-            bins, capacity, limit_name = groups.ranks, args.tokens_per_rank, "tokens_per_rank"
+            bins, limit_name = groups.ranks, "tokens_per_rank"
+        capacity //= bins
         excerpts = fit_documents(lengths, capacity, args.long_documents, limit_name)
         seed = args.seed if args.data_seed is None else args.data_seed
         return DataLoader(

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory.core_attention import Use
-from hf_distca.memory.estimate import Computation, of_micro_batch
+from hf_distca.memory.estimate import Computation, longest_documents, of_micro_batch
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.model_state import Strategy, model_state
@@ -47,7 +47,7 @@ def tell_memory(
     """
     strategy = strategy_of(accelerator, model)
     ranks = dispatcher.groups.ranks
-    plan = plan_micro_batch([ranks * args.tokens_per_rank], dispatcher.settings)
+    plan = plan_micro_batch(longest_documents(dispatcher.settings), dispatcher.settings)
     trainer: Any = args
     mixed = trainer.bf16 or trainer.fp16 or dispatcher.settings.bytes_per_value < base_model(model).dtype.itemsize
     computation = Computation.of(strategy, mixed=mixed)

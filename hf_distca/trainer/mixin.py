@@ -340,7 +340,7 @@ class DistCAMixin(_Trainer):
             return collated_order(self.args, ranks, self.train_dataset)
         if is_stream(self.train_dataset):
             return streamed_order(self.args, ranks)
-        return packed_order(self.args, ranks, *self._loaders.lengths(self.train_dataset))
+        return packed_order(self.args, self.dispatcher.settings, *self._loaders.lengths(self.train_dataset))
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any

@@ -14,21 +14,21 @@ ERROR = re.compile(r"\d\.\de-\d\d")
 TOP = """\
 # Models
 
-Every causal language model of transformers {version}, tiny (some 32 wide, a layer of each kind, random weights), on two ranks with
-ping-pong: loss and all gradients beside those of one process that runs stock "eager" attention document by document.
-`make survey` does it and fails where one is wrong, hangs or ends in an error that does not say why; this page is written by
-`python -m tests.survey.page`.
+Every causal language model of transformers {version}, tiny (some 32 wide, a layer of each kind, random weights), on
+two ranks with ping-pong: loss and all gradients beside those of one process that runs stock "eager" attention document
+by document. `make survey` fails where one is wrong, hangs or ends in an error that does not say why; this page is
+written by `python -m tests.survey.page`.
 
-{equal} give the same ({whole} of them with documents whole on their rank, since they mix along the row otherwise than by
-attention), {refused} are refused before or in the first step, on every rank, and {unbuilt} cannot be made as a tiny causal language
-model of their config's type.
+{equal} give the same, {whole} of them with documents whole on their rank, since they mix along the row otherwise than
+by attention. {refused} are refused before or in the first step, on every rank. {unbuilt} cannot be made as a tiny
+causal language model from a config of their type.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {
     "equal": (
         "Equal",
-        "Largest error of a gradient, or of the loss, by the largest value of its tensor, in float32; at most {most:.0e} is "
-        "accepted. `whole` is `document_layout` as `auto` chooses it.\n\n| model | layout | largest error |\n| --- | --- "
-        "| --- |",
+        "Largest error of a gradient, or of the loss, by the largest value of its tensor, in float32; at most "
+        "{most:.0e} is\naccepted. `whole` is the `document_layout` that `auto` chooses.\n\n"
+        "| model | layout | largest error |\n| --- | --- | --- |",
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
     "not built": ("Not tried", "| model | why |\n| --- | --- |"),

@@ -1,0 +1,170 @@
+"""Modules that mix along the row otherwise than by attention, document by document, with what users train with."""
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_distca import DistCAConfig, plan_settings
+from hf_distca.patches.kinds import decoder_attentions, is_attention
+from hf_distca.patches.layers import mixing_layers, plan_layers
+from hf_distca.patches.mixing import mixing_modules
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.trainer.assembly import make_dispatcher
+from tests.dispatch.test_equality import planned_step
+from tests.models import random_documents, reference_step, relative_error
+from tests.survey.tiny import tiny_config
+
+LENGTHS = [60, 7, 45, 33, 24, 1, 18]
+CONFIG = DistCAConfig(tokens_per_rank=96, balance_block_size=8, loss_chunk_bytes=4 * 64 * 20)
+MODELS = ("qwen3_next", "falcon_h1")
+"""With a mixing module instead of attention in some layers, and with one beside it in every layer."""
+
+
+def make_model(model_type: str, implementation: str = "distca", *, lora: bool = False):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=implementation)
+    if lora:
+        modules = ["q_proj", "in_proj", "in_proj_qkvz"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
+    return model.train()
+
+
+COMPANY = {
+    "alone": {},
+    "without ping-pong": {"ping_pong": False},
+    "checkpoints": {"checkpointing": {"use_reentrant": False}},
+    "LoRA, reentrant checkpoints": {"lora": True, "checkpointing": {"use_reentrant": True}},
+    "autocast, checkpoints": {"autocast": True, "checkpointing": {"use_reentrant": False}},
+}
+
+
+def _steps() -> dict[tuple[str, str], tuple[float, dict[str, torch.Tensor], tuple[int, ...]]]:
+    found = {}
+    for model_type in MODELS:
+        for name, company in COMPANY.items():
+            model = make_model(model_type, lora=company.get("lora", False))
+            config = DistCAConfig(**{**vars(CONFIG), "ping_pong": company.get("ping_pong", True)})
+            dispatcher = make_dispatcher(model, config, torch.device("cpu"))
+            if "checkpointing" in company:
+                model.gradient_checkpointing_enable(company["checkpointing"])
+                model.enable_input_require_grads()
+            plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+            bound = []
+            bind = dispatcher.bind
+            dispatcher.bind = lambda plan, bind=bind, bound=bound: bound.append(bind(plan)) or bound[-1]
+            with torch.autocast("cpu", torch.bfloat16, enabled=company.get("autocast", False)):
+                loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            ran = bound[0].ran
+            found[model_type, name] = loss, grads, (ran.mixing, ran.layers, ran.layers_in_turns)
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(rank_pools):
+    return rank_pools[2].run(_steps)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("name", COMPANY)
+def test_loss_and_gradients_are_those_of_document_by_document(steps, model_type, name):
+    company = COMPANY[name]
+    model = make_model(model_type, "eager", lora=company.get("lora", False))
+    loss, grads = reference_step(model, random_documents(LENGTHS))
+    rough = {}
+    if company.get("autocast"):
+        with torch.autocast("cpu", torch.bfloat16):
+            rough_loss, rough = reference_step(model, random_documents(LENGTHS))
+    largest = max(grad.abs().max() for grad in grads.values())
+    for of_rank in steps:
+        got_loss, got, _ = of_rank[model_type, name]
+        assert got.keys() == grads.keys()
+        if company.get("autocast"):
+            assert abs(got_loss - loss) < 2 * abs(rough_loss - loss) + 1e-3
+        else:
+            assert got_loss == pytest.approx(loss, rel=1e-6)
+        for key in grads:
+            if grads[key].abs().max() < 1e-3 * largest:
+                continue
+            bound = 2 * relative_error(rough[key], grads[key]) + 5e-2 if rough else 2e-5
+            assert relative_error(got[key], grads[key]) < bound, key
+
+
+def test_layers_with_attention_take_turns_and_all_mixing_is_by_document(steps):
+    # qwen3_next has a layer of either kind; falcon_h1 two that have both. A checkpointed layer runs twice.
+    for of_rank in steps:
+        assert of_rank["qwen3_next", "alone"][2] == (1, 1, 1)
+        assert of_rank["qwen3_next", "checkpoints"][2] == (2, 2, 2)
+        assert of_rank["falcon_h1", "alone"][2] == (4, 2, 2)
+        assert of_rank["falcon_h1", "without ping-pong"][2] == (2, 2, 0)
+
+
+def _errors() -> list[str]:
+    errors = []
+    for changed, use_cache in (({"document_layout": "joint"}, False), ({}, True)):
+        model = make_model("qwen3_next")
+        dispatcher = make_dispatcher(model, CONFIG, torch.device("cpu"))
+        settings = type(dispatcher.settings)(**{**vars(dispatcher.settings), **changed})
+        model.config.use_cache = use_cache
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            planned_step(model, plan_micro_batch(LENGTHS, settings), dispatcher, random_documents(LENGTHS))
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_cut_documents_and_caches_are_refused_on_every_rank(rank_pools):
+    for cut, cached in rank_pools[2].run(_errors):
+        assert "the plan cuts documents between ranks; plan with document_layout='whole'" in cut
+        assert "set model.config.use_cache = False" in cached
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_layout_is_whole_unless_it_is_asked_to_cut(model_type):
+    model = make_model(model_type)
+    settings = plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
+    assert settings.document_layout == "whole"
+    for layout in ("joint", "fixed"):
+        with pytest.raises(
+            ValueError, match=rf"document_layout='{layout}' cuts documents.*Set document_layout='whole'"
+        ):
+            plan_settings(model, DistCAConfig(document_layout=layout), ranks=2, device=torch.device("cpu"))
+    llama = make_model("llama")
+    assert plan_settings(llama, DistCAConfig(), ranks=2, device=torch.device("cpu")).document_layout == "joint"
+
+
+MIXING = {
+    "qwen3_next": {"Qwen3NextGatedDeltaNet"},
+    "jamba": {"JambaMambaMixer"},
+    "zaya": {"ZayaCCAProjection"},  # inside its attention
+    "minimax": {"MiniMaxLightningAttention"},
+    "recurrent_gemma": {"RecurrentGemmaRecurrentBlock"},
+    "llama": set(),
+    "mixtral": set(),
+}
+
+
+@pytest.mark.parametrize("model_type", MIXING)
+def test_what_mixes_is_found(model_type):
+    with torch.device("meta"):
+        model = make_model(model_type)
+    found = {type(module).__name__ for layer in mixing_layers(model) for module in mixing_modules(layer)}
+    assert found == MIXING[model_type]
+    assert all(map(is_attention, decoder_attentions(model).values()))
+
+
+def test_mixing_that_is_not_known_is_refused():
+    model = make_model("llama")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"LlamaConfig has 1 layers of the types .*, but 0 have a module"):
+        plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_outside_a_planned_step_nothing_changes(model_type):
+    model, plain = make_model(model_type), make_model(model_type, "sdpa")
+    plan_layers(model)
+    tokens = torch.arange(3, 40)[None]
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+    names, plain_names = ([type(module).__name__ for module in each.modules()] for each in (model, plain))
+    assert names == plain_names

@@ -51,7 +51,8 @@ empty).
 
 With --model the step of the rank that exchanges the most is run on tensors without numbers, and its memory counted, by
 how ranks share the model's state (ddp autocasts float32 weights). Longest rows are those of one document that fills
-all ranks, or of one on each where documents stay whole. Memory of CUDA, NCCL and of gaps between tensors, some 2 GB, is not in it.
+all ranks, or of one on each where documents stay whole. Memory of CUDA, NCCL and of gaps between tensors, some 2 GB,
+is not in it.
 """
 
 

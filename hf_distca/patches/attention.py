@@ -14,9 +14,7 @@ from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.kernels import AttentionParams
 from hf_distca.patches.masks import DeferredMask
-from hf_distca.patches.mixing import layer_plan
 from hf_distca.patches.uncompiled import uncompiled
-from hf_distca.plan import PLAN_KEY
 
 
 def distca_attention(
@@ -53,14 +51,9 @@ def distca_attention(
         [B, T, H, E], and None for the attention weights, which are never materialised.
 
     Raises:
-        ValueError: a planned step with something that a plan cannot express, or whose plan did not get here.
+        ValueError: a planned step with something that a plan cannot express.
     """
     if distca_plan is None:
-        if layer_plan() is not None:
-            raise ValueError(
-                f"{type(module).__name__} got no {PLAN_KEY} in a planned step: its decoder layer drops keywords; this "
-                "model cannot train with planned attention"
-            )
         mask = attention_mask.tensor() if isinstance(attention_mask, DeferredMask) else attention_mask
         if softcap is None and s_aux is None:
             kwargs["sliding_window"] = sliding_window

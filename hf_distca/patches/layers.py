@@ -56,7 +56,7 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
             subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
         if cls in subclasses:
             layer.__class__ = subclasses[cls]
-        plan_mixing(layer)
+        vars(layer).update(attends=has_attention(layer), mixes=plan_mixing(layer))
     planned = [type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)]
     if not planned:
         raise ValueError(
@@ -92,9 +92,15 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class _PlannedLayer(nn.Module):
-    """Comes before a decoder layer's own class."""
+    """Comes before a decoder layer's own class.
 
-    _attends: bool | None = None
+    Attributes:
+        attends: whether it has attention that a plan can move.
+        mixes: whether it has modules that mix along the row otherwise.
+    """
+
+    attends: bool
+    mixes: bool
     _inner_hooks: "list[tuple[str, dict[int, Callable[..., Any]]]] | None" = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,13 +113,12 @@ class _PlannedLayer(nn.Module):
     def _planned_forward(
         self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._has_attention():  # nothing is exchanged in it
-            with layer_runs(plan):
-                return run(*args, **kwargs)
+        run = _seen_by_mixing(run) if self.mixes else run
+        if not self.attends:  # nothing is exchanged in it
+            return run(*args, **kwargs)
         plan.ran.layers += 1
         if len(plan.nano_batches) == 1 or self._is_watched():
-            with layer_runs(plan):
-                return run(*args, **kwargs)
+            return run(*args, **kwargs)
         plan.ran.layers_in_turns += 1
         del kwargs[PLAN_KEY]
         first, second = (nano.rows for nano in plan.nano_batches)
@@ -130,11 +135,6 @@ class _PlannedLayer(nn.Module):
         for value, pair in zip((*args, *kwargs.values()), (*split_args, *split_kwargs.values()), strict=True):
             join_states(value, pair)
         return result
-
-    def _has_attention(self) -> bool:
-        if self._attends is None:
-            self._attends = has_attention(self)
-        return self._attends
 
     def _is_watched(self) -> bool:
         """Whether a module inside the layer has a hook of the user's, which is to see all rows in one call."""
@@ -156,6 +156,16 @@ class _PlannedLayer(nn.Module):
                     )
                     return True
         return False
+
+
+def _seen_by_mixing(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward whose mixing modules know its plan."""
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        with layer_runs(kwargs[PLAN_KEY]):
+            return run(*args, **kwargs)
+
+    return seen
 
 
 def _pause(layer: greenlet, outside: ThreadState) -> Callable[[], None]:
@@ -190,8 +200,7 @@ def _take_turns(
         if outer is not None:  # what transformers records of modules inside the layer, nano-batch by nano-batch
             collected[index] = {key: [] for key in outer if not key.startswith("_")}
             _active_collector.set(collected[index])
-        with layer_runs(kwargs[PLAN_KEY]):
-            results[index] = run(*args, **kwargs)
+        results[index] = run(*args, **kwargs)
 
     runners = [greenlet(run_one), greenlet(run_one)]
     for runner in runners:

@@ -42,11 +42,6 @@ def layer_runs(plan: BoundPlan) -> Iterator[None]:
         _layer_plan.reset(token)
 
 
-def layer_plan() -> BoundPlan | None:
-    """The plan of the decoder layer that runs; None outside a planned step, or where layers are not prepared."""
-    return _layer_plan.get()
-
-
 def mixing_modules(layer: nn.Module) -> list[nn.Module]:
     """The modules of a decoder layer that mix along the row, the outermost ones; of its attention only those inside.
 
@@ -69,13 +64,19 @@ def _mixes(module: nn.Module) -> bool:
     return any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in module.children())
 
 
-def plan_mixing(layer: nn.Module) -> None:
-    """Let a layer's mixing modules run document by document in planned steps; elsewhere they behave as before."""
-    for module in mixing_modules(layer):
+def plan_mixing(layer: nn.Module) -> bool:
+    """Let a layer's mixing modules run document by document while `layer_runs`; elsewhere they behave as before.
+
+    Returns:
+        Whether the layer has any.
+    """
+    modules = mixing_modules(layer)
+    for module in modules:
         cls = type(module)
         if not issubclass(cls, _MixingModule):
             # Others find modules by the name of their class.
             module.__class__ = type(cls.__name__, (_MixingModule, cls), {"__module__": cls.__module__})
+    return bool(modules)
 
 
 def takes_keywords(module: nn.Module) -> bool:
@@ -88,7 +89,7 @@ class _MixingModule(nn.Module):
     """Comes before a mixing module's own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan = layer_plan()
+        plan = _layer_plan.get()
         if plan is None:
             return super().forward(*args, **kwargs)
         return self._by_document(super().forward, plan, args, kwargs)

@@ -16,7 +16,7 @@ from hf_distca.collator.documents import Columns
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import adapted_heads
-from hf_distca.patches.layers import plan_layers
+from hf_distca.patches.layers import mixing_layers, plan_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
@@ -108,9 +108,11 @@ class DistCAMixin(_Trainer):
         args = self.args
         dtype = dtype_of_computation(self.model, args)
         mesh = data_parallel_mesh(self.accelerator)
+        self._mixes = bool(mixing_layers(self.model))
         dispatcher = make_dispatcher(self.model, args, args.device, dtype=dtype, mesh=mesh)
         if gathers_parameters(self.accelerator):
-            layers = plan_layers(self.model) if dispatcher.settings.ping_pong or args.mlp_chunk_rows else []
+            planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or self._mixes
+            layers = plan_layers(self.model) if planned else []
             gather_whole_layers(self.model, [*layers, *adapted_heads(self.model)])
         return dispatcher
 
@@ -263,10 +265,10 @@ class DistCAMixin(_Trainer):
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
-        if plan.ran.attentions == 0:
+        if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise ValueError(
-                f"{type(self.model).__name__} did not hand {PLAN_KEY} to its attention layers, so nothing was "
-                "exchanged and documents attended to one another; this model cannot train with planned attention"
+                f"{type(self.model).__name__} did not hand {PLAN_KEY} to its decoder layers, so documents attended to "
+                "one another, or were mixed; this model cannot train with planned attention"
             )
         return result
 

@@ -44,6 +44,15 @@ LORA = {**FEW_BUT_LARGE, "max_steps": 8}
 BF16 = {**LORA, "bf16": True}
 WHOLE = {**ARGUMENTS, "eval_on_start": True, "save_strategy": "steps", "save_steps": STEPS // 2}
 
+HYBRID = {
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    "num_experts": 4,
+}
+
 RUNS: dict[str, dict[str, Any]] = {
     "whole": {"arguments": WHOLE, "save": True},
     "resumed": {"arguments": WHOLE, "resume": f"whole/checkpoint-{STEPS // 2}"},
@@ -74,6 +83,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "MLP in chunks": {"arguments": {**FEW, "mlp_chunk_rows": 16}},
     "mixtral": {"arguments": FEW, "model": {"model_type": "mixtral", "num_local_experts": 4}},
+    "hybrid": {"arguments": {**FEW, "tokens_per_rank": 160}, "model": HYBRID},  # whole on a rank, the longest too
     "head with adapters": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj", "lm_head"], "watched": True},
     "head trained whole": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj"], "saved": ["lm_head"], "watched": True},
     "tied": {"arguments": FEW, "model": {"tie_word_embeddings": True}, "watched": True},
@@ -92,6 +102,7 @@ LAUNCHES = {
         "resumed",
         "frozen",
         "gemma2",
+        "hybrid",
         "MLP in chunks",
         "checkpointed by FSDP",
         "computed again",
@@ -108,6 +119,7 @@ LAUNCHES = {
         "resumed",
         "frozen",
         "mixtral",
+        "hybrid",
         "MLP in chunks",
         "anew",
         "lora without checkpoints",
@@ -164,7 +176,7 @@ def reference_run(run: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"losses": [], "evaluations": []}
     for call in run.get("calls", ["train", "evaluate"]):
         if call == "train":
-            for step in optimizer_steps(documents, arguments["max_steps"]):
+            for step in optimizer_steps(documents, arguments, whole=run.get("model") is HYBRID):
                 result["losses"].append(optimizer_step(model, optimizer, step))
         elif call == "evaluate":
             result["evaluations"].append(evaluation_loss(model))
@@ -178,10 +190,12 @@ def new_optimizer(model: nn.Module, arguments: dict[str, Any]) -> torch.optim.Op
     return torch.optim.AdamW(trained, lr=arguments["learning_rate"], weight_decay=0.0)
 
 
-def optimizer_steps(documents: list[Tensor], count: int) -> list[list[Tensor]]:
-    """The documents of each optimizer step from the first epoch on."""
-    excerpts = fit_documents(np.array(list(map(len, documents))), 2 * TOKENS_PER_RANK, "error", "tokens")
-    sampler = GlobalBatchSampler(excerpts, 2 * TOKENS_PER_RANK, seed=42)
+def optimizer_steps(documents: list[Tensor], arguments: dict[str, Any], *, whole: bool) -> list[list[Tensor]]:
+    """The documents of each optimizer step from the first epoch on; whole on their rank or not."""
+    count, tokens = arguments["max_steps"], arguments["tokens_per_rank"]
+    capacity, bins = (tokens, 2) if whole else (2 * tokens, 1)
+    excerpts = fit_documents(np.array(list(map(len, documents))), capacity, "error", "tokens")
+    sampler = GlobalBatchSampler(excerpts, capacity, seed=42, bins=bins)
     steps: list[list[Tensor]] = []
     epoch = 0
     while len(steps) < count:

@@ -89,6 +89,7 @@ def test_resuming(strategy, name, launched):
         "mistral",
         "gemma2",
         "mixtral",
+        "hybrid",
         "anew",
         "head with adapters",
         "head trained whole",

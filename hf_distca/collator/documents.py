@@ -88,7 +88,7 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
 
     Raises:
         ValueError: a column is missing or unknown, `input_ids` is empty or not a list of integers, `labels`
-            has another length, the mask has zeros, or the length column says something else.
+            has another length, the mask has another shape or zeros, or the length column says something else.
     """
     used = columns.used(example)
     input_ids = _integers(example["input_ids"], name, "input_ids")
@@ -99,6 +99,12 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
     if "labels" in used:
         labels = _integers(example["labels"], name, "labels")
         check_labels_length(len(labels), length, name)
+    if "attention_mask" in used and np.shape(example["attention_mask"]) != (length,):
+        raise ValueError(
+            f"{name} has an attention_mask of shape {np.shape(example['attention_mask'])} for {length} input_ids. A "
+            "packed document attends to itself, causally, and a mask cannot say otherwise: remove the column, or give "
+            "a one for each token."
+        )
     if "attention_mask" in used and not np.all(np.asarray(example["attention_mask"]) == 1):
         raise ValueError(
             f"{name} has an attention_mask with zeros. Documents are packed without padding: tokenize with "

@@ -20,8 +20,8 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
         Tokens of each document in the order of their rows, T in all.
 
     Raises:
-        ValueError: the batch has more than one row, padding, nothing that tells its documents apart, or
-            lengths or positions that do not fit its tokens.
+        ValueError: the batch has more than one row, padding, a mask of its own, nothing that tells its documents
+            apart, or lengths or positions that do not fit its tokens.
     """
     input_ids = batch["input_ids"]
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
@@ -31,6 +31,11 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
             "hf_distca."
         )
     attention_mask = batch.get("attention_mask")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)} for input_ids of {tuple(input_ids.shape)}. "
+            "Documents attend to themselves, causally, and a mask cannot say otherwise: leave it out."
+        )
     if attention_mask is not None and not bool((attention_mask == 1).all()):
         raise ValueError(
             "The batch has an attention_mask with zeros; expected no padding. Use a padding-free collator "

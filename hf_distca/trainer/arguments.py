@@ -22,6 +22,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "average_tokens_across_devices": ((True,), "ranks hold different numbers of targets"),
     "auto_find_batch_size": ((False,), "memory is set by tokens_per_rank"),
     "dataloader_drop_last": ((False,), "it would drop documents"),
+    "use_cache": ((False,), "training has no use for cached keys and values"),
+    "label_names": ((None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
     "packing": ((False,), "documents are packed by their lengths, and stay apart"),
     "eval_packing": ((None, False), "documents are packed by their lengths, and stay apart"),
     "padding_free": ((False,), "documents are packed without padding as it is"),

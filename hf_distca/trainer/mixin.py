@@ -106,7 +106,7 @@ class DistCAMixin(_Trainer):
 
     def _make_dispatcher(self) -> Dispatcher:
         args = self.args
-        dtype = dtype_of_computation(self.model, args)
+        dtype = dtype_of_computation(self.model, args, self.accelerator)
         mesh = data_parallel_mesh(self.accelerator)
         self._mixes = bool(mixing_layers(self.model))
         dispatcher = make_dispatcher(self.model, args, args.device, dtype=dtype, mesh=mesh)

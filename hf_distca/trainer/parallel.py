@@ -36,10 +36,11 @@ def is_divided_at_load(model: nn.Module) -> bool:
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
-def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:
-    """What a model computes in: autocast's dtype, that of FSDP's mixed precision, or its own."""
-    if args.bf16 or args.fp16:
-        return torch.bfloat16 if args.bf16 else torch.float16
+def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator) -> torch.dtype:
+    """What a model computes in: autocast's dtype, by an argument or by the launch, that of FSDP's, or its own."""
+    mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else accelerator.mixed_precision
+    if mixed in ("bf16", "fp16"):
+        return torch.bfloat16 if mixed == "bf16" else torch.float16
     config = model.config.distributed_config if is_divided_at_load(model) else None
     if config is not None and config.dp_size > 1 and config.fsdp_mixed_precision:
         return torch.bfloat16

@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend
 from transformers import Trainer
+from transformers.training_args import OptimizerNames
 
 from hf_distca.patches.model import check_loss, check_reentrant
 from hf_distca.trainer.arguments import DistCAArguments
@@ -20,8 +21,17 @@ REFUSED_FUNCTIONS = {
     "preprocess_logits_for_metrics": NO_LOGITS,
     "compute_loss_func": "would get targets that are already shifted; use the model's own loss, which takes "
     "shift_labels",
+    "model_init": "would make another model when training begins, without what planned steps change in it; make the "
+    "model beforehand and give it as model",
 }
 """Arguments of a trainer that must stay None, and why."""
+LOADING: dict[str, tuple[Any, ...]] = {
+    "split_batches": (False,),
+    "dispatch_batches": (None, False),
+    "even_batches": (True,),
+    "use_seedable_sampler": (True,),
+}
+"""What `accelerator_config` says of batches, and the values that packed documents go with, the first as a rule."""
 
 
 def named_arguments(init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,12 +106,30 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f"train_sampling_strategy={args.train_sampling_strategy!r} would be ignored: documents are packed by "
             "their lengths as it is, drawn at random or in order; choose 'random' or 'sequential'"
         )
+    if packs:
+        _check_loading(args)
     if args.parallelism_config is not None:  # before accelerate, which asks for more
         check_rows_are_whole(args.parallelism_config.cp_size, args.parallelism_config.sp_size)
     if args.n_gpu > 1:
         raise ValueError(
             f"this one process sees {args.n_gpu} GPUs, which Trainer would use as DataParallel; start one process per "
             "GPU: accelerate launch --num_processes N script.py"
+        )
+
+
+def _check_loading(args: Any) -> None:
+    """Raise where arguments say how batches are made and divided, which plans do."""
+    for name, values in LOADING.items():
+        value = getattr(args.accelerator_config, name)
+        if value not in values:
+            raise ValueError(
+                f"accelerator_config's {name}={value!r} would be ignored: every rank reads the rows that the plan "
+                f"gives it, in an order drawn from the seed; leave it at {values[0]!r}"
+            )
+    if not getattr(args, "dataloader_in_order", True):
+        raise ValueError(
+            "dataloader_in_order=False would let ranks take micro-batches in different orders, and exchange rows of "
+            "different ones; leave it at True"
         )
 
 
@@ -122,6 +150,16 @@ def check_trainer(trainer: Trainer) -> None:
         )
     check_parallelism(trainer)
     model: Any
+    if trainer.accelerator.mixed_precision == "fp16" and trainer.args.device.type == "cpu":
+        raise ValueError(
+            "fp16 mixed precision needs losses that are scaled, which accelerate does on GPUs only: on the CPU it "
+            "trains in float32, or under FSDP in float16 as it is; use bf16=True, or neither"
+        )
+    if trainer.args.optim == OptimizerNames.ADAFACTOR and trainer.accelerator.is_fsdp2:
+        raise ValueError(
+            "optim='adafactor' fails in the first step under FSDP2: transformers' Adafactor mixes whole and divided "
+            "tensors; choose another, such as adamw_torch, or train under DDP"
+        )
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs or {}
     if trainer.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
         model = trainer.model

@@ -1,0 +1,106 @@
+"""docs/features.md, made of what is tested: `python -m tests.trainer.features_page` writes it."""
+
+from pathlib import Path
+
+from tests.trainer.features import FEATURES, STRATEGIES, Feature
+
+PAGE = Path(__file__).parents[2] / "docs" / "features.md"
+TOP = """\
+# Features
+
+What users turn on beside planned attention, and what becomes of it: a tiny LLaMA on two ranks with the defaults
+(bf16 autocast on float32 weights, ping-pong, checkpoints), beside transformers' own `Trainer` with "sdpa" in one
+process on the same documents. `tests/trainer/test_features.py` trains each, and
+`python -m tests.trainer.features_page` writes this page.
+
+*equal*: losses, norms of gradients, and what each weight learns are those of one process, up to the rounding of
+bfloat16. *refused*: an error on every rank, before the first step, that says why and what to do. A base in 4 bits
+is tried where bitsandbytes is installed.
+
+| feature | DDP | FSDP2 | |
+| --- | --- | --- | --- |
+"""
+ARGUMENTS_TOP = """
+## Arguments of Trainer
+
+All of transformers' `TrainingArguments` that touch data, loss or model; the others do what they do in `Trainer`.
+
+| argument | |
+| --- | --- |
+"""
+TABLE = "see the table above"
+METRICS = "without effect, as in `Trainer` without `compute_metrics`, which is refused"
+UNTRIED = "handed to `Trainer` as it is; not tried here"
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    TABLE: (
+        *("bf16", "fp16", "gradient_accumulation_steps", "max_grad_norm", "neftune_noise_alpha", "use_liger_kernel"),
+        *(
+            "torch_compile",
+            "torch_compile_backend",
+            "torch_compile_mode",
+            "debug",
+        ),
+        *("activation_checkpointing", "gradient_checkpointing", "optim", "use_cache", "average_tokens_across_devices"),
+        *("label_smoothing_factor", "label_names", "auto_find_batch_size"),
+        *("per_device_train_batch_size", "train_sampling_strategy", "accelerator_config", "dataloader_num_workers"),
+        *(
+            "dataloader_persistent_workers",
+            "dataloader_prefetch_factor",
+            "dataloader_in_order",
+            "dataloader_drop_last",
+        ),
+    ),
+    "as `per_device_train_batch_size`": ("per_device_eval_batch_size",),
+    "counted over all ranks; an epoch is one pass over all documents": ("num_train_epochs", "max_steps"),
+    "decide the order of documents": ("seed", "data_seed"),
+    "see Resuming in README": ("ignore_data_skip", "resume_from_checkpoint"),
+    "columns that the model does not take are left out, or refused": ("remove_unused_columns",),
+    "names the column of lengths": ("length_column_name",),
+    "tried in launches and by other tests": (
+        *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "eval_on_start", "eval_strategy"),
+        *("ddp_find_unused_parameters", "ddp_backend", "fsdp", "fsdp_config", "deepspeed", "use_cpu"),
+        *("parallelism_config", "dataloader_pin_memory", "logging_nan_inf_filter"),
+    ),
+    METRICS: (
+        *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
+        *("include_for_metrics", "batch_eval_metrics"),
+    ),
+    UNTRIED: (
+        *("ddp_static_graph", "full_determinism", "include_num_input_tokens_seen"),
+        *("bf16_full_eval", "fp16_full_eval", "tf32", "torch_empty_cache_steps", "liger_kernel_config", "optim_args"),
+        *("optim_target_modules", "dataloader_multiprocessing_context", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    ),
+}
+"""What becomes of arguments that touch data, loss or model."""
+OTHERS = (
+    *("output_dir", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "logging_strategy", "logging_steps", "logging_first_step"),
+    *("log_on_each_node", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project"),
+    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_steps", "eval_delay"),
+    *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
+    *("enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
+    *("hub_always_push", "hub_revision", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("restore_callback_states_from_checkpoint", "ddp_timeout", "skip_memory_metrics", "do_train", "do_eval"),
+    *("do_predict", "local_rank"),
+)
+"""Arguments that touch neither data nor loss nor model: of optimizers, logs, checkpoints and the hub."""
+
+
+def page() -> str:
+    """The page of what is tested."""
+    features = "".join(_row(name, feature) for name, feature in FEATURES.items())
+    arguments = "".join(
+        f"| {', '.join(f'`{name}`' for name in names)} | {what} |\n" for what, names in ARGUMENTS.items()
+    )
+    return TOP + features + ARGUMENTS_TOP + arguments
+
+
+def _row(name: str, feature: Feature) -> str:
+    refusals = [feature.refusal(strategy) for strategy in STRATEGIES]
+    outcomes = ["equal" if refusal is None else "refused" for refusal in refusals]
+    told = next((f"{cause}: {remedy}" for cause, remedy in filter(None, refusals)), feature.note)
+    return f"| {name} | {' | '.join(outcomes)} | {told} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -53,8 +53,7 @@ class RankPool:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "hf_distca"])
+        context = forkserver()
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -78,7 +77,8 @@ def free_port() -> int:
             return port
 
 
-def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
+def become_rank(rank: int, size: int, port: int) -> None:
+    """Let this process be a rank of a new world over gloo, as a launcher would."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -90,6 +90,17 @@ def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
+
+
+def forkserver() -> Any:
+    """Makes processes that have imported what takes long."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "hf_distca"])
+    return context
+
+
+def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
+    become_rank(rank, size, port)
     while True:
         try:
             function, args, keeps_groups = connection.recv()

@@ -88,6 +88,14 @@ class Dispatcher:
             return ValueError(f"settings differ between ranks, here they are {mine}; start all ranks alike")
         return None
 
+    def close(self) -> None:
+        """End the groups of this run, their threads and connections, for a process that goes on to other work.
+
+        Every rank calls it at the same point. The dispatcher plans and exchanges nothing afterwards; the model goes on
+        outside planned steps, or with a new dispatcher.
+        """
+        self.groups.close()
+
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
         """Bind a plan to this rank: index tensors on its device, made once per micro-batch.
 

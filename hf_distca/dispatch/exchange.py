@@ -207,7 +207,7 @@ class Exchange:
     """
 
     def __init__(self, groups: Groups) -> None:
-        self._group, self._node = groups.exchange, groups.node
+        self._groups = groups
         self._arena = Arena()
         self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one a size
 
@@ -258,7 +258,8 @@ class Exchange:
                 different ones.
             device: where the rows are.
         """
-        return Message(self._laid_out(role, columns, traffic, device), self._group, self._node)
+        self._groups.check_open()
+        return Message(self._laid_out(role, columns, traffic, device), self._groups.exchange, self._groups.node)
 
     def _laid_out(self, role: Hashable, columns: list[Column], traffic: Traffic, device: torch.device) -> _Buffers:
         """The buffers of a role for exchanges of this size."""

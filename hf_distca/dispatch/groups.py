@@ -84,6 +84,7 @@ class Groups:
         self._members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
         self._words: dist.ProcessGroup | None = None
         self._words_of_world: dist.ProcessGroup | None = None
+        self._closed = False
         store = None
         if in_world() and dist.get_world_size() > 1:
             self._device = indexed(device)
@@ -147,12 +148,41 @@ class Groups:
                 device_id=self._device if backend == dist.Backend.NCCL else None,
             )
             if ranks == 1:
+                dist.destroy_process_group(group)
                 return None
             dist.all_to_all_single(received, sent, one_each, one_each, group=group)
             received.cpu()  # not before it is here
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank} cannot exchange rows over {backend}: {error}") from error
         return group
+
+    def close(self) -> None:
+        """End the groups, and with them their threads and connections. A collective of the world.
+
+        Nothing is exchanged or gathered over them afterwards. Closing twice does nothing, nor does closing once the
+        world has ended, and its groups with it.
+        """
+        if self._closed:
+            return
+        if in_world():
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.all_gather(None, in_world=True)  # nothing is on its way on any rank
+            groups = dict.fromkeys((self.node, self.exchange, self._words, self._words_of_world))
+            for group in groups:
+                if group is not None:
+                    dist.destroy_process_group(group)
+        self.exchange = self.node = self._words = self._words_of_world = None
+        self._closed = True
+
+    def check_open(self) -> None:
+        """Raise where the groups are closed: torch would take a group of None for all processes of the world.
+
+        Raises:
+            RuntimeError: they are.
+        """
+        if self._closed:
+            raise RuntimeError("the groups of this dispatcher are closed; make a new trainer or dispatcher to go on")
 
     def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:
         """Every rank's value, in the order of the ranks. A collective on the CPU.
@@ -161,6 +191,7 @@ class Groups:
             value: a small Python object.
             in_world: of all processes of the world, whichever mesh they are in, instead of this mesh.
         """
+        self.check_open()
         group = self._words_of_world if in_world else self._words
         if group is None or dist.get_world_size(group) == 1:
             return [value]
@@ -170,6 +201,7 @@ class Groups:
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether any rank has it set. A collective on the CPU; every rank has as many flags."""
+        self.check_open()
         agreed = torch.tensor(flags, dtype=torch.uint8)
         if self.ranks > 1:
             dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._words)

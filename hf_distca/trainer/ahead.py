@@ -42,6 +42,11 @@ class UpcomingBatches:
         self._fetched = []
         return batches
 
+    def end(self) -> None:
+        """Forget everything that is upcoming; the processes of a loader that has not come to its end stop."""
+        self._plans.clear()
+        self._loader, self._fetched, self._bound = None, [], None
+
     def begin_step(self, batches: Sequence[dict[str, Any]]) -> None:
         """Take note of the micro-batches of an optimizer step, which run in this order."""
         self._plans = deque(batch[PLAN_KEY] for batch in batches)

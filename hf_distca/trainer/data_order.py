@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
@@ -156,14 +155,12 @@ class DataProgress(TrainerCallback):
         self.place = replace(self.place, steps=self.place.steps + 1)
 
 
-def agreed_place(
-    order: DataOrder, resume_from_checkpoint: str | bool | None, args: DistCAArguments, groups: Groups
-) -> DataPlace:
+def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
     """The place to train from: a checkpoint's, or the start where there is none. A collective.
 
     Args:
         order: the order of documents that is asked for.
-        resume_from_checkpoint: as Trainer.train takes it.
+        checkpoint: its folder; None to begin anew.
         args: under `ignore_data_skip` a checkpoint's place and order are not looked at.
         groups: the ranks that train.
 
@@ -171,13 +168,13 @@ def agreed_place(
         The place, in the order that the checkpoint was saved with: its micro-batches may be smaller than asked for.
 
     Raises:
-        ValueError: on every rank, where any finds no such checkpoint, or the documents that are left would not come
-            as they would have; says what must be set, and to what.
+        ValueError: on every rank, where the documents that are left would not come as they would have; says what must
+            be set, and to what.
     """
     place, error = DataPlace(order), None
-    if resume_from_checkpoint and not args.ignore_data_skip:
+    if checkpoint is not None and not args.ignore_data_skip:
         try:
-            place = _load(resume_from_checkpoint, str(args.output_dir))
+            place = _load(checkpoint)
             _check_same(place.order, order, groups.ranks)
         except (ValueError, OSError) as caught:
             error = caught
@@ -193,15 +190,12 @@ def agreed_place(
     return place
 
 
-def _load(resume_from_checkpoint: str | bool, output_dir: str) -> DataPlace:
-    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-    if not checkpoint:
-        raise ValueError(f"there is no checkpoint in {output_dir}")
+def _load(checkpoint: str) -> DataPlace:
     file = Path(checkpoint) / FILE
     if not file.is_file():
         raise ValueError(
             f"{checkpoint} has no {FILE}, so which documents it has seen is not known: it was saved by another "
-            "trainer or an earlier version, or is no checkpoint. ignore_data_skip=True begins a new pass over the data"
+            "trainer or an earlier version. ignore_data_skip=True begins a new pass over the data"
         )
     return DataPlace(**json.loads(file.read_text()))
 

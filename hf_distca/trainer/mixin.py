@@ -23,6 +23,7 @@ from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.ahead import UpcomingBatches
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.assembly import make_dispatcher
+from hf_distca.trainer.checkpoints import agreed_checkpoint
 from hf_distca.trainer.data_order import (
     CAPACITY,
     DataOrder,
@@ -208,9 +209,10 @@ class DistCAMixin(_Trainer):
 
         Raises:
             RuntimeError: another rank failed; says which and why.
-            ValueError: the documents that are left cannot be those that the checkpoint has not seen yet; says what
-                must be set, on every rank, before any work starts. Or this trainer has trained before, under
-                DeepSpeed; or nothing brings the gradients of ranks together.
+            ValueError: the checkpoint was not saved whole, or DeepSpeed cannot load it on this number of ranks; or the
+                documents that are left cannot be those that it has not seen yet; says what must be set, on every rank,
+                before any work starts. Or this trainer has trained before, under DeepSpeed; or nothing brings the
+                gradients of ranks together.
         """
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
@@ -224,12 +226,23 @@ class DistCAMixin(_Trainer):
         forget_evaluation(self.model_wrapped, self.accelerator)
         try:
             with self.dispatcher.groups.failures.told():
-                place = agreed_place(self._data_order(), resume_from_checkpoint, self.args, self.dispatcher.groups)
-                self._progress.begin(place)
-                return super().train(resume_from_checkpoint, *args, **kwargs)
+                groups = self.dispatcher.groups
+                checkpoint = agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
+                self._progress.begin(agreed_place(self._data_order(), checkpoint, self.args, groups))
+                return super().train(checkpoint, *args, **kwargs)
         finally:
+            self._upcoming.end()
+            self._ended = None
             if self.pool is not None:
                 self.pool.close()
+
+    def close(self) -> None:
+        """End the groups of ranks that this trainer has made, for a process that goes on to other work.
+
+        Every rank calls it at the same point. The trainer neither trains nor evaluates afterwards; its model does,
+        with another trainer.
+        """
+        self.dispatcher.close()
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """See `Trainer.training_step`; raises on every rank where ranks would train apart.

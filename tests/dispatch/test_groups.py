@@ -148,6 +148,26 @@ def _recorded_start(ranks_per_node: int | tuple[int, ...] = 1) -> list[Any]:
     return found if ranks_per_node == 1 else [*found, of_node]
 
 
+def _closed() -> tuple[list[int], str]:
+    """How many groups there are before, with and after a dispatcher on nodes, and what it says then."""
+    kinds = (AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8),)
+    count = [len(dist.distributed_c10d._world.pg_map)]
+    dispatcher = Dispatcher(PlanSettings(3, 64, kinds, ranks_per_node=(1, 2)), torch.device("cpu"))
+    count.append(len(dist.distributed_c10d._world.pg_map))
+    dispatcher.close()
+    dispatcher.close()
+    count.append(len(dist.distributed_c10d._world.pg_map))
+    with pytest.raises(RuntimeError) as error:
+        dispatcher.plan_lengths([[3]])
+    return count, str(error.value)
+
+
+def test_closing_ends_the_groups(rank_pools):
+    said = "the groups of this dispatcher are closed; make a new trainer or dispatcher to go on"
+    # Rank 0 is alone on its node.
+    assert rank_pools[3].run(_closed) == [([1, 3, 1], said), ([1, 4, 1], said), ([1, 4, 1], said)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_are_connected_once_before_the_first_layer(rank_pools, size):
     expected = [("distca words", "gloo"), ("distca exchange", "gloo"), ("distca exchange", [1] * size, [1] * size)]

@@ -13,7 +13,7 @@ from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
 from tests.launch import results_of, run_launch
 from tests.models import random_documents
-from tests.trainer.train_script import VOCABULARY, make_model
+from tests.trainer.train_script import VOCABULARY, generated, make_model
 
 SCRIPT = Path(__file__).parent / "train_script.py"
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
@@ -52,6 +52,20 @@ HYBRID = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
     "num_experts": 4,
 }
+SETS = {"few": 5, "most": 40}
+# The more a step has lowered the loss, the worse: the first is the best, and two later ones are waited for.
+BEST = {
+    **PLAIN,
+    "max_steps": 8,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "save_total_limit": 1,
+    "metric_for_best_model": "eval_most_loss",
+    "greater_is_better": True,
+    "load_best_model_at_end": True,
+}
 
 RUNS: dict[str, dict[str, Any]] = {
     "whole": {"arguments": WHOLE, "save": True},
@@ -87,16 +101,18 @@ RUNS: dict[str, dict[str, Any]] = {
     "head with adapters": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj", "lm_head"], "watched": True},
     "head trained whole": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj"], "saved": ["lm_head"], "watched": True},
     "tied": {"arguments": FEW, "model": {"tie_word_embeddings": True}, "watched": True},
+    "best": {"arguments": BEST, "sets": SETS, "patience": 2, "generates": 4},
     "metrics": {"arguments": FEW, "metrics": True, "calls": ["train"]},
     "sft": {"arguments": FEW_BUT_LARGE, "sft": True},
 }
 ALL = ["whole", "lora", "bf16", "evaluated", "twice"]
 LAUNCHES = {
-    "ddp": [*ALL, "head with adapters", "metrics", "resumed", "bf16 evaluated", "mistral", "anew"],
+    "ddp": [*ALL, "head with adapters", "best", "metrics", "resumed", "bf16 evaluated", "mistral", "anew"],
     "fsdp2": [
         *ALL,
         "head with adapters",
         "tied",
+        "best",
         "metrics",
         "sft",
         "resumed",
@@ -114,6 +130,7 @@ LAUNCHES = {
         "head with adapters",
         "head trained whole",
         "tied",
+        "best",
         "metrics",
         "sft",
         "resumed",
@@ -185,6 +202,17 @@ def reference_run(run: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def reference_evaluations(run: dict[str, Any], steps: int) -> list[tuple[list[float], list[int]]]:
+    """In one process after each step: the losses of a run's evaluation sets, and what its callback generates."""
+    documents, model, found = random_documents(LENGTHS), make_model(run, "sdpa"), []
+    optimizer = new_optimizer(model, run["arguments"])
+    for step in optimizer_steps(documents, {**run["arguments"], "max_steps": steps}, whole=False):
+        optimizer_step(model, optimizer, step)
+        losses = [evaluation_loss(model, count) for count in run["sets"].values()]
+        found.append((losses, generated(model, run["generates"])))
+    return found
+
+
 def new_optimizer(model: nn.Module, arguments: dict[str, Any]) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=arguments["learning_rate"], weight_decay=0.0)
@@ -220,9 +248,9 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, documents
 
 
 @torch.no_grad()
-def evaluation_loss(model: nn.Module) -> float:
-    """The mean loss over all targets of all documents."""
-    return sum(loss.item() for loss in document_losses(model, random_documents(LENGTHS)))
+def evaluation_loss(model: nn.Module, count: int = len(LENGTHS)) -> float:
+    """The mean loss over all targets of all documents, or of the first ones."""
+    return sum(loss.item() for loss in document_losses(model, random_documents(LENGTHS)[:count]))
 
 
 def document_losses(model: nn.Module, documents: list[Tensor]) -> Iterator[Tensor]:

@@ -6,21 +6,25 @@ launch is imports.
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 from transformers import AutoModelForCausalLM
 
+from hf_distca.trainer.checkpoints import agreed_checkpoint
 from tests.models import small_model
 from tests.trainer.launches import (
     FEW_STEPS,
     LAUNCHES,
     REPLICATED,
     RUNS,
+    SETS,
     STEPS,
     Launched,
     evaluation_loss,
+    reference_evaluations,
     reference_run,
 )
 from tests.trainer.train_script import VOCABULARY
@@ -74,7 +78,10 @@ def test_evaluation_before_the_first_step(strategy, launched, expected):
 @pytest.mark.parametrize(("strategy", "name"), pairs("resumed"))
 def test_resuming(strategy, name, launched):
     whole, resumed = launched(strategy)["whole"], launched(strategy)[name]
-    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+    assert resumed["losses"] == whole["losses"]  # to the last bit
+    assert resumed["evaluations"] == whole["evaluations"]
+    if strategy in REPLICATED:
+        assert resumed["parameters"] == whole["parameters"]
     # Both evaluate twice.
     assert resumed["kernel_forwards"] < 0.75 * whole["kernel_forwards"]
 
@@ -109,6 +116,19 @@ def test_few_steps(strategy, name, launched, expected):
 @pytest.mark.parametrize(("strategy", "name"), pairs("bf16", "head with adapters", "head trained whole", "tied"))
 def test_no_tensor_of_tokens_and_vocabulary_is_made(strategy, name, launched):
     assert launched(strategy)[name]["whole_logits"] == []
+
+
+@pytest.mark.parametrize(("strategy", "name"), pairs("best"))
+def test_the_best_model_of_several_evaluations(strategy, name, launched):
+    result = launched(strategy)[name]
+    expected = reference_evaluations(RUNS[name], steps=3)
+    for number, _set in enumerate(SETS):
+        losses = [entry[f"eval_{_set}_loss"] for entry in result["history"] if f"eval_{_set}_loss" in entry]
+        # The last is of the evaluation after training, of the model that has been best.
+        after_steps = [losses[number] for losses, _ in expected]
+        assert losses == pytest.approx([*after_steps, after_steps[0]], rel=2e-5)
+        assert after_steps[0] > after_steps[1] * (1 + 1e-4)
+    assert result["generated"] == [tokens for _, tokens in expected]
 
 
 @pytest.mark.parametrize(("strategy", "name"), pairs("metrics"))
@@ -179,6 +199,23 @@ def test_saved_adapters_are_the_trained_ones(strategy, launched):
     base = small_model("llama", "sdpa", vocab_size=VOCABULARY)
     model = peft.PeftModel.from_pretrained(base, launched(strategy).saved("lora"))
     assert evaluation_loss(model) == pytest.approx(launched(strategy)["lora"]["evaluations"][0], rel=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_optimizer_shards_of_other_ranks_are_told(strategy, launched):
+    checkpoint = str(launched(strategy).folder / "whole" / f"checkpoint-{STEPS // 2}")
+    plugin = SimpleNamespace(deepspeed_config={})
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    groups = SimpleNamespace(
+        ranks=2, all_gather=lambda value: [value] * groups.ranks, raise_together=lambda *_, **__: None
+    )
+    args = SimpleNamespace(output_dir="")
+    assert agreed_checkpoint(checkpoint, args, accelerator, groups) == checkpoint
+    groups.ranks = 3
+    with pytest.raises(ValueError, match=r"optimizer state in .* by 2 ranks, but 3 ranks train: train on 2, or"):
+        agreed_checkpoint(checkpoint, args, accelerator, groups)
+    plugin.deepspeed_config = {"checkpoint": {"load_universal": True}}
+    assert agreed_checkpoint(checkpoint, args, accelerator, groups) == checkpoint
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from tests.models import small_model
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
+from tests.trainer.train_script import parameters_hash
 
 FIRST = 3
 ALL = Counter(range(FIRST, FIRST + sum(LENGTHS)))
@@ -22,10 +23,20 @@ PACKED = {"tokens_per_rank": 96, "num_train_epochs": 3}
 """4 micro-batches in a pass, so 2 steps, the second of one micro-batch."""
 STREAM = {"tokens_per_rank": 160, "max_steps": 7}
 """Ranks differ in how many micro-batches they have; together they have 1 or 2 steps in a pass."""
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp2": {
+        "sharded": True,
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+    },
+}
 FLATTENED = {"per_device_train_batch_size": 3, "num_train_epochs": 3}
 
 
-def train(folder: str, source: str, resume: Any, skip: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def train(
+    folder: str, source: str, resume: Any, skip: int, strategy: str, arguments: dict[str, Any]
+) -> dict[str, Any]:
     """What this rank was given in each micro-batch, what was logged in each step, and warned; or the error."""
     trainer = make_trainer(
         folder,
@@ -37,6 +48,7 @@ def train(folder: str, source: str, resume: Any, skip: int, arguments: dict[str,
             "save_strategy": "steps",
             "save_steps": 1,
             "gradient_accumulation_steps": ACCUMULATION,
+            **STRATEGIES[strategy],
             **arguments,
         },
     )
@@ -68,6 +80,8 @@ def train(folder: str, source: str, resume: Any, skip: int, arguments: dict[str,
         "learning_rates": [entry["learning_rate"] for entry in logs],
         "warnings": warnings,
         "passes": passes.count,
+        "parameters": parameters_hash(trainer.model),
+        "kind": str(trainer.accelerator.distributed_type),
     }
 
 
@@ -78,9 +92,18 @@ class PassesEnded(TrainerCallback):
         self.count += 1
 
 
-def run(pool: RankPool, folder: Path, source: str, resume: Any = None, *, skip: int = 0, **arguments: Any):
+def run(
+    pool: RankPool,
+    folder: Path,
+    source: str,
+    resume: Any = None,
+    *,
+    skip: int = 0,
+    strategy: str = "ddp",
+    **arguments: Any,
+) -> list[dict[str, Any]]:
     """`train` on all ranks of a pool."""
-    return pool.run(train, str(folder), source, resume, skip, arguments)
+    return pool.run(train, str(folder), source, resume, skip, strategy, arguments)
 
 
 def numbered_documents(skip: int, stream: bool) -> Any:
@@ -111,6 +134,13 @@ def packed(rank_pools, tmp_path_factory):
     """A run of 2 ranks with a checkpoint after each of its 6 steps, and where these are."""
     folder = tmp_path_factory.mktemp("packed")
     return run(rank_pools[2], folder, "packed", **PACKED), folder
+
+
+@pytest.fixture(scope="module")
+def sharded(rank_pools, tmp_path_factory):
+    """The same under FSDP2, with a checkpoint after step 3 alone: the middle of the second pass."""
+    folder = tmp_path_factory.mktemp("sharded")
+    return run(rank_pools[2], folder, "packed", strategy="fsdp2", **{**PACKED, "save_steps": 3}), folder
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +181,25 @@ def test_what_is_left_comes_once(rank_pools, packed, tmp_path, step, micro_batch
     resumed = run(rank_pools[ranks], tmp_path, "packed", f"{folder}/checkpoint-{step}", **{**PACKED, **changed})
     assert_went_on(resumed, whole, micro_batches)
     assert resumed[0]["passes"] == 3 - micro_batches // 4
+    if not changed:
+        assert [rank["parameters"] for rank in resumed] == [rank["parameters"] for rank in whole]
+        assert resumed[0]["losses"] == whole[0]["losses"]
     larger = ranks * changed.get("tokens_per_rank", 96) > 192
     assert ["stay of at most 192 tokens" in message for message in resumed[0]["warnings"]] == [True] * larger
+
+
+@pytest.mark.parametrize(("ranks", "changed"), [(2, {}), (3, {"tokens_per_rank": 64}), (1, {"tokens_per_rank": 192})])
+def test_shards_of_other_ranks(rank_pools, packed, sharded, tmp_path, ranks, changed):
+    (whole, _), (shards, folder) = packed, sharded
+    assert {rank["kind"] for rank in shards} == {"DistributedType.FSDP"}
+    assert_went_on(shards, whole, 0)
+    checkpoint = f"{folder}/checkpoint-3"
+    resumed = run(rank_pools[ranks], tmp_path, "packed", checkpoint, strategy="fsdp2", **{**PACKED, **changed})
+    assert_went_on(resumed, whole, 7)
+    if ranks == 2:
+        assert [(rank["losses"], rank["parameters"]) for rank in resumed] == [
+            (rank["losses"], rank["parameters"]) for rank in shards
+        ]
 
 
 def test_a_run_that_stopped_within_a_pass(rank_pools, packed, tmp_path):
@@ -212,13 +259,22 @@ def _from_own_folder(folders: list[str]) -> dict[str, Any]:
     import torch.distributed as dist
 
     folder = folders[dist.get_rank()]
-    return train(folder, "packed", True, 0, PACKED)
+    return train(folder, "packed", True, 0, "ddp", PACKED)
 
 
 def test_a_checkpoint_that_one_rank_lacks(rank_pools, packed, tmp_path):
     _, folder = packed
     for refused in rank_pools[2].run(_from_own_folder, [str(folder), str(tmp_path)]):
         assert refused["error"] == f"rank 1: ValueError: there is no checkpoint in {tmp_path}"
+
+
+def test_a_checkpoint_that_was_not_saved_whole(rank_pools, packed, tmp_path):
+    _, folder = packed
+    shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3/trainer_state.json").unlink()
+    for ignore in (False, True):
+        for refused in run(rank_pools[2], tmp_path, "packed", True, **PACKED, ignore_data_skip=ignore):
+            assert "checkpoint-3 has no trainer_state.json, so it was not saved whole" in refused["error"]
 
 
 def test_a_checkpoint_without_its_order(rank_pools, packed, tmp_path):

@@ -13,6 +13,9 @@ OPTIONS: output (where rank 0 writes the results of the runs, by name) and runs:
     sft          with TRL's trainer of chats
     metrics      read entropy and accuracy from the logits of every micro-batch, as TRL's trainer does
     frozen       parameters whose names hold one of these words are not trained
+    sets         evaluation data: for each name how many of the documents, from the first on. All unless given
+    patience     training stops after so many evaluations that were no better than the best
+    generates    after each step so many tokens are generated
     environment  what options of `accelerate launch` would set for this run alone
     calls        of the trainer, one after another; "new trainer" goes on with another one on the same model.
                  ["train", "evaluate"] unless given
@@ -66,6 +69,24 @@ class Pauses(transformers.TrainerCallback):
         file.with_suffix(".reached").touch()
         while not file.exists() and time.monotonic() < end:
             time.sleep(0.05)
+
+
+class Generates(transformers.TrainerCallback):
+    """Generates from the model as it is after each step, on every rank."""
+
+    def __init__(self, tokens: int, result: dict[str, Any]) -> None:
+        self._tokens, self._generated = tokens, result.setdefault("generated", [])
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        """Generate."""
+        self._generated.append(generated(model, self._tokens))
+
+
+def generated(model: nn.Module, tokens: int) -> list[int]:
+    """The most probable continuation of a few words."""
+    prompt = torch.tensor([[5, 9, 17, 33]])
+    given = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    return model.generate(prompt, min_new_tokens=tokens, max_new_tokens=tokens, **given)[0].tolist()
 
 
 def make_model(run: dict[str, Any], implementation: str = "distca") -> nn.Module:
@@ -127,11 +148,16 @@ def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) 
     )
     documents = [{"input_ids": document.tolist()} for document in random_documents(run["lengths"])]
     dataset = datasets.Dataset.from_list(documents)
+    sets = {name: dataset.select(range(count)) for name, count in run.get("sets", {}).items()}
     kind = ReadingTrainer if run.get("metrics") else hf_distca.DistCATrainer
     others: dict[str, Any] = {}
     if run.get("sft"):
         kind, others = hf_distca.DistCASFTTrainer, {"processing_class": tokenizer()}
-    trainer = kind(model=model, args=args, train_dataset=dataset, eval_dataset=dataset, **others)
+    trainer = kind(model=model, args=args, train_dataset=dataset, eval_dataset=sets or dataset, **others)
+    if run.get("patience"):
+        trainer.add_callback(transformers.EarlyStoppingCallback(run["patience"]))
+    if run.get("generates"):
+        trainer.add_callback(Generates(run["generates"], result))
     if run.get("pauses"):
         trainer.add_callback(Pauses(run["pauses"]))
     count_kernel_forwards(trainer, result)
@@ -152,7 +178,8 @@ def train(model: nn.Module, run: dict[str, Any], folder: Path) -> dict[str, Any]
                 result["losses"] += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
             elif call == "evaluate":
                 with watched:
-                    result["evaluations"].append(trainer.evaluate()["eval_loss"])
+                    metrics = trainer.evaluate()
+                result["evaluations"] += [value for name, value in metrics.items() if name.endswith("_loss")]
             else:
                 trainer = make_trainer(model, run, result)
         if run.get("save"):

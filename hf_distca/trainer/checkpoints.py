@@ -1,0 +1,72 @@
+"""The checkpoint that training goes on from: found, saved whole, and by as many ranks as can load it."""
+
+import re
+from pathlib import Path
+
+from accelerate import Accelerator
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_distca.dispatch.groups import Groups
+from hf_distca.trainer.arguments import DistCAArguments
+
+STATE_FILE = "trainer_state.json"
+"""What Trainer writes last into a checkpoint."""
+_ZERO_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+
+
+def agreed_checkpoint(
+    resume_from_checkpoint: str | bool | None, args: DistCAArguments, accelerator: Accelerator, groups: Groups
+) -> str | None:
+    """The folder of the checkpoint to go on from; None to begin anew. A collective.
+
+    Args:
+        resume_from_checkpoint: as Trainer.train takes it.
+        args: the trainer's.
+        accelerator: the trainer's.
+        groups: the ranks that train.
+
+    Raises:
+        ValueError: on every rank, where any finds no such checkpoint, or one that was not saved whole, or DeepSpeed
+            cannot load its optimizer state on this number of ranks.
+    """
+    checkpoint, error, saved_by = None, None, 0
+    if resume_from_checkpoint:
+        try:
+            checkpoint = _found(resume_from_checkpoint, str(args.output_dir))
+            saved_by = _zero_ranks(Path(checkpoint)) if _loads_zero_shards(accelerator) else 0
+        except (ValueError, OSError) as caught:
+            error = caught
+    groups.raise_together(error, in_world=True)
+    saved_by = max(groups.all_gather(saved_by))  # a host may have the shards of its own ranks only
+    if saved_by not in (0, groups.ranks):
+        raise ValueError(
+            f"DeepSpeed has divided the optimizer state in {checkpoint} by {saved_by} ranks, but {groups.ranks} ranks "
+            f"train: train on {saved_by}, or convert the checkpoint to a universal one, which any number of ranks can "
+            'load, and set {"checkpoint": {"load_universal": true}} in the configuration of DeepSpeed'
+        )
+    return checkpoint
+
+
+def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
+    """The folder, which holds a whole checkpoint."""
+    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+    if not checkpoint:
+        raise ValueError(f"there is no checkpoint in {output_dir}")
+    if not (Path(checkpoint) / STATE_FILE).is_file():
+        raise ValueError(
+            f"{checkpoint} has no {STATE_FILE}, so it was not saved whole: training ended in the middle of that, or "
+            "it is no checkpoint. Remove it, and resume from the one before"
+        )
+    return str(checkpoint)
+
+
+def _loads_zero_shards(accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed will load each rank's share of the optimizer state as that rank saved it."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and not plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
+
+
+def _zero_ranks(checkpoint: Path) -> int:
+    """How many ranks a checkpoint of ZeRO was saved by, as far as this host has their shards; 0 where it has none."""
+    found = [_ZERO_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*")]
+    return max((int(match[1]) + 1 for match in found if match), default=0)

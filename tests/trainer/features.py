@@ -3,14 +3,13 @@
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import peft
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
+from transformers import TrainerCallback
 
 from tests.models import small_model
 from tests.trainer.launches import CHECKPOINTING
@@ -77,22 +76,6 @@ def adapted(**settings: Any) -> Callable[[str], nn.Module]:
 def _with_lora(model: nn.Module, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings))
-
-
-def in_4_bits(implementation: str) -> nn.Module:
-    """LoRA on a frozen base in 4 bits, stored in float32 so that FSDP2 can divide it."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_quant_storage=torch.float32,
-    )
-    with TemporaryDirectory() as folder:
-        plain(implementation).save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=quantization, attn_implementation=implementation
-        )
-    return _with_lora(model, target_modules=["q_proj", "v_proj"])
 
 
 def in_bfloat16(implementation: str) -> nn.Module:
@@ -164,7 +147,6 @@ FEATURES: dict[str, Feature] = {
     "modules_to_save": Feature(
         model=adapted(target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"])
     ),
-    "LoRA on a base in 4 bits": Feature(model=in_4_bits, needs="bitsandbytes"),
     # Precision
     "bf16": Feature(),
     "float32": Feature(FP32, within=EXACT),

@@ -15,7 +15,7 @@ process on the same documents. `tests/trainer/test_features.py` trains each, and
 
 *equal*: losses, norms of gradients, and what each weight learns are those of one process, up to the rounding of
 bfloat16. *refused*: an error on every rank, before the first step, that says why and what to do. A base in 4 bits
-is tried where bitsandbytes is installed.
+has not been tried.
 
 | feature | DDP | FSDP2 | |
 | --- | --- | --- | --- |

@@ -92,6 +92,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f"args must be DistCATrainingArguments, got {type(args).__name__}; for a trainer with arguments of its "
             "own make one dataclass of both: class MyArguments(hf_distca.DistCAArguments, SFTConfig)"
         )
+    args.serve_if_server()  # whose arguments are not made to their end
     for name, why in REFUSED_FUNCTIONS.items():
         if given.get(name) is not None:
             raise ValueError(f"{name} {why}")

@@ -401,7 +401,7 @@ def bound_plan(
     plan: MicroBatchPlan, rank: int, group: dist.ProcessGroup, device: torch.device = META, **options: Any
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
-    exchange = Exchange(SimpleNamespace(exchange=group, node=group, check_open=lambda: None))
+    exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False))
     return BoundPlan(
         plan, rank, device, exchange, MetaKernel(), Recorder(device), **{"keep_received": False, **options}
     )

@@ -40,7 +40,7 @@ def _exchange(setting: Setting) -> Findings:
         pg_options=exchange_options(backend),
         device_id=device if backend == dist.Backend.NCCL else None,
     )
-    exchange = Exchange(SimpleNamespace(exchange=group, node=None))
+    exchange = Exchange(SimpleNamespace(exchange=group, node=None, closed=False))
     heads, dim = setting.wide["num_attention_heads"], setting.wide["head_dim"]
     columns = [
         torch.randn(rows, heads, dim, device=device).to(setting.dtype),

@@ -258,7 +258,8 @@ class Exchange:
                 different ones.
             device: where the rows are.
         """
-        self._groups.check_open()
+        if self._groups.closed:
+            self._groups.check_open()
         return Message(self._laid_out(role, columns, traffic, device), self._groups.exchange, self._groups.node)
 
     def _laid_out(self, role: Hashable, columns: list[Column], traffic: Traffic, device: torch.device) -> _Buffers:

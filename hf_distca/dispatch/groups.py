@@ -68,6 +68,7 @@ class Groups:
         exchange: the group of the exchanges; None where there is one rank.
         node: the group of the exchanges inside this rank's node, see `connect_nodes`; None where it has one rank.
         failures: tells each rank why another failed, of whichever mesh; ranks have their numbers in the world there.
+        closed: whether `close` has been called.
 
     Raises:
         RuntimeError: this rank cannot reach the others, or not in time.
@@ -84,7 +85,7 @@ class Groups:
         self._members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
         self._words: dist.ProcessGroup | None = None
         self._words_of_world: dist.ProcessGroup | None = None
-        self._closed = False
+        self.closed = False
         store = None
         if in_world() and dist.get_world_size() > 1:
             self._device = indexed(device)
@@ -162,7 +163,7 @@ class Groups:
         Nothing is exchanged or gathered over them afterwards. Closing twice does nothing, nor does closing once the
         world has ended, and its groups with it.
         """
-        if self._closed:
+        if self.closed:
             return
         if in_world():
             if self._device.type == "cuda":
@@ -173,7 +174,7 @@ class Groups:
                 if group is not None:
                     dist.destroy_process_group(group)
         self.exchange = self.node = self._words = self._words_of_world = None
-        self._closed = True
+        self.closed = True
 
     def check_open(self) -> None:
         """Raise where the groups are closed: torch would take a group of None for all processes of the world.
@@ -181,7 +182,7 @@ class Groups:
         Raises:
             RuntimeError: they are.
         """
-        if self._closed:
+        if self.closed:
             raise RuntimeError("the groups of this dispatcher are closed; make a new trainer or dispatcher to go on")
 
     def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:

@@ -83,7 +83,7 @@ class CountedExchange(Exchange):
     """
 
     def __init__(self, live: LiveMemory) -> None:
-        groups: Any = SimpleNamespace(exchange=_NoGroup(), node=_NoGroup(), check_open=lambda: None)
+        groups: Any = SimpleNamespace(exchange=_NoGroup(), node=_NoGroup(), closed=False)
         super().__init__(groups)
         self._live = live
 

@@ -40,7 +40,7 @@ demo: $(CHECKPOINT)/model.safetensors
 		--logging_steps 5 --save_strategy no --report_to none \
 		--dataloader_pin_memory False --ddp_find_unused_parameters False
 
-test: lint types tests survey
+test: lint types tests
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

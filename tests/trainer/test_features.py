@@ -127,6 +127,7 @@ def in_one_process(folder: str, feature: Feature) -> Result:
         return {**result, "losses": [0.0] * idle + result["losses"], "norms": [0.0] * idle + result["norms"]}
 
 
+@pytest.mark.survey
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature(rank_pools, tmp_path, reference, name, strategy):

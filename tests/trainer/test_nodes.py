@@ -60,7 +60,8 @@ def _train(folder: str, strategy: str) -> tuple[dict[str, Any], list[bool]]:
 
 @pytest.mark.parametrize(("strategy", "within"), [("ddp", 2e-4), ("fsdp2", 8e-3)])  # as in test_launch.py
 def test_ranks_on_nodes_train_as_one_process(rank_pools, tmp_path, strategy, within):
-    expected = reference_run(RUN)["losses"]
+    of_two_ranks = {**RUN["arguments"], "tokens_per_rank": TOKENS_PER_RANK}  # as many tokens as four have here
+    expected = reference_run({**RUN, "arguments": of_two_ranks})["losses"]
     for result, passes_on in rank_pools[4].run(_train, str(tmp_path), strategy):
         assert (
             result["distributed_type"]

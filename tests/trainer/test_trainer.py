@@ -185,7 +185,7 @@ def test_a_plan_that_reaches_no_attention(tmp_path):
     trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no", ping_pong=False)
     (batch,), targets = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
     inputs = trainer._prepare_inputs(batch)
-    with pytest.raises(ValueError, match="LlamaForCausalLM did not hand distca_plan to its attention layers"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM did not hand distca_plan to its decoder layers"):
         trainer.compute_loss(Deaf(trainer.model), inputs, num_items_in_batch=targets)
 
 

@@ -17,6 +17,7 @@ from statistics import mean, median
 from datasets import Dataset, load_dataset
 from standard_library import standard_library
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase
+from transformers.distributed import DistributedConfig
 
 import hf_distca
 
@@ -39,6 +40,9 @@ class ScriptArguments:
     )
     eval_fraction: float = field(default=0.05, metadata={"help": "Part of the documents kept for evaluation."})
     lora: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
+    tp_size: int = field(
+        default=1, metadata={"help": "Processes that share each layer; the weights are divided among the others too."}
+    )
 
 
 def main() -> None:
@@ -58,7 +62,11 @@ def main() -> None:
     parts = documents.train_test_split(test_size=script_args.eval_fraction, seed=training_args.seed)
 
     # The model: "distca" is the only thing that differs from any other fine-tuning.
-    model = AutoModelForCausalLM.from_pretrained(script_args.model, attn_implementation="distca")
+    divided = {}
+    if script_args.tp_size > 1:
+        shards = training_args.world_size // script_args.tp_size
+        divided["distributed_config"] = DistributedConfig(tp_size=script_args.tp_size, fsdp_size=shards)
+    model = AutoModelForCausalLM.from_pretrained(script_args.model, attn_implementation="distca", **divided)
     if script_args.lora:
         from peft import LoraConfig, get_peft_model
 

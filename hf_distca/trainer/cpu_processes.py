@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
+from torch import nn
+
+from hf_distca.trainer.parallel import is_divided_at_load
 
 
 def join_on_cpu(args: Any) -> None:
@@ -53,8 +56,24 @@ def shard_on_cpu(args: Any) -> None:
             "LOCAL_RANK must be set, and on CPUs a backend that connects them; launch with accelerate launch or "
             "torchrun, on CPUs with use_cpu=True or ddp_backend='gloo'"
         )
+    if _asked_for("FSDP", args.fsdp):
+        _count_as_gpus(state)
+
+
+def share_on_cpu(args: Any, model: nn.Module) -> None:
+    """Let accelerate take in a model that transformers has divided among CPU processes as it loaded it.
+
+    Args:
+        args: of a trainer that is to train the model.
+        model: divided by a DistributedConfig; nothing is done for any other.
+    """
+    if is_divided_at_load(model):
+        _count_as_gpus(args.distributed_state)
+
+
+def _count_as_gpus(state: PartialState) -> None:
     on_cpu = state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
-    if _asked_for("FSDP", args.fsdp) and on_cpu and state.num_processes > 1:
+    if on_cpu and state.num_processes > 1:
         state.distributed_type = DistributedType.MULTI_GPU
 
 

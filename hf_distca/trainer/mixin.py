@@ -24,6 +24,7 @@ from hf_distca.trainer.ahead import UpcomingBatches
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.checkpoints import agreed_checkpoint
+from hf_distca.trainer.cpu_processes import share_on_cpu
 from hf_distca.trainer.data_order import (
     CAPACITY,
     DataOrder,
@@ -85,6 +86,7 @@ class DistCAMixin(_Trainer):
         check_kind(type(self))
         given = named_arguments(super().__init__, args, kwargs)
         check_arguments(given)
+        share_on_cpu(given["args"], given.get("model"))
         self._packs = given.get("data_collator") is None
         super().__init__(*args, **kwargs)
         check_trainer(self)

@@ -19,6 +19,15 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()
 
 
+def test_ranks_that_share_layers(checkpoint, tmp_path):
+    options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split --max_steps 4"
+    summary, _ = finetune(checkpoint, tmp_path, options, ranks=4, config="tp")
+    assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
+    assert summary["loss_last"] < summary["loss_first"]
+    assert summary["pairs_max_over_mean_planned"] < 1.05 < summary["pairs_max_over_mean_as_packed"]
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_chats_about_the_standard_library(checkpoint, tmp_path):
     settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none --bf16 False --lora"
     options = "--max_chats 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --assistant_only_loss"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import DistributedType
 
-from hf_distca.trainer.cpu_processes import join_on_cpu, shard_on_cpu
+from hf_distca.trainer.cpu_processes import join_on_cpu, shard_on_cpu, share_on_cpu
 
 
 @pytest.fixture
@@ -57,6 +57,15 @@ def test_fsdp_shards_among_processes_on_cpus(launched, strategy, found, kept):
     args = launched(strategy=strategy)
     args.distributed_state = SimpleNamespace(distributed_type=found, num_processes=2)
     shard_on_cpu(args)
+    assert args.distributed_state.distributed_type == kept
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_processes_on_cpus_share_a_model_that_was_divided_as_it_was_loaded(launched, divided):
+    args = launched()
+    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
+    share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=divided))
+    kept = DistributedType.MULTI_GPU if divided else DistributedType.MULTI_CPU
     assert args.distributed_state.distributed_type == kept
 
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_distca.patches.model import base_model
 from hf_distca.patches.tensor_parallel import config_on_a_rank
 from hf_distca.trainer.memory import shards_of, tell_memory
 from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 CHUNK_BYTES = 4 * 64 * 20  # logits of 20 rows
@@ -238,16 +240,24 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def divided(rank_pools, folder) -> list[dict[str, dict[str, Any]]]:
+def four_ranks() -> Iterator[RankPool]:
+    """A pool of its own, which ends with its tests: the groups that it keeps take most of a core while it lives."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def divided(four_ranks, folder) -> list[dict[str, dict[str, Any]]]:
     """The results of all cases on each of four ranks."""
-    by_case = {name: rank_pools[4].run(_train_divided, str(folder), name, keeps_groups=True) for name in CASES}
+    by_case = {name: four_ranks.run(_train_divided, str(folder), name, keeps_groups=True) for name in CASES}
     return [{name: ranks[rank] for name, ranks in by_case.items()} for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
-def refusals(rank_pools, folder) -> list[dict[str, str]]:
+def refusals(four_ranks, folder) -> list[dict[str, str]]:
     """What each refusal says on each of four ranks."""
-    return rank_pools[4].run(_refusals, str(folder), keeps_groups=True)
+    return four_ranks.run(_refusals, str(folder), keeps_groups=True)
 
 
 def reference(case: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], float, float]:
@@ -307,10 +317,10 @@ def _train_sharded(folder: str, sizes: dict[str, int]) -> tuple[dict[str, Any], 
     return _train(trainer), str(trainer.accelerator.torch_device_mesh)
 
 
-def test_replicas_of_shards_as_accelerate_makes_them(rank_pools, tmp_path):
+def test_replicas_of_shards_as_accelerate_makes_them(four_ranks, tmp_path):
     loss, gradients, norm, after = reference({})
     sizes = {"dp_replicate_size": 2, "dp_shard_size": 2}
-    results = rank_pools[4].run(_train_sharded, str(tmp_path), sizes, keeps_groups=True)
+    results = four_ranks.run(_train_sharded, str(tmp_path), sizes, keeps_groups=True)
     for rank, (result, mesh) in enumerate(results):
         assert "dp_replicate=2, dp_shard=2" in mesh
         assert result["place"] == (rank, 4)

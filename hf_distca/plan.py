@@ -49,6 +49,7 @@ class AttentionKind:
         kv_heads: key-value heads, which divide the query heads.
         dim_qk: numbers of a head of queries and keys.
         dim_v: numbers of a head of values.
+        chunk: row p attends to rows from p - p % chunk on at most; None for no chunks.
 
     Raises:
         ValueError: a number is not positive, or kv_heads does not divide q_heads.
@@ -59,6 +60,7 @@ class AttentionKind:
     kv_heads: int = 8
     dim_qk: int = 128
     dim_v: int = 128
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -72,6 +74,7 @@ class AttentionKind:
 
     def __str__(self) -> str:
         reach = "full attention" if self.window is None else f"a window of {self.window}"
+        reach += "" if self.chunk is None else f" in chunks of {self.chunk}"
         return (
             f"{reach} with {self.q_heads} query and {self.kv_heads} key-value heads of {self.dim_qk} "
             f"(values of {self.dim_v})"
@@ -110,7 +113,7 @@ class Plan:
     """A layout and the tasks of one kind of attention layer on it.
 
     Attributes:
-        layout: where the rows are.
+        layout: where the rows are; with chunked attention its documents are the chunks.
         tasks: [tasks] of dtype TASK, sorted by (worker, document, start). They cover every row of every
             document once. A task needs K/V rows [first, stop): first = 0, or the window's edge.
         workers: number of workers; workers 0 to ranks-1 are the ranks themselves (in-place servers),

@@ -26,9 +26,10 @@ SMALL = {
 }
 
 
-def small_kinds(*windows: int | None) -> tuple[AttentionKind, ...]:
-    """The kinds of attention of a small model with layers of these windows, by default full attention."""
-    return tuple(replace(SMALL_KIND, window=window) for window in windows or (None,))
+def small_kinds(*windows: int | None, chunk: int | None = None) -> tuple[AttentionKind, ...]:
+    """The kinds of attention of a small model with layers of these windows, by default full, and of these chunks."""
+    of_chunks = [] if chunk is None else [replace(SMALL_KIND, chunk=chunk)]
+    return (*of_chunks, *(replace(SMALL_KIND, window=window) for window in windows or (None,)))
 
 
 def in_stages(plan: MicroBatchPlan, stage_rows: int | None) -> MicroBatchPlan:
@@ -47,6 +48,17 @@ def _changed(plan: MicroBatchPlan, **fields: Any) -> MicroBatchPlan:
         for nano in plan.nano_batches
     ]
     return replace(plan, nano_batches=tuple(nano_batches))
+
+
+SMALL_LLAMA4 = {
+    "attention_chunk_size": 24,
+    "floor_scale": 40,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+}
+"""Besides SMALL: a layer in chunks, and one whose queries are scaled by their position."""
 
 
 def small_model(model_type: str = "llama", implementation: str = "distca", **config: Any) -> PreTrainedModel:

@@ -36,6 +36,8 @@ def disaggregated_attention(
     plan: BoundPlan,
     params: AttentionParams,
     module: nn.Module | None = None,
+    *,
+    chunk: int | None = None,
 ) -> Tensor:
     """Core attention of this rank's rows, computed wherever the plan says.
 
@@ -47,6 +49,7 @@ def disaggregated_attention(
         plan: the plan of the micro-batch as the layer is to use it.
         params: scale, window and softcap of the layer.
         module: the attention layer, by which results are kept through a checkpoint.
+        chunk: rows of the layer's attention chunks; None for no chunks.
 
     Returns:
         o_THE.
@@ -66,7 +69,7 @@ def disaggregated_attention(
         head_dim_v=v_TGE.shape[2],
         params=params,
     )
-    kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2])
+    kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk)
     recomputes = is_recomputation()
     keeps = plan.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
     parts = []

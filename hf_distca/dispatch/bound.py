@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Traffic
@@ -235,9 +236,21 @@ class BoundNanoBatch:
         lengths = nano_batch.layout.lengths[segments["document"]]
         self.has_cuts = bool(np.any(segments["stop"] - segments["start"] < lengths))
         self.document_rows = tuple(lengths[segments["rank"] == rank].tolist())
+        self._mine = nano_batch.layout.of_rank(rank)
         self.routes = {kind: BoundRoutes(plan, rank, turn, buffer) for kind, plan in nano_batch.plans.items()}
         self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[rows] where each row of it that this rank holds is in its document."""
+        ranges = [np.arange(start, stop) for _, start, stop, *_ in self._mine.tolist()]
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._device)
+
+    @property
+    def last_position(self) -> int:
+        """The largest of the positions; -1 without rows."""
+        return int(self._mine["stop"].max(initial=0)) - 1
 
     def repair(self, kind: AttentionKind, lost: frozenset[int]) -> BoundRoutes:
         """Routes by which the ranks compute what some lost servers were to compute.
@@ -347,6 +360,16 @@ class BoundPlan:
                 "between ranks; plan with document_layout='whole'"
             )
         return tuple(rows for nano in self.nano_batches for rows in nano.document_rows)
+
+    @property
+    def positions(self) -> Tensor:
+        """[rows] where each row that a layer is called with on this rank is in its document."""
+        return torch.cat([nano.positions for nano in self.nano_batches])
+
+    @property
+    def last_position(self) -> int:
+        """The largest of the positions."""
+        return max(nano.last_position for nano in self.nano_batches)
 
     @property
     def stages(self) -> int:

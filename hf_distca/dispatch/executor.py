@@ -149,7 +149,9 @@ class Pass(ABC):
         if transfer.rows == "servers":
             assert bound.remote is not None  # who plans for servers reaches them
             columns = {name: local[name] for name in transfer.columns}
-            self._at_servers = bound.remote.start(self._work, self.routes.servers, self.attention.params, columns)
+            self._at_servers = bound.remote.start(
+                self._work, self.routes.servers, self.attention.kind, self.attention.params, columns
+            )
         elif transfer.back:
             self._under_way[transfer] = self._send_back(transfer, self._role(transfer))
         elif transfer.rows == "passed on":

@@ -14,7 +14,7 @@ from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Work
 from hf_distca.dispatch.rows import row_index
 from hf_distca.kernels import AttentionParams
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.planner.routes import Messages, Routes
 
@@ -62,6 +62,7 @@ class RemotePlan(Protocol):
         self,
         work: Work,
         servers: Sequence[ServerRows],
+        kind: AttentionKind,
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> RemoteCall:
@@ -70,7 +71,8 @@ class RemotePlan(Protocol):
         Args:
             work: which core attention.
             servers: every server that has tasks, with the rows that it needs; on every rank the same servers.
-            params: scale, window and softcap of the layer.
+            kind: of the layer.
+            params: its scale, window and softcap.
             rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward do, o and lse too.
         """
 

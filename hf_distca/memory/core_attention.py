@@ -97,5 +97,5 @@ def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype
     heads = ((kind.q_heads, kind.dim_qk), (kind.kv_heads, kind.dim_qk), (kind.kv_heads, kind.dim_v))
     q_THD, k_TGD, v_TGE = (torch.empty((bound.rows, *shape), dtype=dtype, requires_grad=True) for shape in heads)
     params = AttentionParams(scale=1.0, window=kind.window)
-    o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, None, bound, params)
+    o_THE = disaggregated_attention(q_THD, k_TGD, v_TGE, None, bound, params, chunk=kind.chunk)
     o_THE.backward(torch.empty_like(o_THE))

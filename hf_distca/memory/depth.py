@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_distca.memory.live import Part
-from hf_distca.patches.kinds import attention_windows
+from hf_distca.patches.kinds import attention_reaches
 from hf_distca.patches.layers import decoder_layers
 
 
@@ -17,9 +17,9 @@ def repeated_layers(model: PreTrainedModel) -> int | None:
     Args:
         model: with all of its layers.
     """
-    windows = attention_windows(model.config)
+    reaches = attention_reaches(model.config)
     layers = [
-        (type(layer), windows[i % len(windows)], sum(p.numel() for p in layer.parameters()))
+        (type(layer), reaches[i % len(reaches)], sum(p.numel() for p in layer.parameters()))
         for i, layer in enumerate(decoder_layers(model))
     ]
     for period in range(1, len(layers) // 3 + 1):

@@ -13,7 +13,9 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.kernels import AttentionParams
+from hf_distca.patches.kinds import Reach, attention_reaches
 from hf_distca.patches.masks import DeferredMask
+from hf_distca.patches.row_numbers import scaled_by_position
 from hf_distca.patches.uncompiled import uncompiled
 
 
@@ -92,16 +94,29 @@ def _planned_attention(
 
     Args: see `distca_attention`; states are query, key and value, plan is distca_plan.
     """
-    query, _, value = states
-    _check_planned(module, query, attention_mask, dropout, sliding_window, kwargs)
+    query, key, value = states
+    if getattr(module, "attn_temperature_tuning", False):
+        query = scaled_by_position(module, query, plan)
+    chunk = attention_chunk(module)
+    _check_planned(module, query, attention_mask, dropout, Reach(sliding_window, chunk), kwargs)
     plan.ran.attentions += 1
     dtype = _compute_dtype(query, value)
     # Not x[0], whose backward copies the gradient into zeros.
-    q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in states)
+    q_THD, k_TGD, v_TGE = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     params = AttentionParams(
         scale=q_THD.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
     )
-    return disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module).unsqueeze(0)
+    return disaggregated_attention(q_THD, k_TGD, v_TGE, s_aux, plan, params, module, chunk=chunk).unsqueeze(0)
+
+
+def attention_chunk(module: nn.Module) -> int | None:
+    """Rows of an attention layer's chunks; None for no chunks."""
+    config: Any = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None or "chunked_attention" not in layer_types:
+        return None
+    reaches: dict[Any, Reach] = dict(enumerate(attention_reaches(config)))
+    return reaches[module.layer_idx].chunk
 
 
 def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:
@@ -117,7 +132,7 @@ def _check_planned(
     query: Tensor,
     attention_mask: Tensor | DeferredMask | None,
     dropout: float,
-    sliding_window: int | None,
+    reach: Reach,
     kwargs: dict[str, Any],
 ) -> None:
     """Raise where a planned step would not give what the model asks for; alike on every rank."""
@@ -136,10 +151,11 @@ def _check_planned(
     if isinstance(attention_mask, DeferredMask):
         if attention_mask.added_by_model:
             raise ValueError(f"{layer} lays a mask of its own over the causal one, which a plan cannot express")
-        if attention_mask.local_size not in (None, sliding_window):
+        if attention_mask.local_size not in (None, *reach):
             raise ValueError(
                 f"{layer} masks by a local size of {attention_mask.local_size}, but has "
-                f"sliding_window={sliding_window}; a plan knows full and sliding-window attention only"
+                f"sliding_window={reach.window} and chunks of {reach.chunk} rows; a plan knows full, sliding-window "
+                "and chunked attention only, so this model cannot train with planned attention"
             )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError(f"{layer} is not causal; a plan knows causal attention only")

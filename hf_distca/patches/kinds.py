@@ -1,7 +1,7 @@
 """The kinds of attention of a transformers model: what it tells of them in its config and its attention modules."""
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,6 +16,13 @@ ROWWISE = ("moe", "mlp", "sparse", "dense")
 """Types of layers that compute each row by itself."""
 MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 """Types of layers that mix along the row otherwise than by attention, the hybrid ones besides it."""
+
+
+class Reach(NamedTuple):
+    """Which of the rows before it a row attends to in a layer, see `AttentionKind`; None for all."""
+
+    window: int | None = None
+    chunk: int | None = None
 
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -56,17 +63,17 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
         attentions: its attention layers, see `decoder_attentions`.
 
     Raises:
-        ValueError: a layer is neither full nor sliding-window attention (chunked or linear attention,
-            state space): its result for a document cut across ranks would be wrong. Or there is no layer, or
+        ValueError: a layer is of a type that is not known, such as one whose rows choose the rows that they attend
+            to: its result for a document cut across ranks would be wrong. Or there is no layer, or
             tensor parallelism cannot divide its heads.
     """
     config = model.config.get_text_config(decoder=True)
-    windows = attention_windows(config)
+    reaches = attention_reaches(config)
     kinds: dict[AttentionKind, None] = {}
     for module in attentions.values():
         layer: Any = module.layer_idx
         own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
-        kind = _kind(own, module, windows[(layer or 0) % len(windows)])
+        kind = _kind(own, module, reaches[(layer or 0) % len(reaches)])
         kinds[kind_on_a_rank(kind, model, module)] = None
     if not kinds:
         raise ValueError(
@@ -76,8 +83,8 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
     return tuple(kinds)
 
 
-def attention_windows(config: PreTrainedConfig) -> list[int | None]:
-    """The attention window of each layer, or a single one that all layers have; None stands for full attention.
+def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
+    """How far the attention of each layer reaches, or a single one that all layers have.
 
     Raises:
         ValueError: see `attention_kinds`.
@@ -88,33 +95,45 @@ def attention_windows(config: PreTrainedConfig) -> list[int | None]:
         window = None
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     if layer_types is None:
-        return [window]
-    known = {"full_attention": None, "attention": None, "sliding_attention": window}
-    known |= {"hybrid": None, "hybrid_sliding": window, **dict.fromkeys(("linear_attention", "conv", *ROWWISE))}
+        return [Reach(window)]
+    everywhere = ("full_attention", "attention", "hybrid", "linear_attention", "conv", *ROWWISE)
+    known = dict.fromkeys(everywhere, Reach())
+    known |= dict.fromkeys(("sliding_attention", "hybrid_sliding"), Reach(window))
+    known["chunked_attention"] = Reach(chunk=getattr(config, "attention_chunk_size", None))
     unknown = sorted(set(layer_types) - set(known))
     if unknown:
         raise ValueError(
             f"{type(config).__name__} has layers of type {unknown}; a planned step is exact only where every layer is "
-            f"one of {sorted(known)}"
+            f"one of {sorted(known)}. Choose a model of these, or train this one with stock attention and "
+            "transformers' Trainer"
         )
     return [known[layer_type] for layer_type in layer_types]
 
 
-def _kind(config: PreTrainedConfig, module: nn.Module, window: int | None) -> AttentionKind:
+def hands_on(module: nn.Module, name: str) -> bool:
+    """Whether an attention layer's forward names an argument of the attention function."""
+    forward: Any = next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    constants = inspect.unwrap(forward).__code__.co_consts
+    return any(name in (constant if isinstance(constant, tuple) else (constant,)) for constant in constants)
+
+
+def _kind(config: PreTrainedConfig, module: nn.Module, reach: Reach) -> AttentionKind:
     """The kind of one attention layer, whose own config this is."""
+    window, chunk = reach
+    if not hands_on(module, "sliding_window"):  # Moshi's config has one that its layers do not use
+        window = None
     q_heads = getattr(config, "num_attention_heads", None)
     if q_heads is None:
         raise ValueError(
             f"{type(config).__name__} does not say how many heads {type(module).__name__} has (num_attention_heads), "
-            "so its attention cannot be planned"
+            "so its attention cannot be planned; train it with stock attention and transformers' Trainer"
         )
     if getattr(config, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
-        return AttentionKind(
-            window, q_heads, q_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-        )
+        dim_qk = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return AttentionKind(window, q_heads, q_heads, dim_qk, config.v_head_dim, chunk)
     kv_heads = q_heads // getattr(module, "num_key_value_groups", 1)  # so often does eager attention repeat them
     head_dim = getattr(module, "head_dim", None) or config.hidden_size // q_heads
-    return AttentionKind(window, q_heads, kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim)
+    return AttentionKind(window, q_heads, kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim, chunk)
 
 
 def attention_params(config: PreTrainedConfig, kind: AttentionKind) -> AttentionParams:

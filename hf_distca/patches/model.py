@@ -14,7 +14,7 @@ from hf_distca.config import AUTO, DistCAConfig
 from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.patches.adapters import check_adapters
 from hf_distca.patches.dropout import check_dropout
-from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, decoder_attentions
+from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, decoder_attentions, hands_on
 from hf_distca.patches.layers import decoder_layers, has_attention, mixing_layers
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.patches.mixing import mixing_modules, takes_keywords
@@ -124,9 +124,9 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     Raises:
         ValueError: the model has no attention interface, does not use attn_implementation="distca", masks by a rule
-            of its own, drops attention weights in training, does not hand the plan to its attention layers, mixes
-            along the row in a way that cannot be kept apart by documents, or has an adapter of a kind that packed rows
-            cannot train.
+            of its own, adds a bias to its scores, drops attention weights in training, does not hand the plan to its
+            attention layers, mixes along the row in a way that cannot be kept apart by documents, or has an adapter of
+            a kind that packed rows cannot train.
     """
     check_adapters(model)
     model = base_model(model)
@@ -156,6 +156,13 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
                 f"{module_name} of {type(model).__name__} numbers positions from its padding token on, not from 0 as "
                 f"packed batches do; this model can train with {_other_implementations(model)}, but not with planned "
                 "attention"
+            )
+    for module_name, module in attentions.items():
+        if hands_on(module, "position_bias"):
+            raise ValueError(
+                f"{module_name} of {type(model).__name__} adds a bias to its scores (position_bias), one for each "
+                "pair of a query and a key, which a plan does not exchange; this model can train with "
+                f"{_other_implementations(model)}, but not with planned attention"
             )
     _check_mixing(model)
     for module in [*attentions.values(), *filter(has_attention, decoder_layers(model))]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
 from hf_distca.planner.balance import balance
+from hf_distca.planner.chunks import layout_of_kind
 from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import exchange_figures, loads_of
@@ -78,12 +79,17 @@ class PlanSettings:
         """The kind of the layers that cost the most, for which the joint layout is made."""
         return max(
             self.kinds,
-            key=lambda kind: (inf if kind.window is None else kind.window, kind.q_heads * (kind.dim_qk + kind.dim_v)),
+            key=lambda kind: (_reach(kind), kind.q_heads * (kind.dim_qk + kind.dim_v)),
         )
 
     def row_bytes(self, kind: AttentionKind) -> RowBytes:
         """Size of a row of Q, of K and V, and of O, in one layer of a kind."""
         return RowBytes.of_kind(kind, self.bytes_per_value)
+
+
+def _reach(kind: AttentionKind) -> float:
+    """The most rows that a row attends to."""
+    return min(inf if most is None else most for most in (kind.window, kind.chunk))
 
 
 def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBatchPlan:
@@ -152,7 +158,7 @@ def _layout(lengths: NDArray[np.int64], settings: PlanSettings, node_sizes: tupl
         settings.ranks,
         settings.tokens_per_rank,
         node_sizes=node_sizes,
-        window=settings.dominant_kind.window,
+        window=settings.dominant_kind.window or settings.dominant_kind.chunk,
         balance_tolerance=settings.balance_tolerance,
         balance_block_size=settings.balance_block_size,
     )
@@ -168,14 +174,14 @@ def plan_tasks(
     """Balance the core attention of one kind of layer on a layout, in one stage.
 
     Args:
-        layout: where the rows are.
+        layout: where the rows of documents are.
         kind: of the layer.
         settings: see PlanSettings.
         workers: as in `balance`.
         nodes: as in `balance`; None for those of the ranks alone.
     """
     return balance(
-        layout,
+        layout_of_kind(layout, kind),
         workers=workers,
         nodes=settings.nodes if nodes is None else nodes,
         window=kind.window,
@@ -218,7 +224,7 @@ def _plan(
 
 def _summary(lengths: NDArray[np.int64], nano_batches: list[NanoBatch], settings: PlanSettings) -> PlanSummary:
     kind = settings.dominant_kind
-    packed = fixed_layout([lengths.tolist()], settings.ranks)
+    packed = layout_of_kind(fixed_layout([lengths.tolist()], settings.ranks), kind)
     cost = pairs(packed.segments["start"], packed.segments["stop"], kind.window)
     as_packed = np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks)
     plans = [nano.plans[kind] for nano in nano_batches]

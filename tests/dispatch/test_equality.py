@@ -12,6 +12,7 @@ from hf_distca.patches.head import plan_head
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
 from tests.models import (
+    SMALL_LLAMA4,
     in_nodes,
     in_stages,
     random_documents,
@@ -75,7 +76,7 @@ def run_case(
 ) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Planned steps on every rank, one for each of `steps_of`."""
     ranks = dist.get_world_size()
-    kinds = small_kinds(*windows)
+    kinds = small_kinds(*windows, chunk=config.get("attention_chunk_size"))
     settings = PlanSettings(
         ranks=ranks,
         tokens_per_rank=4096,
@@ -167,8 +168,9 @@ def test_fixed_layout(rank_pools, ranks, rows, keep):
         ("mistral", {"sliding_window": 24}, (24,)),
         ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.05}, (24, None)),
         ("mixtral", {"num_local_experts": 4}, (None,)),
+        ("llama4_text", SMALL_LLAMA4, (None,)),
     ],
-    ids=["qwen3", "mistral", "gemma2", "mixtral"],
+    ids=["qwen3", "mistral", "gemma2", "mixtral", "llama4"],
 )
 def test_architectures(rank_pools, ranks, layout, model_type, config, windows):
     lengths = [128, 30, 66, 1, 31] if layout == "joint" else [[128], *([[30, 66, 1, 31]] * (ranks - 1))]

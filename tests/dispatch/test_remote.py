@@ -16,7 +16,7 @@ from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import MicroBatchPlan, Plan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.routes import make_routes
@@ -59,10 +59,15 @@ class PlanAtServers:
         self.owner, self.plan, self.collections = owner, plan, 0
 
     def start(
-        self, work: Work, servers: Sequence[ServerRows], params: AttentionParams, rows: Mapping[str, Tensor]
+        self,
+        work: Work,
+        servers: Sequence[ServerRows],
+        kind: AttentionKind,
+        params: AttentionParams,
+        rows: Mapping[str, Tensor],
     ) -> SimpleNamespace:
         groups, nano = self.owner.groups, self.plan.nano_batches[work.nano_batch]
-        (plan,) = (plan for kind, plan in nano.plans.items() if kind.window == params.window)
+        plan = nano.plans[kind]
         busy = sorted({int(worker) - groups.ranks for worker in plan.tasks["worker"] if worker >= groups.ranks})
         assert [asked.server for asked in servers] == busy
         assert all(len(column_T) == nano.layout.tokens[groups.rank] for column_T in rows.values())

@@ -6,11 +6,11 @@ from transformers import AttentionInterface
 
 from hf_distca import DistCAConfig, plan_settings
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.patches.attention import distca_attention
+from hf_distca.patches.attention import attention_chunk, distca_attention
 from hf_distca.patches.kinds import attention_kinds, decoder_attentions
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
-from tests.models import small_model
+from tests.models import SMALL_LLAMA4, small_model
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -43,6 +43,7 @@ MODELS = {
         {**TWO_TYPES, "v_head_dim": 6, "swa_v_head_dim": 6, "n_group": 1, "topk_group": 1},
         [AttentionKind(24, 4, 4, 8, 6), AttentionKind(None, 4, 2, 8, 6)],
     ),
+    "llama4_text": (SMALL_LLAMA4, [AttentionKind(None, 4, 2, 8, 8, 24), AttentionKind(None, 4, 2, 8, 8)]),
     "modernbert-decoder": (TWO_TYPES, [AttentionKind(24, 4, 4, 8, 8), AttentionKind(None, 4, 4, 8, 8)]),
 }
 
@@ -54,8 +55,9 @@ def test_kinds_are_those_that_the_layers_have(model_type, monkeypatch):
     found = {}
 
     def attend(module, query, key, value, mask, *args, **kwargs):
-        window = kwargs.get("sliding_window")
-        found[AttentionKind(window, query.shape[1], key.shape[1], query.shape[3], value.shape[3])] = None
+        window, chunk = kwargs.get("sliding_window"), attention_chunk(module)
+        sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        found[AttentionKind(window, *sizes, chunk)] = None
         return distca_attention(module, query, key, value, mask, *args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "distca", attend)

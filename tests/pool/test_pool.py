@@ -13,7 +13,7 @@ from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
 from hf_distca.pool.wire.errors import LinkLost
 from tests.dispatch.test_equality import planned_step
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models import SMALL_LLAMA4, random_documents, reference_step, relative_error, small_kinds, small_model
 from tests.pool.servers import TOKEN, Fault, ServerProcess
 from tests.ranks import free_port
 
@@ -34,7 +34,7 @@ def pooled_steps(
     settings = PlanSettings(
         ranks=dist.get_world_size(),
         tokens_per_rank=4096,
-        kinds=small_kinds(*windows),
+        kinds=small_kinds(*windows, chunk=options.get("config", {}).get("attention_chunk_size")),
         balance_block_size=8,
         ping_pong=options.get("ping_pong", False),
         exchange_buffer_bytes=512,  # of 8 rows: what ranks exchange travels in stages
@@ -183,9 +183,10 @@ def test_a_server_that_one_trainer_loses_is_lost_to_all(rank_pools, start_server
             "windows": (24, None),
             "ping_pong": True,
         },
+        {"model_type": "llama4_text", "config": SMALL_LLAMA4},
         {"keep_received": True},
     ],
-    ids=["mistral", "gemma2", "keep-received"],
+    ids=["mistral", "gemma2", "llama4", "keep-received"],
 )
 def test_other_layers(rank_pools, start_servers, options):
     port = free_port()

@@ -84,11 +84,13 @@ def outcome(model_type: str, pool: Any) -> Outcome:
 
 
 def planned(model_type: str) -> tuple[str, bool, Any]:
-    """On each rank: the error, whether it is one of hf_distca's own, and else loss and gradients of its rows."""
+    """On each rank: the error, whether hf_distca raised it before any work, and else its loss and gradients."""
     documents = random_documents(LENGTHS)
+    begun = False
     try:
         model = _model(model_type, "distca")
         dispatcher = make_dispatcher(model, CONFIG, torch.device("cpu"))
+        begun = True
         plan = plan_micro_batch(LENGTHS, dispatcher.settings)
         assert plan.summary.exchange.bytes_total > 0
         bound = dispatcher.bind(plan)
@@ -100,8 +102,8 @@ def planned(model_type: str) -> tuple[str, bool, Any]:
             return f"ran {bound.ran} with {len(plan.nano_batches)} nano-batches", False, None
         result = loss.item(), _gradients(model), _reference(model_type, documents)
     except Exception as error:
-        own = isinstance(error, ValueError) and "/hf_distca/" in traceback.extract_tb(error.__traceback__)[-1].filename
         last = traceback.extract_tb(error.__traceback__)[-1]
+        own = isinstance(error, ValueError) and "/hf_distca/" in last.filename and not begun
         return f"{error}" if own else f"{_first_line(error)} ({last.filename.split('/')[-1]}:{last.lineno})", own, None
     return "", False, result
 

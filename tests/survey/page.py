@@ -20,8 +20,8 @@ by document. `make survey` fails where one is wrong, hangs or ends in an error t
 written by `python -m tests.survey.page`.
 
 {equal} give the same, {whole} of them with documents whole on their rank, since they mix along the row otherwise than
-by attention. {refused} are refused before or in the first step, on every rank. {unbuilt} cannot be made as a tiny
-causal language model from a config of their type.
+by attention. {refused} are refused before the first step, on every rank. {unbuilt} cannot be made as a tiny causal
+language model from a config of their type.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {
     "equal": (

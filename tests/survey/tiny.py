@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     "decoder_sparse_step": 1,
     # along the row
     **dict.fromkeys(("sliding_window", "attention_window_size", "local_attention", "sliding_window_size"), 8),
-    **dict.fromkeys(("attention_chunk_size", "keep_window_size", "window_size"), 8),
+    **dict.fromkeys(("attention_chunk_size", "floor_scale", "keep_window_size", "window_size"), 8),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),

@@ -3,11 +3,11 @@
 import datasets
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 import hf_distca
 from hf_distca.patches.kinds import decoder_attentions
-from tests.models import SMALL, small_model
+from tests.models import small_model
 from tests.ranks import RankPool
 from tests.survey.tiny import tiny_config
 
@@ -142,6 +142,7 @@ def test_other_attention_implementation(tmp_path):
         ("bloom", r"AttentionInterface.*can train with \['eager'"),
         ("gptj", r"GPTJForCausalLM.*AttentionInterface.*can train with \['eager'"),
         ("roberta", r"numbers positions from its padding token on.*can train with \['eager'"),
+        ("inkling_text", r"adds a bias to its scores .*can train with \['eager', 'sdpa'"),
         ("bart", r"BartForCausalLM computes its loss without transformers' loss function"),
     ],
 )
@@ -154,9 +155,11 @@ def test_models_that_planned_steps_would_get_wrong(tmp_path, model_type, message
 
 
 def test_layers_that_cannot_be_cut(tmp_path):
-    config = AutoConfig.for_model("llama4_text", **SMALL, num_local_experts=2)
+    config = tiny_config("deepseek_v32")
     model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
-    with pytest.raises(ValueError, match=r"layers of type \['chunked_attention'\]"):
+    with pytest.raises(
+        ValueError, match=r"layers of type \['indexed_attention'\].*train this one with stock attention"
+    ):
         trainer(tmp_path, model=model)
 
 

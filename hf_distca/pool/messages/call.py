@@ -33,6 +33,7 @@ class Call:
         dim_qk: numbers of a head of queries and keys.
         dim_v: numbers of a head of values.
         dtype: name of the tensors' dtype; lse is float32, or float64 where this is.
+        chunk: rows of the layer's attention chunks; None: no chunks.
     """
 
     plan_id: int
@@ -47,6 +48,7 @@ class Call:
     dim_qk: int
     dim_v: int
     dtype: str
+    chunk: int | None = None
 
     def header(self) -> dict[str, Any]:
         """As a message's header."""
@@ -73,6 +75,7 @@ class Call:
             dim_qk=fields.whole("dim_qk", 1, HEAD_LIMIT),
             dim_v=fields.whole("dim_v", 1, HEAD_LIMIT),
             dtype=fields.one_of("dtype", ITEM_BYTES),
+            chunk=fields.whole_or_none("chunk", 1),
         )
         fields.require(call.q_heads % call.kv_heads == 0, "kv_heads", f"a divisor of q_heads={call.q_heads}")
         return call
@@ -80,7 +83,7 @@ class Call:
     @property
     def kind(self) -> AttentionKind:
         """The layer's kind of attention."""
-        return AttentionKind(self.window, self.q_heads, self.kv_heads, self.dim_qk, self.dim_v)
+        return AttentionKind(self.window, self.q_heads, self.kv_heads, self.dim_qk, self.dim_v, self.chunk)
 
     def request(self) -> tuple[TensorSpec, ...]:
         """What a rank sends."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, TASK, AttentionKind, Layout, NanoBatch, Plan
+from hf_distca.planner.chunks import chunk_counts, layout_of_kind
 from hf_distca.planner.intervals import Intervals, by_document
 from hf_distca.pool.messages.call import HEAD_LIMIT
 from hf_distca.pool.messages.fields import Fields
@@ -147,26 +148,29 @@ def decode_plan(header: PlanHeader, payload: bytes | bytearray) -> tuple[NanoBat
         layout = Layout(lengths, segments, header.ranks)
         plans = {}
         for kind, table in zip(header.kinds, tasks, strict=True):
-            _check_rows(table, lengths, "worker", header.workers)
-            plans[kind] = Plan(layout, table, header.workers, kind.window)
+            if kind.chunk is not None and chunk_counts(lengths, kind.chunk).sum() > TABLE_LIMIT:
+                raise ProtocolError(f"chunks of {kind.chunk} rows are more than {TABLE_LIMIT} in all")
+            seen = layout_of_kind(layout, kind)
+            _check_rows(table, seen.lengths, "worker", header.workers)
+            plans[kind] = Plan(seen, table, header.workers, kind.window)
             _check_keys(plans[kind], header.worker)
         nano_batches.append(NanoBatch(np.arange(len(lengths)), layout, plans))
     return tuple(nano_batches)
 
 
 def _read_kinds(fields: Fields) -> tuple[AttentionKind, ...]:
-    """The kinds of attention that a header lists, each as the five numbers of an AttentionKind."""
+    """The kinds of attention that a header lists, each as the six numbers of an AttentionKind."""
     listed = fields.rows("kinds", 1, _KINDS)
     for numbers in listed:
-        fields.require(len(numbers) == 5, "kinds", "lists of five numbers each")
-        window, *sizes = numbers
+        fields.require(len(numbers) == 6, "kinds", "lists of six numbers each")
+        window, *sizes, chunk = numbers
         fields.require(
-            (window is None or (type(window) is int and 1 <= window <= TOKEN_LIMIT * 128))
+            all(most is None or (type(most) is int and 1 <= most <= TOKEN_LIMIT * 128) for most in (window, chunk))
             and all(type(size) is int and 1 <= size <= HEAD_LIMIT for size in sizes)
             and sizes[0] % sizes[1] == 0,
             "kinds",
             f"lists of a window or null, query heads, key-value heads that divide them, and two sizes of heads, "
-            f"at most {HEAD_LIMIT} each",
+            f"at most {HEAD_LIMIT} each, and the rows of a chunk or null",
         )
     kinds = tuple(AttentionKind(*numbers) for numbers in listed)
     fields.require(len(set(kinds)) == len(kinds), "kinds", "kinds of attention that differ")

@@ -13,6 +13,7 @@ from hf_distca.dispatch.recorder import Recorder, Span, Work
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.dispatch.rows import RowIndex, take
 from hf_distca.kernels import AttentionParams
+from hf_distca.plan import AttentionKind
 from hf_distca.pool.messages.call import Call
 from hf_distca.pool.messages.tensor_spec import TensorSpec
 from hf_distca.pool.rank.link import PendingReply
@@ -49,6 +50,7 @@ class PlanAtServers:
         self,
         work: Work,
         servers: Sequence[ServerRows],
+        kind: AttentionKind,
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> "CallAtServers":
@@ -67,6 +69,7 @@ class PlanAtServers:
             dim_qk=q_THD.shape[2],
             dim_v=v_TGE.shape[2],
             dtype=str(q_THD.dtype).removeprefix("torch."),
+            chunk=kind.chunk,
         )
         under_way = CallAtServers(
             {asked.server: self._servers[asked.server] for asked in servers},

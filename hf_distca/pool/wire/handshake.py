@@ -23,7 +23,7 @@ from collections.abc import Generator
 from hf_distca.pool.wire.errors import AuthenticationError, LinkLost, ProtocolError
 
 MAGIC = b"HFCA"
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 ACCEPTED = b"\x01"

@@ -41,6 +41,7 @@ def calls(draw):
         dim_qk=draw(HEADS),
         dim_v=draw(HEADS),
         dtype=draw(st.sampled_from(list(ITEM_BYTES))),
+        chunk=draw(st.none() | st.integers(1, LARGEST)),
     )
 
 
@@ -103,6 +104,8 @@ def test_a_plan_is_what_was_sent(lengths, ranks, servers, seed):
         assert np.array_equal(got.layout.segments, nano_batch.layout.segments)
         assert got.plans.keys() == nano_batch.plans.keys()
         for kind, plan in got.plans.items():
+            assert np.array_equal(plan.layout.lengths, nano_batch.plans[kind].layout.lengths)
+            assert np.array_equal(plan.layout.segments, nano_batch.plans[kind].layout.segments)
             assert np.array_equal(plan.tasks, nano_batch.plans[kind].tasks)
             assert (plan.workers, plan.window) == (ranks + servers, kind.window)
 

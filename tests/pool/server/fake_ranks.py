@@ -12,6 +12,7 @@ import torch
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
+from hf_distca.planner.chunks import layout_of_kind
 from hf_distca.planner.layout import packed_layout
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.shifted import merged
@@ -22,7 +23,7 @@ from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.server.compute import params_of
 
 FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
-KINDS = (FULL, replace(FULL, window=40))
+KINDS = (FULL, replace(FULL, window=40), replace(FULL, chunk=32))
 SLIM = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
 
 
@@ -33,19 +34,20 @@ def make_nano_batch(lengths, ranks, servers, seed, kinds=KINDS):
     layout = packed_layout(lengths, ranks, -(-int(lengths.sum()) // ranks))
     plans = {}
     for kind in kinds:
+        seen = layout_of_kind(layout, kind)
         tasks = []
-        for document, length in enumerate(lengths):
+        for document, length in enumerate(seen.lengths):
             cuts = np.unique(rng.integers(0, length, 5))
             cuts = np.unique(np.concatenate([[0], cuts, [length]]))
             for start, stop in itertools.pairwise(cuts):
                 tasks.append((document, start, stop, rng.integers(ranks + servers)))
-        plans[kind] = Plan(layout, merged(np.array(tasks, TASK)), ranks + servers, kind.window)
+        plans[kind] = Plan(seen, merged(np.array(tasks, TASK)), ranks + servers, kind.window)
     return NanoBatch(np.arange(len(lengths)), layout, plans)
 
 
 def make_call(plan_id, call_id, nano_batch, kind, direction, *, dtype="float32", softcap=None):
     heads, dims = (kind.q_heads, kind.kv_heads), (kind.dim_qk, kind.dim_v)
-    return Call(plan_id, call_id, nano_batch, kind.window, direction, 0.3, softcap, *heads, *dims, dtype)
+    return Call(plan_id, call_id, nano_batch, kind.window, direction, 0.3, softcap, *heads, *dims, dtype, kind.chunk)
 
 
 class Data:

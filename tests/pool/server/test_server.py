@@ -113,7 +113,7 @@ def test_pairs_are_those_of_the_tasks(ranks, nano_batches):
         by_hand.append(
             sum(min(row + 1, kind.window or row + 1) for _, start, stop, _ in mine for row in range(start, stop))
         )
-    assert [reply.pairs for reply in ranks[0].replies] == [by_hand[0]] * 2 + [by_hand[1]] * 2
+    assert [reply.pairs for reply in ranks[0].replies] == [pairs for pairs in by_hand for _ in range(2)]
 
 
 def test_many_random_plans(ranks):
@@ -298,14 +298,20 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token
         (lambda header, tables: header.update(workers=2), "workers of a plan"),
         (lambda header, tables: header.update(worker=1), "worker of a plan"),
         (lambda header, tables: header.update(kinds=[]), "kinds of a plan must be"),
-        (lambda header, tables: header.update(kinds=[[None, 4, 2, 16, 24]] * 2), "kinds of a plan must be"),
+        (lambda header, tables: header.update(kinds=[[None, 4, 2, 16, 24, None]] * 2), "kinds of a plan must be"),
         (lambda header, tables: header.update(kinds=[None, 40]), "kinds of a plan must be"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16]), "kinds of a plan must be"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [0, 4, 2, 16, 24]), "kinds of a plan must be"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16, 1025]), "kinds of a plan must be"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16.0, 24]), "kinds of a plan must be"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16, 24]), "kinds of a plan must be"),
+        (lambda header, tables: header["kinds"].__setitem__(0, [0, 4, 2, 16, 24, None]), "kinds of a plan must be"),
         (
-            lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 3, 16, 24]),
+            lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16, 1025, None]),
+            "kinds of a plan must be",
+        ),
+        (
+            lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16.0, 24, None]),
+            "kinds of a plan must be",
+        ),
+        (
+            lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 3, 16, 24, None]),
             "key-value heads that divide them",
         ),
         (lambda header, tables: header.update(tables=[[1, 2]]), "tables of a plan must be"),

@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -17,3 +18,8 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
     yield pools
     for pool in pools.values():
         pool.close()
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of garbage collections, of which each trainer makes several."""
+    gc.freeze()

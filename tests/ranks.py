@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import secrets
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -101,11 +102,15 @@ def forkserver() -> Any:
 
 def _serve(connection: Connection, rank: int, size: int, port: int) -> None:
     become_rank(rank, size, port)
+    modules = 0
     while True:
         try:
             function, args, keeps_groups = connection.recv()
         except EOFError:
             return
+        if len(sys.modules) > modules:
+            gc.freeze()  # a collection looks through all that was imported, a quarter of a second long
+            modules = len(sys.modules)
         try:
             result = function(*args)
             if not keeps_groups:

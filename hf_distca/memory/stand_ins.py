@@ -4,12 +4,14 @@ Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G k
 and keys, E head dim of values.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.integrations import moe
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Column, Exchange, Message, Traffic
@@ -66,6 +68,19 @@ class FlashMemory:
 def counted_kernel(name: str) -> Kernel:
     """A kernel of this name for a step that is only counted: those that run on the CPU as they are."""
     return KERNELS[name]() if name in ("cpu", "reference") else FlashMemory(name)
+
+
+@contextmanager
+def any_grouped_mm() -> Iterator[None]:
+    """While inside, experts of any dtype multiply without numbers: torch's grouped_mm then takes bfloat16 only.
+
+    Transformers' own, which stands in, makes the same tensors.
+    """
+    able, moe._can_use_grouped_mm = moe._can_use_grouped_mm, lambda *_: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = able
 
 
 class _NoGroup:

@@ -8,6 +8,7 @@ import hf_distca
 from hf_distca.cli.main import main
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models import small_model
+from tests.survey.tiny import tiny_config
 
 KEYS = [
     "max_over_mean",
@@ -290,6 +291,22 @@ def test_memory_as_a_table(plan, capsys, config):
     output = capsys.readouterr().out
     for line in ("memory of a rank, GB", "kept O and log-sum-exp", "together"):
         assert f"\n{line} " in output
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "llama4_text"])
+def test_hybrids_and_experts(plan, capsys, tmp_path, model_type):
+    tiny_config(model_type).save_pretrained(tmp_path)
+    assert plan([60, 30, 20, 50], 2, 96, "--model", str(tmp_path), "--dtype", "float32", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["memory"]["ddp"]["without_checkpointing"]["total"] > 0
+    if model_type != "llama4_text":
+        assert figures["tokens_max_over_mean"] == 1.0
+        assert plan([60, 30], 2, 96, "--model", str(tmp_path), "--document-layout", "joint") == 2
+        error = capsys.readouterr().err
+        assert "would be wrong for one that is cut" in error
+        assert "Set document_layout='whole'" in error
+        assert plan([97, 30], 2, 96, "--model", str(tmp_path)) == 2
+        assert "document 0 has 97 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     },
 }
+WHOLE = {
+    "tokens_per_rank": 160,
+    "num_train_epochs": 2,
+    "document_layout": "whole",
+    "gradient_accumulation_steps": 1,
+}
+"""No document is cut: the longest has 150 tokens. A pass has 2 steps of a micro-batch each."""
 FLATTENED = {"per_device_train_batch_size": 3, "num_train_epochs": 3}
 
 
@@ -141,6 +148,12 @@ def sharded(rank_pools, tmp_path_factory):
     """The same under FSDP2, with a checkpoint after step 3 alone: the middle of the second pass."""
     folder = tmp_path_factory.mktemp("sharded")
     return run(rank_pools[2], folder, "packed", strategy="fsdp2", **{**PACKED, "save_steps": 3}), folder
+
+
+@pytest.fixture(scope="module")
+def whole_documents(rank_pools, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return run(rank_pools[2], folder, "packed", **WHOLE), folder
 
 
 @pytest.fixture(scope="module")
@@ -357,3 +370,31 @@ def test_another_order_of_examples_is_refused(rank_pools, flattened, tmp_path):
     arguments = {**FLATTENED, "gradient_accumulation_steps": 1}
     for refused in run(rank_pools[3], tmp_path, "flattened", f"{folder}/checkpoint-1", **arguments):
         assert "ranks * per_device_train_batch_size is 9, but must be 6" in refused["error"]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_documents_that_stay_whole(rank_pools, whole_documents, tmp_path, step):
+    whole, folder = whole_documents
+    micro_batches = together(whole)
+    assert [sum(micro_batches[:2], Counter()), sum(micro_batches[2:], Counter())] == [ALL] * 2
+    resumed = run(rank_pools[2], tmp_path, "packed", f"{folder}/checkpoint-{step}", **WHOLE)
+    assert_went_on(resumed, whole, step)
+    for rank, rest in zip(whole, resumed, strict=True):
+        assert rest["micro_batches"] == rank["micro_batches"][step:]
+        assert rest["parameters"] == rank["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "message"),
+    [
+        (3, {}, "document_layout is whole on 3 ranks, but must be whole on 2 ranks"),
+        (2, {"document_layout": "joint"}, "document_layout is joint or fixed, but must be whole on 2 ranks"),
+    ],
+)
+def test_another_layout_than_whole_documents_is_refused(
+    rank_pools, whole_documents, tmp_path, ranks, changed, message
+):
+    _, folder = whole_documents
+    for refused in run(rank_pools[ranks], tmp_path, "packed", f"{folder}/checkpoint-1", **{**WHOLE, **changed}):
+        assert message in refused["error"]
+        assert "ignore_data_skip=True" in refused["error"]

@@ -110,34 +110,45 @@ def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> NDAr
         row_bytes: bytes of the rows.
         nodes: [workers] the node of each worker.
     """
-    moved = np.zeros((2, 2, plan.workers), np.int64)
+    queries = query_rows_by_link(plan, nodes)
+    moved: NDArray[np.int64] = (
+        queries * row_bytes.q + queries[:, ::-1] * row_bytes.o + key_rows_by_link(plan, nodes) * row_bytes.kv
+    )
+    return moved
+
+
+def query_rows_by_link(plan: Plan, nodes: Sequence[int]) -> NDArray[np.int64]:
+    """[2, 2, workers] int64: rows of Q that each worker sends and receives, as in `bytes_by_link`; rows of O go back."""
     segments = by_document(plan.layout.segments)
-    held, home = Intervals.of(segments), segments["rank"]
-    node = np.asarray(nodes)
+    queries = Intervals.of(plan.tasks).overlaps(Intervals.of(segments))
+    holder, worker = segments["rank"][queries.second], plan.tasks["worker"][queries.first]
+    return _by_link([(holder, worker, queries.rows.lengths)], nodes)
 
-    def add(source: NDArray[np.int64], target: NDArray[np.int64], amount: NDArray[np.int64]) -> None:
-        away = source != target
-        source, target, amount = source[away], target[away], amount[away]
-        between = node[source] != node[target]
-        for link, these in ((WITHIN, ~between), (BETWEEN, between)):
-            np.add.at(moved[link, 0], source[these], amount[these])
-            np.add.at(moved[link, 1], target[these], amount[these])
 
-    # Q goes from where it lies to the task's worker, and O back.
-    queries = Intervals.of(plan.tasks).overlaps(held)
-    holder, worker = home[queries.second], plan.tasks["worker"][queries.first]
-    add(holder, worker, queries.rows.lengths * row_bytes.q)
-    add(worker, holder, queries.rows.lengths * row_bytes.o)
-
-    # K and V: every row that a worker's tasks read goes there once, or is passed on to it.
+def key_rows_by_link(plan: Plan, nodes: Sequence[int]) -> NDArray[np.int64]:
+    """[2, 2, workers] int64: rows of K/V that each worker sends and receives, as in `bytes_by_link`: every row that a
+    worker's tasks read goes there once, or is passed on to it."""
+    segments = by_document(plan.layout.segments)
     needed = Intervals(plan.tasks["document"], plan.first_key(), plan.tasks["stop"])
     reader, read = union(plan.tasks["worker"], needed)
-    keys = read.overlaps(held)
+    keys = read.overlaps(Intervals.of(segments))
     moves = Moves.from_segments(keys.rows, segments[keys.second], reader[keys.first])
     hops = pass_on(moves, plan.nodes, plan.layout.ranks)
-    for hop in (hops.first, hops.second):
-        add(hop.source, hop.target, hop.rows.lengths * row_bytes.kv)
-    return moved
+    return _by_link([(hop.source, hop.target, hop.rows.lengths) for hop in (hops.first, hops.second)], nodes)
+
+
+def _by_link(
+    moved: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]], nodes: Sequence[int]
+) -> NDArray[np.int64]:
+    """[2, 2, workers] rows that workers send and receive, of (source, target, rows); what stays is not counted."""
+    rows = np.zeros((2, 2, len(nodes)), np.int64)
+    node = np.asarray(nodes)
+    for source, target, amount in moved:
+        link = np.where(node[source] == node[target], WITHIN, BETWEEN)
+        away = source != target
+        np.add.at(rows, (link[away], 0, source[away]), amount[away])
+        np.add.at(rows, (link[away], 1, target[away]), amount[away])
+    return rows
 
 
 def exchange_figures(

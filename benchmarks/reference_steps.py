@@ -1,0 +1,227 @@
+"""Steps that the reference system was measured at on GPUs, beside what is predicted from the document lengths.
+
+    PYTHONPATH=. python benchmarks/reference_steps.py benchmarks/data/measured_steps.json.gz
+
+For each set two numbers are fitted to its baseline: seconds of a step besides core attention, for a row of tokens, and
+seconds of a query-key pair. What balanced steps take is predicted from these two, from the pairs that are left on the
+busiest rank, and from the bytes that balancing moves, at the speed of the network; nothing is fitted to balanced steps.
+"""
+
+import argparse
+import gzip
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import print_json, table
+
+from hf_distca.planner.cost import RowBytes, pairs
+from hf_distca.planner.metrics import bytes_moved, loads_of
+from hf_distca.planner.micro_batch import PlanSettings, plan_placed
+from hf_distca.planner.nodes import NETWORK_BANDWIDTH
+
+ROW = RowBytes()
+"""Llama-3-8B in bfloat16."""
+BALANCED = "d2"
+"""How the sets name steps with core attention disaggregated."""
+WHOLE = "wlbllm"
+"""How they name steps with whole documents balanced."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of one way to train.
+
+    Attributes:
+        mode: "baseline", BALANCED or WHOLE.
+        data: ranks that train on different data.
+        context: ranks that share each document.
+        tensor: GPUs of a rank: each has a share of the heads.
+        layers: of the model.
+        row_tokens: tokens of a row.
+        strided: whether rank i has rows i, i + data, ...; else consecutive ones.
+        steps: of each step, the lengths of the documents of each row.
+        seconds: what each took.
+    """
+
+    mode: str
+    data: int
+    context: int
+    tensor: int
+    layers: int
+    row_tokens: int
+    strided: bool
+    steps: tuple[tuple[tuple[int, ...], ...], ...]
+    seconds: np.ndarray
+
+    @classmethod
+    def of(cls, run: dict[str, Any]) -> "Run":
+        """A run as the file has it."""
+        return cls(
+            mode=run["mode"],
+            data=run["dp"],
+            context=run.get("cp") or 1,
+            tensor=run["tp"],
+            layers=run["layers"],
+            row_tokens=run["tokens_per_row"],
+            strided=run.get("pairing") == "i,i+dp",
+            steps=tuple(tuple(map(tuple, sample["rows"])) for sample in run["samples"]),
+            seconds=np.array([sample["ms"] for sample in run["samples"]]) / 1e3,
+        )
+
+    def rows_of_ranks(self, rows: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+        """The rows of each rank, in the order in which it computes them: each is a micro-batch, or a nano-batch."""
+        count = len(rows) // self.data
+        if self.strided:
+            return [list(rows[rank :: self.data]) for rank in range(self.data)]
+        return [list(rows[rank * count : (rank + 1) * count]) for rank in range(self.data)]
+
+    def rows_per_gpu(self, rows: Sequence[tuple[int, ...]]) -> float:
+        """Rows that a GPU computes everything but core attention of."""
+        return len(rows) / self.data / self.context
+
+    def gathering(self, rows: Sequence[tuple[int, ...]]) -> float:
+        """Seconds in which K and V of shared documents are gathered, forward and backward, and their gradients
+        brought back."""
+        tokens = self.rows_per_gpu(rows) * self.row_tokens * (self.context - 1)
+        return 3 * self.layers * tokens * ROW.kv / self.tensor / (NETWORK_BANDWIDTH * 1e9)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is known of a step before it is run.
+
+    Attributes:
+        rows: that a GPU computes everything but core attention of.
+        pairs: query-key pairs of all layers of the rank that is done last.
+        moving: seconds in which rows or K and V travel.
+    """
+
+    rows: float
+    pairs: float
+    moving: float
+
+
+def described(run: Run) -> list[Step]:
+    """What is known of each step of a run."""
+    describe = {BALANCED: _balanced, WHOLE: _whole}.get(run.mode, _baseline)
+    return [describe(run, rows) for rows in run.steps]
+
+
+def _baseline(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
+    """Rows stay where they are: the rank with the most pairs is the last."""
+    load = max(_pairs(length for row in mine for length in row) for mine in run.rows_of_ranks(rows))
+    return Step(run.rows_per_gpu(rows), run.layers * load / run.context, run.gathering(rows))
+
+
+def _balanced(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
+    """Each row of a rank is a nano-batch, balanced over all ranks by itself, and nothing is hidden.
+
+    Forward: Q, K and V there and O back; backward: dO there and dQ, dK and dV back, the same bytes.
+    """
+    load, moved = 0.0, 0.0
+    settings = PlanSettings(run.data, run.row_tokens, document_layout="fixed", balance_tolerance=0.0)
+    for nano_batch in zip(*run.rows_of_ranks(rows), strict=True):
+        plan = plan_placed(nano_batch, settings).nano_batches[0].plans[settings.dominant_kind]
+        load += float(loads_of(plan).max())
+        moved += float(bytes_moved(plan, ROW).max())
+    # Ranks that share documents share what is moved too.
+    gpus = run.tensor * run.context
+    moving = 2 * run.layers * moved / gpus / (NETWORK_BANDWIDTH * 1e9)
+    return Step(run.rows_per_gpu(rows), run.layers * load / run.context, moving + run.gathering(rows))
+
+
+def _whole(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
+    """Whole documents, longest first, each to the row with the fewest pairs that has room; a rank runs several rows."""
+    room = [run.row_tokens] * len(rows)
+    packed: list[list[int]] = [[] for _ in rows]
+    heap = [(0.0, row) for row in range(len(rows))]
+    for length in sorted((length for row in rows for length in row), reverse=True):
+        roomy = [(load, row) for load, row in heap if room[row] >= length] or [
+            (-float(room[row]), row) for _, row in heap
+        ]
+        _, row = min(roomy)
+        room[row] -= length
+        packed[row].append(length)
+        heap = [(_pairs(documents), row) for row, documents in enumerate(packed)]
+        heapq.heapify(heap)
+    mine = run.rows_of_ranks([tuple(row) for row in packed])
+    load = max(_pairs(length for row in each for length in row) for each in mine)
+    return Step(run.rows_per_gpu(rows), run.layers * load / run.context, run.gathering(rows))
+
+
+def _pairs(lengths: Iterator[int] | Sequence[int]) -> float:
+    return float(sum(pairs(0, length) for length in lengths))
+
+
+def predicted(fit: np.ndarray, steps: Sequence[Step]) -> np.ndarray:
+    """[steps] seconds.
+
+    Args:
+        fit: seconds of a row besides core attention, seconds of a pair.
+        steps: what is known of them.
+    """
+    return np.array([fit[0] * step.rows + fit[1] * step.pairs + step.moving for step in steps])
+
+
+def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """The figures of one set.
+
+    Args:
+        runs: of it; those called "baseline" are fitted to.
+    """
+    baseline = [(step, seconds) for run in runs if run.mode == "baseline" for step, seconds in _steps(run)]
+    columns = np.array([(step.rows, step.pairs) for step, _ in baseline])
+    target = np.array([seconds - step.moving for step, seconds in baseline])
+    fit, *_ = np.linalg.lstsq(columns, target, rcond=None)
+    measured = np.array([seconds for _, seconds in baseline])
+    missed = predicted(fit, [step for step, _ in baseline]) - measured
+    found = {
+        "baseline_r2": 1 - float(np.square(missed).sum() / np.square(measured - measured.mean()).sum()),
+        "ms_per_row": fit[0] * 1e3,
+        "ms_per_billion_pairs": fit[1] * 1e12,
+    }
+    for name, mode in (("balanced", BALANCED), ("whole", WHOLE)):
+        chosen = [run for run in runs if run.mode == mode]
+        if not chosen:
+            continue
+        steps = [described(run) for run in chosen]
+        guess = np.concatenate([predicted(fit, each) for each in steps])
+        seen = np.concatenate([run.seconds for run in chosen])
+        error = np.abs(guess / seen - 1)
+        found |= {
+            f"{name}_steps": len(seen),
+            f"{name}_error_mean": float(error.mean()),
+            f"{name}_error_p90": float(np.quantile(error, 0.9)),
+            f"{name}_bias": float((guess / seen - 1).mean()),
+            f"{name}_moving_share": float(np.mean([step.moving for each in steps for step in each] / guess)),
+        }
+    return found
+
+
+def _steps(run: Run) -> list[tuple[Step, float]]:
+    return list(zip(described(run), run.seconds.tolist(), strict=True))
+
+
+def main() -> None:
+    """Read the sets, predict, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="measured steps as JSON, gzipped or not")
+    path = parser.parse_args().file
+    raw = path.read_bytes()
+    sets = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    found = {name: figures_of([Run.of(run) for run in runs]) for name, runs in sets.items() if isinstance(runs, list)}
+    columns = ("baseline_r2", "balanced_error_mean", "balanced_error_p90", "balanced_bias", "whole_error_mean")
+    table(
+        ("set", *columns),
+        [(name, *(f"{one[c]:.4f}" if c in one else "" for c in columns)) for name, one in found.items()],
+    )
+    print_json(**found)
+
+
+if __name__ == "__main__":
+    main()

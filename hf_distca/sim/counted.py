@@ -1,0 +1,123 @@
+"""What a plan gives each worker to compute and to exchange in one layer, counted for all workers at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import AttentionKind, Plan
+from hf_distca.planner.cost import RowBytes, pairs
+from hf_distca.planner.intervals import Intervals, by_document
+from hf_distca.planner.metrics import key_rows_by_link, query_rows_by_link
+from hf_distca.planner.stages import rows_by_stage
+from hf_distca.sim.costs import Tasks
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class RowsMoved:
+    """Rows that travel in one layer's forward, as [2, 2, workers] by link (within a node, between nodes) and by way
+    (sent, received).
+
+    Attributes:
+        queries: rows of Q; rows of O come back.
+        keys: rows of K/V, those that are passed on inside nodes included.
+    """
+
+    queries: IntArray
+    keys: IntArray
+
+    @classmethod
+    def of(cls, plan: Plan, nodes: Sequence[int]) -> "RowsMoved":
+        """Count the rows of a plan."""
+        return cls(query_rows_by_link(plan, nodes), key_rows_by_link(plan, nodes))
+
+
+@dataclass(frozen=True, eq=False)
+class CountedPlan:
+    """A plan as a schedule sees it: groups of tasks and rows that travel.
+
+    Attributes:
+        own: [workers] tasks whose queries and keys are the worker's own.
+        prefix: [workers] own queries on keys that come from others.
+        visiting: [workers] queries that come from others, on all of their keys.
+        among_ranks: rows that travel between ranks.
+        with_servers: rows that travel between ranks and dedicated servers.
+        row_bytes: bytes of a row.
+        stages: in how many K/V rows travel between ranks.
+        ranks: workers that hold rows; those after them are dedicated servers.
+        passes_on: whether K/V rows travel in two hops.
+        windowed: whether the layer attends by a sliding window.
+    """
+
+    own: Tasks
+    prefix: Tasks
+    visiting: Tasks
+    among_ranks: RowsMoved
+    with_servers: RowsMoved
+    row_bytes: RowBytes
+    stages: int
+    ranks: int
+    passes_on: bool
+    windowed: bool
+
+    @property
+    def servers(self) -> int:
+        """Number of dedicated servers."""
+        return len(self.own.rows) - self.ranks
+
+
+def count_plan(
+    plan: Plan, kind: AttentionKind, bytes_per_value: int, nodes: Sequence[int] | None = None
+) -> CountedPlan:
+    """Count a plan's tasks and rows.
+
+    Args:
+        plan: of one kind of attention.
+        kind: of the layer.
+        bytes_per_value: of the dtype that core attention is computed in.
+        nodes: [workers] the node of each worker; None for those of the plan, or all on one.
+    """
+    nodes = nodes or plan.nodes or (0,) * plan.workers
+    ranks = plan.layout.ranks
+    at_ranks = plan.tasks["worker"] < ranks
+    own, prefix, visiting = _groups(plan)
+    return CountedPlan(
+        own,
+        prefix,
+        visiting,
+        RowsMoved.of(replace(plan, tasks=plan.tasks[at_ranks]), nodes),
+        RowsMoved.of(replace(plan, tasks=plan.tasks[~at_ranks]), nodes),
+        RowBytes.of_kind(kind, bytes_per_value),
+        len(rows_by_stage(plan)),
+        ranks,
+        plan.nodes is not None,
+        plan.window is not None,
+    )
+
+
+def _groups(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
+    """Own, prefix and visiting tasks."""
+    segments = by_document(plan.layout.segments)
+    pieces = Intervals.of(plan.tasks).overlaps(Intervals.of(segments))
+    worker = plan.tasks["worker"][pieces.first]
+    held = segments[pieces.second]
+    start, stop = pieces.rows.start, pieces.rows.stop
+    first = plan.first_key()[pieces.first]
+    every = pairs(start, stop, plan.window)
+    at_home = held["rank"] == worker
+    inside = pairs(start - held["start"], stop - held["start"], plan.window)
+
+    def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray) -> Tasks:
+        totals = [
+            np.bincount(worker[chosen], weights=values[chosen], minlength=plan.workers)
+            for values in (stop - start, keys, amount)
+        ]
+        return Tasks(totals[0], totals[1], totals[2], (totals[0] > 0).astype(np.float64))
+
+    begin = np.maximum(first, held["start"])
+    own = summed(at_home, stop - begin, inside)
+    prefix = summed(at_home & (first < held["start"]), np.maximum(held["start"] - first, 0), every - inside)
+    return own, prefix, summed(~at_home, stop - first, every)

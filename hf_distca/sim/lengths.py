@@ -1,0 +1,80 @@
+"""Document lengths for a simulation: drawn from a data set's own, or from one of the distributions that come along."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+Draw = Callable[[np.random.Generator, int], IntArray]
+"""Draws so many lengths."""
+
+CORPORA = Path(__file__).parent / "profiles" / "document_lengths.json"
+"""Histograms of the document lengths of public corpora, see the file's own note."""
+SHORT_DOCUMENTS = 2048
+"""Tokens of the short documents beside a long one, at the median."""
+
+
+def of_documents(lengths: IntArray) -> Draw:
+    """Draws from a data set's own lengths, each equally likely."""
+    return lambda random, count: random.choice(lengths, count)
+
+
+def of_histogram(edges: IntArray, counts: IntArray) -> Draw:
+    """Draws from a histogram; within a bin lengths are equally likely by their logarithm.
+
+    Args:
+        edges: [bins + 1] the shortest length of each bin, and one past the longest of the last.
+        counts: [bins] documents.
+    """
+
+    def draw(random: np.random.Generator, count: int) -> IntArray:
+        which = random.choice(len(counts), count, p=counts / counts.sum())
+        low, high = np.log(edges[which]), np.log(edges[which + 1])
+        return np.exp(low + (high - low) * random.random(count)).astype(np.int64)
+
+    return draw
+
+
+def lognormal(median: float, sigma: float) -> Draw:
+    """Draws lengths whose logarithms are normally distributed.
+
+    Args:
+        median: tokens.
+        sigma: standard deviation of the natural logarithm.
+    """
+    return lambda random, count: np.maximum(random.lognormal(np.log(median), sigma, count), 1).astype(np.int64)
+
+
+def micro_batches(draw: Draw, tokens: int, seed: int, first: IntArray | None = None) -> Iterator[IntArray]:
+    """Global micro-batches without end: documents drawn one after another as long as they fit.
+
+    A document longer than a whole micro-batch is cut to it.
+
+    Args:
+        draw: gives lengths.
+        tokens: the most of a micro-batch, on all ranks together.
+        seed: of the drawing.
+        first: documents that each micro-batch begins with, such as one long one.
+    """
+    random = np.random.default_rng(seed)
+    begin = np.zeros(0, np.int64) if first is None else first
+    waiting = np.zeros(0, np.int64)
+    while True:
+        while waiting.sum() <= tokens:
+            waiting = np.append(waiting, np.minimum(np.maximum(draw(random, 256), 1), tokens))
+        fits = int(np.searchsorted(np.cumsum(waiting), tokens - begin.sum(), side="right"))
+        yield np.append(begin, waiting[:fits])
+        waiting = waiting[fits:]
+
+
+def corpora() -> dict[str, Draw]:
+    """The distributions of public corpora that come along, by name."""
+    content = json.loads(CORPORA.read_text(encoding="utf-8"))
+    return {
+        name: of_histogram(np.array(corpus["edges"]), np.array(corpus["counts"]))
+        for name, corpus in content.items()
+        if isinstance(corpus, dict)
+    }

@@ -1,0 +1,301 @@
+"""Ways to train on the documents of one global micro-batch, and what a step of each takes.
+
+All compute the same tokens on the same ranks. Ways that leave documents where they are cost what their slowest rank
+does; planned ones are walked through the schedule that runs.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.with_servers import plan_with_servers
+from hf_distca.sim.costs import DeviceProfile, FloatArray, Tasks
+from hf_distca.sim.counted import count_plan
+from hf_distca.sim.model import ModelShape
+from hf_distca.sim.replay import LayerCosts, WalkedLayer, walk_layer
+
+IntArray = NDArray[np.int64]
+
+TOUCHED_BEFORE, TOUCHED_AFTER = 4, 10
+"""How often norms, rotations, activations and sums read or write the hidden state of a token, before core attention
+and behind it; an activation of the MLP, some three times as wide, counts with its own width."""
+BACKWARD = 2.0
+"""Backward of matrices over their forward; with checkpointing the forward is run again besides."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Who trains what.
+
+    Attributes:
+        model: its shape.
+        profile: what the device takes.
+        ranks: how many train.
+        tokens_per_rank: the most rows of a rank.
+        ranks_per_node: as in PlanSettings.
+        tensor_parallel: GPUs that share each layer and count as one rank.
+        checkpointing: whether layers are run again in the backward; core attention is not.
+    """
+
+    model: ModelShape
+    profile: DeviceProfile
+    ranks: int
+    tokens_per_rank: int
+    ranks_per_node: int | tuple[int, ...] = 1
+    tensor_parallel: int = 1
+    checkpointing: bool = True
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """[ranks] the node of each."""
+        return nodes_of(node_sizes(self.ranks, self.ranks_per_node))
+
+    @property
+    def backward_factor(self) -> float:
+        """Backward over forward of what is not core attention."""
+        return BACKWARD + self.checkpointing
+
+    def on_a_gpu(self, kind: AttentionKind) -> AttentionKind:
+        """The heads of a kind that each of the GPUs of a rank has."""
+        parts = self.tensor_parallel
+        return replace(kind, q_heads=kind.q_heads // parts, kv_heads=max(kind.kv_heads // parts, 1))
+
+    def before(self, tokens: FloatArray) -> FloatArray:
+        """Seconds of what comes before core attention in one layer's forward."""
+        return self._matrices(self.model.before, TOUCHED_BEFORE, tokens)
+
+    def after(self, tokens: FloatArray) -> FloatArray:
+        """Seconds of what comes behind core attention in one layer's forward."""
+        return self._matrices(self.model.after, TOUCHED_AFTER, tokens)
+
+    def head(self, tokens: FloatArray) -> FloatArray:
+        """Seconds of the output head and the loss, forward and backward; chunks are computed once."""
+        return self._matrices(self.model.head, 0, tokens) * (1 + BACKWARD)
+
+    def _matrices(self, weights: int, touched: int, tokens: FloatArray) -> FloatArray:
+        flops = 2.0 * weights / self.tensor_parallel / self.profile.flops_per_second
+        memory = touched * self.model.hidden * self.profile.bytes_per_value / self.profile.bytes_per_second
+        return tokens * (flops + memory)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What a step of one global micro-batch takes.
+
+    Attributes:
+        seconds: of the step.
+        attention: core attention of the busiest rank, in seconds.
+        attention_mean: the mean over ranks.
+        other: everything else that is computed, of the busiest rank.
+        waited: for exchanges, of the rank that waits the longest.
+        idle: share of the ranks' time in which they compute nothing.
+        bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
+        tokens_most: rows of the rank that holds the most.
+        documents_cut: documents that lose context, because no rank or group of ranks can hold them.
+    """
+
+    seconds: float
+    attention: float
+    attention_mean: float
+    other: float
+    waited: float
+    idle: float
+    bytes_bottleneck: int
+    tokens_most: int
+    documents_cut: int = 0
+
+
+def plain(lengths: IntArray, setup: Setup) -> StepTime:
+    """Documents packed into rows of equally many tokens, one for each rank, by DDP or FSDP.
+
+    What a rank cannot hold is cut: the pieces are documents of their own then, and lose context.
+    """
+    pieces, cut = _cut(lengths, setup.tokens_per_rank)
+    heap = [(0, rank) for rank in range(setup.ranks)]
+    groups: list[list[int]] = [[] for _ in heap]
+    for length in sorted(pieces, reverse=True):  # each to the rank with the fewest tokens
+        tokens, rank = heap[0]
+        groups[rank].append(length)
+        heapq.heapreplace(heap, (tokens + length, rank))
+    return _on_groups(groups, 1, setup, cut)
+
+
+def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:
+    """Whole documents balanced over groups of ranks, longest first, each document divided evenly inside its group.
+
+    The first and the last of 2 · context equal parts of a document go to the first rank of a group, and so on, so that
+    ranks of a group compute alike; K and V of the group are gathered by each of its ranks in every layer. With groups
+    of one rank whole documents are balanced and nothing is exchanged. This is how WLB-LLM and the paper's baseline
+    divide documents.
+
+    Args:
+        lengths: of the micro-batch's documents.
+        setup: who trains what.
+        context: ranks of a group.
+    """
+    pieces, cut = _cut(lengths, setup.tokens_per_rank * context)
+    weight = _pair_weight(setup) * np.array([pairs(0, length) for length in pieces], float)
+    cost = weight + _token_weight(setup) * np.array(pieces, float)
+    groups: list[list[int]] = [[] for _ in range(setup.ranks // context)]
+    heap = [(0.0, 0, group) for group in range(len(groups))]
+    most = setup.tokens_per_rank * context
+    for index in np.argsort(-cost, kind="stable").tolist():
+        full = []
+        load, tokens, group = heapq.heappop(heap)
+        while heap and tokens + pieces[index] > most:
+            full.append((load, tokens, group))
+            load, tokens, group = heapq.heappop(heap)
+        if tokens + pieces[index] > most:  # nowhere within the rows: where the fewest are
+            full.append((load, tokens, group))
+            load, tokens, group = min(full, key=lambda entry: entry[1])
+            full.remove((load, tokens, group))
+        groups[group].append(pieces[index])
+        heapq.heappush(heap, (load + float(cost[index]), tokens + pieces[index], group))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return _on_groups(groups, context, setup, cut)
+
+
+def planned(
+    lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
+) -> tuple[StepTime, MicroBatchPlan]:
+    """Core attention disaggregated.
+
+    Args:
+        lengths: of the micro-batch's documents.
+        setup: who trains what; `settings.ranks` train.
+        settings: of the plan.
+        servers: dedicated attention servers besides the ranks, of the same speed.
+
+    Returns:
+        The step and its plan.
+    """
+    plan = plan_micro_batch(lengths.tolist(), settings)
+    if servers:
+        workers = Workers.uniform(settings.ranks + servers)
+        plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
+    nodes = list(nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)))
+    nodes += [max(nodes) + 1 + index for index in range(servers)]
+    tokens = [nano.layout.tokens.astype(float) for nano in plan.nano_batches]
+    together = np.sum(tokens, axis=0)
+    before, after = [setup.before(rows) for rows in tokens], [setup.after(rows) for rows in tokens]
+    layers: list[tuple[int, WalkedLayer]] = []
+    moved = 0
+    for kind, count in setup.model.layers.items():
+        gpu = setup.on_a_gpu(kind)
+        counted = [
+            count_plan(nano.plans[kind], gpu, setup.profile.bytes_per_value, nodes) for nano in plan.nano_batches
+        ]
+        costs = LayerCosts(
+            setup.profile.kernel(gpu, "forward"),
+            setup.profile.kernel(gpu, "backward"),
+            before,
+            after,
+            setup.backward_factor,
+            setup.profile.within,
+            setup.profile.between,
+        )
+        layers += [(count, walk_layer(counted, costs, "forward")), (count, walk_layer(counted, costs, "backward"))]
+        row = RowBytes.of_kind(gpu, setup.profile.bytes_per_value)
+        sent = sum(
+            rows.queries * row.q + rows.queries[:, ::-1] * row.o + rows.keys * row.kv
+            for each in counted
+            for rows in (each.among_ranks, each.with_servers)
+        )
+        moved = max(moved, int(np.sum(sent, axis=0).max()))
+    head = setup.head(together)
+    attention, other, waited = (
+        sum(count * getattr(layer, name) for count, layer in layers) for name in ("attention", "other", "waited")
+    )
+    seconds = sum(count * layer.seconds for count, layer in layers) + float(head.max())
+    busy = float(np.mean(attention + other + head))
+    return (
+        StepTime(
+            seconds,
+            float(np.max(attention)),
+            float(np.mean(attention)),
+            float(np.max(other + head)),
+            float(np.max(waited)),
+            1.0 - busy / seconds,
+            moved,
+            int(together.max()),
+        ),
+        plan,
+    )
+
+
+def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
+    """Documents of at most so many tokens, and how many had to be cut."""
+    pieces: list[int] = []
+    for length in lengths.tolist():
+        pieces += [most] * (length // most) + ([length % most] if length % most else [])
+    return pieces, int((lengths > most).sum())
+
+
+def _pair_weight(setup: Setup) -> float:
+    """Seconds of a query-key pair in all layers, forward and backward."""
+    total = 0.0
+    for kind, count in setup.model.layers.items():
+        gpu = setup.on_a_gpu(kind)
+        total += count * (setup.profile.kernel(gpu, "forward").pair + setup.profile.kernel(gpu, "backward").pair)
+    return total
+
+
+def _token_weight(setup: Setup) -> float:
+    """Seconds of everything else of a token, forward and backward."""
+    one = np.ones(1)
+    layer = float((setup.before(one) + setup.after(one))[0]) * (1 + setup.backward_factor)
+    return setup.model.depth * layer + float(setup.head(one)[0])
+
+
+def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut: int) -> StepTime:
+    """A step in which groups of ranks share their own documents evenly.
+
+    Args:
+        groups: lengths of each group's documents.
+        context: ranks of a group.
+        setup: who trains what.
+        cut: documents that were cut.
+    """
+    parts = 2 * context if context > 1 else 1
+    tokens = np.array([sum(group) for group in groups], float) / context
+    attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
+    for kind, count in setup.model.layers.items():
+        gpu = setup.on_a_gpu(kind)
+        tasks = Tasks(
+            tokens,
+            np.array([sum(min(parts, length) * (length + 1) / 2 for length in group) for group in groups]) / context,
+            np.array([sum(pairs(0, length, kind.window) for length in group) for group in groups], float) / context,
+            np.ones(len(groups)),
+        )
+        for direction in ("forward", "backward"):
+            attention += count * setup.profile.kernel(gpu, direction).seconds(tasks)
+        if context > 1:
+            size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
+            inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
+            link = setup.profile.within if inside else setup.profile.between
+            # Forward; in the backward again, and dK and dV are summed to where they belong.
+            gathered += 3 * count * link.seconds(size)
+            moved = max(moved, float(size.max()))
+    layer = (setup.before(tokens) + setup.after(tokens)) * (1 + setup.backward_factor)
+    other = setup.model.depth * layer + setup.head(tokens)
+    total = attention + other + gathered
+    seconds = float(total.max())
+    return StepTime(
+        seconds,
+        float(attention.max()),
+        float(attention.mean()),
+        float(other.max()),
+        float(gathered.max()),
+        1.0 - float((attention + other).mean()) / seconds,
+        int(moved),
+        int(np.ceil(tokens.max())),
+        cut,
+    )

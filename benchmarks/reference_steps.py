@@ -4,7 +4,7 @@
 
 For each set two numbers are fitted to its baseline: seconds of a step besides core attention, for a row of tokens, and
 seconds of a query-key pair. What balanced steps take is predicted from these two, from the pairs that are left on the
-busiest rank, and from the bytes that balancing moves, at the speed of the network; nothing is fitted to balanced steps.
+busiest rank, and from the bytes that balancing moves at the speed of the network; nothing is fitted to balanced steps.
 """
 
 import argparse
@@ -136,7 +136,7 @@ def _balanced(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
 
 
 def _whole(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
-    """Whole documents, longest first, each to the row with the fewest pairs that has room; a rank runs several rows."""
+    """Whole documents, longest first, each to the row with the fewest pairs that has room; ranks run several rows."""
     room = [run.row_tokens] * len(rows)
     packed: list[list[int]] = [[] for _ in rows]
     heap = [(0.0, row) for row in range(len(rows))]

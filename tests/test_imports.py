@@ -33,9 +33,10 @@ ALLOWED = {
     "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "trainer": DISPATCH | {"config", "collator", "patches", "memory", "pool.launch", "pool.rank"},
-    "cli": DISPATCH | WORDS | {"config", "patches", "memory", "pool.server", "pool.directory"},
+    "sim": PLANNER | {"dispatch.schedule"},
+    "cli": DISPATCH | WORDS | {"config", "patches", "memory", "sim", "pool.server", "pool.directory"},
 }
-PURE = {"plan", "planner", "dispatch.schedule", "pool.messages", "pool.wire"}
+PURE = {"plan", "planner", "sim", "dispatch.schedule", "pool.messages", "pool.wire"}
 
 
 def name_of(path: Path) -> str:

@@ -4,7 +4,6 @@ import argparse
 import json
 import time
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from hf_distca.cli.lengths_file import InputError, read_lengths
+from hf_distca.cli.options import MOST_RANKS, gigabytes, positive, ranks
 from hf_distca.cli.settings import add_setting, config_of
 from hf_distca.kernels import KERNELS
 from hf_distca.memory.core_attention import Use, busiest_rank, count_core_attention
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """Those of Llama-3-8B, where nobody says otherwise."""
-MOST_RANKS = 4096
-"""Planned in 16 s where each has 32768 tokens (two busy cores); the time grows with the square of the ranks."""
 MANY_RANKS, LEAST_BLOCKS = 512, 8
 """More ranks than that need so many blocks of rows each: smaller shares are levelled in too many moves to wait for."""
 
@@ -56,33 +54,6 @@ is not in it.
 """
 
 
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
-    return number
-
-
-def _ranks(text: str) -> int:
-    number = _positive(text)
-    if number > MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"must be at most {MOST_RANKS}, got {text}: planning would not end in time")
-    return number
-
-
-def _gigabytes(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number of gigabytes, got {text!r}")
-    return number
-
-
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand and its options."""
     parser = commands.add_parser(
@@ -93,7 +64,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add = parser.add_argument
     add("--lengths", required=True, metavar="FILE", help="JSON file with document lengths, see above")
-    add("--ranks", required=True, type=_ranks, metavar="N", help=f"number of ranks, at most {MOST_RANKS}")
+    add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks, at most {MOST_RANKS}")
     add_setting(parser, "tokens_per_rank", required=True, metavar="T")
     for name in ("document_layout", "balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong"):
         add_setting(parser, name)
@@ -111,7 +82,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     ):
         add(
             name,
-            type=_gigabytes,
+            type=gigabytes,
             default=value,
             metavar="GB/S",
             help=f"what a rank sends, and receives, {where} (default: {value:g})",
@@ -120,8 +91,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="whose costs are taken"
     )
     for name, value in HEADS.items():
-        add(f"--{name.replace('_', '-')}", type=_positive, help=f"of a layer's attention (default: {value})")
-    add("--window", type=_positive, metavar="W", help="sliding window in tokens (default: full attention)")
+        add(f"--{name.replace('_', '-')}", type=positive, help=f"of a layer's attention (default: {value})")
+    add("--window", type=positive, metavar="W", help="sliding window in tokens (default: full attention)")
     add("--dtype", choices=tuple(BYTES), default="bfloat16", help="of activations (default: bfloat16)")
     add(
         "--model",
@@ -131,7 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     for name in ("keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"):
         add_setting(parser, name)
-    add("--device-memory", type=_gigabytes, metavar="GB", help="show the longest rows that fit, with --model")
+    add("--device-memory", type=gigabytes, metavar="GB", help="show the longest rows that fit, with --model")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--dump", metavar="FILE", help="write documents, segments and tasks of the plan as JSON")
 

@@ -118,7 +118,7 @@ def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> NDAr
 
 
 def query_rows_by_link(plan: Plan, nodes: Sequence[int]) -> NDArray[np.int64]:
-    """[2, 2, workers] int64: rows of Q that each worker sends and receives, as in `bytes_by_link`; rows of O go back."""
+    """[2, 2, workers] int64: rows of Q that each worker sends and receives, see `bytes_by_link`; rows of O go back."""
     segments = by_document(plan.layout.segments)
     queries = Intervals.of(plan.tasks).overlaps(Intervals.of(segments))
     holder, worker = segments["rank"][queries.second], plan.tasks["worker"][queries.first]

@@ -1,1 +1,1 @@
-"""What a training step takes on machines that nobody has at hand: measured costs, and the schedule walked with them."""
+"""What a training step takes on machines that are not at hand: measured costs, and the schedule walked with them."""

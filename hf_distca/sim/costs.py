@@ -1,4 +1,4 @@
-"""What a device takes for core attention, for everything else of a layer, and for an exchange: measured, then fitted."""
+"""What a device takes for core attention, for the rest of a layer, and for an exchange: measured, then fitted."""
 
 import json
 from collections.abc import Sequence

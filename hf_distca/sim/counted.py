@@ -112,7 +112,7 @@ def _groups(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
 
     def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray) -> Tasks:
         totals = [
-            np.bincount(worker[chosen], weights=values[chosen], minlength=plan.workers)
+            np.bincount(worker[chosen], weights=values[chosen], minlength=plan.workers).astype(np.float64)
             for values in (stop - start, keys, amount)
         ]
         return Tasks(totals[0], totals[1], totals[2], (totals[0] > 0).astype(np.float64))

@@ -1,22 +1,23 @@
 """One layer of a planned step on all ranks at once: the schedule that the executor runs, walked with measured costs.
 
-Legend: arrays are [ranks] seconds unless they say otherwise.
+Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left out: 4 bytes of a
+head whose O has some 256.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_distca.dispatch.schedule import KernelCall, Phase, Transfer, Turn, make_schedule
 from hf_distca.plan import Direction
 from hf_distca.sim.costs import FloatArray, KernelCost, LinkCost, Tasks
-from hf_distca.sim.counted import CountedPlan, RowsMoved
+from hf_distca.sim.counted import CountedPlan
 
 SETTLED = 3
 """A layer begins while exchanges of the one before still end, so several are walked and the last one is taken."""
-LSE_BYTES = 4
-"""Of a log-sum-exp, one for each query head; O has q / 2 / 64 heads of it at least, so it is left out of bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,24 +192,28 @@ def _tasks(counted: CountedPlan, call: KernelCall) -> Tasks:
 
 
 def _bytes(counted: CountedPlan, transfer: Transfer) -> FloatArray:
-    """[2, workers] by link, the larger of what each worker sends and receives of a transfer."""
-    moved: RowsMoved = counted.with_servers if transfer.rows == "servers" else counted.among_ranks
+    """[2, workers] by link, the larger of what each worker sends and receives of a transfer.
+
+    Where rows are passed on, the first hop takes what crosses between nodes. Of what stays within nodes one hop takes
+    what ranks of a node hold, the other what is passed on; they are not told apart, and half is given to each.
+    """
     row = counted.row_bytes
-    sizes = {"q": row.q, "o": row.o, "do": row.o, "dq": row.q, "k": row.kv / 2, "v": row.kv / 2}
-    sizes |= {"dk": row.kv / 2, "dv": row.kv / 2, "lse": 0}
-    of_queries, of_keys = (
-        sum(sizes[column] for column in transfer.columns if (column in ("k", "v", "dk", "dv")) == keys)
-        for keys in (False, True)
-    )
-    stages = counted.stages if transfer.rows in ("keys", "passed on") else 1
-    total = moved.queries * of_queries + moved.keys * of_keys / stages
+    of_queries = sum({"q": row.q, "dq": row.q, "o": row.o, "do": row.o}.get(column, 0) for column in transfer.columns)
+    of_keys = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in transfer.columns)
+    if transfer.rows == "servers":
+        moved = counted.with_servers.queries * of_queries + counted.with_servers.keys * of_keys
+        return _larger(moved)
     if transfer.rows == "queries":
-        total = moved.queries * of_queries
-    elif transfer.rows in ("keys", "passed on"):
-        total = moved.keys * of_keys / stages
-        # The first hop takes what crosses between nodes and what ranks of a node hold, the second what is passed on:
-        # how much of the bytes within nodes is which is not told apart, and half is given to each.
-        if counted.passes_on:
-            total = total * (np.array([0.5, 1.0]) if transfer.rows == "keys" else np.array([0.5, 0.0]))[:, None, None]
-    larger: FloatArray = total.max(axis=1).astype(np.float64)
-    return larger if transfer.rows == "servers" else larger[:, : counted.ranks]
+        return _larger(counted.among_ranks.queries * of_queries)[:, : counted.ranks]
+    keys = _larger(counted.among_ranks.keys * (of_keys / counted.stages))[:, : counted.ranks]
+    if not counted.passes_on:
+        return keys
+    hop = np.array([0.5, 1.0 if transfer.rows == "keys" else 0.0])
+    in_hop: FloatArray = keys * hop[:, None]
+    return in_hop
+
+
+def _larger(moved: NDArray[Any]) -> FloatArray:
+    """[2, workers] the larger of [2, 2, workers] sent and received."""
+    larger: FloatArray = moved.max(axis=1).astype(np.float64)
+    return larger

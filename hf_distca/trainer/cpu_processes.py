@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
-from torch import nn
 
 from hf_distca.trainer.parallel import is_divided_at_load
 
@@ -60,12 +59,12 @@ def shard_on_cpu(args: Any) -> None:
         _count_as_gpus(state)
 
 
-def share_on_cpu(args: Any, model: nn.Module) -> None:
+def share_on_cpu(args: Any, model: Any) -> None:
     """Let accelerate take in a model that transformers has divided among CPU processes as it loaded it.
 
     Args:
         args: of a trainer that is to train the model.
-        model: divided by a DistributedConfig; nothing is done for any other.
+        model: as the trainer is given it; nothing is done unless a DistributedConfig has divided it.
     """
     if is_divided_at_load(model):
         _count_as_gpus(args.distributed_state)

@@ -31,7 +31,7 @@ def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"]
 
 
-def is_divided_at_load(model: nn.Module) -> bool:
+def is_divided_at_load(model: Any) -> bool:
     """Whether transformers has divided a model among ranks as it loaded it, by a DistributedConfig."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 

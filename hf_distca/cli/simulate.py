@@ -1,0 +1,229 @@
+"""hf-distca simulate: what a training step would take, before anybody rents a machine."""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import numpy as np
+
+from hf_distca.cli.lengths_file import InputError, read_lengths
+from hf_distca.cli.options import positive, ranks
+from hf_distca.cli.settings import add_setting, config_of
+from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.nodes import node_sizes
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches, of_documents
+from hf_distca.sim.model import MODELS, ModelShape
+from hf_distca.sim.simulate import Simulation, simulate
+from hf_distca.sim.ways import Setup
+
+LONG_AND_SHORT = "one-long"
+BUILT_IN = "lognormal:MEDIAN,SIGMA"
+
+DESCRIPTION = f"""\
+Predict what a training step takes on a cluster, for documents like yours, by each way to train: documents packed with
+equal tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and core attention disaggregated
+with the layout fixed or joint, from measured costs of a device. Where it does not pay, it says so.
+
+--lengths takes a JSON file as hf-distca plan does, a data set's name on the hub or its folder with a column of
+lengths or input_ids (--split, --column), the name of a distribution that comes along, {LONG_AND_SHORT} (a document of
+half of all ranks' tokens beside short ones), or {BUILT_IN}.
+
+Steps are those of one micro-batch on each rank. Gradient synchronisation and the optimizer, which are the same in all
+ways, are not in them.
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand and its options."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict step times, before and after",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
+    add("--split", default="train", help="of a data set (default: train)")
+    add(
+        "--column",
+        default=None,
+        help="of a data set: lengths, or lists to be measured (default: length, or input_ids)",
+    )
+    add("--ranks", required=True, type=ranks, metavar="N", help="number of ranks that train")
+    add_setting(parser, "tokens_per_rank", required=True, metavar="T")
+    for name in ("balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong"):
+        add_setting(parser, name)
+    add("--ranks-per-node", type=positive, default=8, metavar="K", help="ranks that share a node (default: 8)")
+    add(
+        "--model",
+        default="llama-8b",
+        metavar="CONFIG",
+        help=f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the hub (default: llama-8b)",
+    )
+    add(
+        "--profile",
+        default="h100",
+        help="costs of the device: h100, cpu, or a file of hf-distca profile (default: h100)",
+    )
+    add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
+    add("--servers", type=int, default=0, metavar="M", help="try dedicated attention servers too, so many")
+    add(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run layers again in the backward (default: yes)",
+    )
+    add("--batches", type=positive, default=16, metavar="B", help="micro-batches to draw (default: 16)")
+    add("--seed", type=int, default=0, help="of the drawing (default: 0)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Simulate and print.
+
+    Raises:
+        InputError: the options or the files cannot be used.
+    """
+    began = time.perf_counter()
+    try:
+        setup = _setup(options)
+        result = simulate(
+            _micro_batches(options), setup, _settings(options, setup), count=options.batches, servers=options.servers
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    seconds = time.perf_counter() - began
+    if options.json:
+        print(json.dumps({**result.as_dict(), "profile": setup.profile.name, "simulated_in": round(seconds, 3)}))
+    else:
+        print(_table(result, setup, seconds))
+
+
+def _setup(options: argparse.Namespace) -> Setup:
+    sizes = node_sizes(options.ranks, min(options.ranks_per_node, options.ranks))
+    return Setup(
+        model=_model(options.model),
+        profile=DeviceProfile.load(options.profile),
+        ranks=options.ranks,
+        tokens_per_rank=options.tokens_per_rank,
+        ranks_per_node=sizes,
+        tensor_parallel=options.tensor_parallel,
+        checkpointing=options.checkpointing,
+    )
+
+
+def _settings(options: argparse.Namespace, setup: Setup) -> PlanSettings:
+    config = config_of(options)
+    return PlanSettings(
+        **{**config.planning(options.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": "joint"},
+        kinds=tuple(map(setup.on_a_gpu, setup.model.layers)),
+        bytes_per_value=setup.profile.bytes_per_value,
+    )
+
+
+def _model(name: str) -> ModelShape:
+    if name in MODELS:
+        return MODELS[name]
+    from hf_distca.cli.model_shape import shape_of  # with all of transformers
+
+    return shape_of(name)
+
+
+def _micro_batches(options: argparse.Namespace) -> Any:
+    """Micro-batches of the source that was named."""
+    tokens = options.ranks * options.tokens_per_rank
+    source: str = options.lengths
+    known = corpora()
+    first = None
+    draw: Draw
+    if source in known:
+        draw = known[source]
+    elif source == LONG_AND_SHORT:
+        draw, first = lognormal(2048, 1.0), np.array([tokens // 2])
+    elif source.startswith("lognormal:"):
+        draw = _lognormal(source)
+    elif source.endswith(".json"):
+        rows = read_lengths(source)
+        draw = of_documents(np.array([n for row in rows for n in (row if isinstance(row, list) else [row])], np.int64))
+    else:
+        draw = of_documents(_of_data_set(source, options, sorted(known)))
+    return micro_batches(draw, tokens, options.seed, first)
+
+
+def _lognormal(source: str) -> Draw:
+    try:
+        median, sigma = map(float, source.removeprefix("lognormal:").split(","))
+    except ValueError:
+        median = sigma = 0.0
+    if median < 1 or sigma <= 0:
+        raise InputError(f"{source!r} is no distribution: expected {BUILT_IN}, such as lognormal:4000,1.5")
+    return lognormal(median, sigma)
+
+
+def _of_data_set(source: str, options: argparse.Namespace, known: list[str]) -> np.ndarray:
+    """Lengths of the documents of a data set."""
+    from pathlib import Path
+
+    from datasets import load_dataset, load_from_disk
+
+    try:
+        saved = Path(source, "state.json").exists() or Path(source, "dataset_dict.json").exists()
+        data = load_from_disk(source) if saved else load_dataset(source, split=options.split)
+        data = data[options.split] if isinstance(data, dict) else data
+    except Exception as error:  # the hub's, a file system's, a parser's
+        raise InputError(
+            f"no document lengths at {source!r}: expected a .json file, one of {', '.join([*known, LONG_AND_SHORT])}, "
+            f"{BUILT_IN}, or a data set ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
+        ) from error
+    names = [options.column] if options.column else ["length", "input_ids"]
+    column = next((name for name in names if name in data.column_names), None)
+    if column is None:
+        raise InputError(
+            f"{source} has columns {data.column_names}, none of {names}: name one with lengths, or with lists of "
+            "tokens, by --column"
+        )
+    values = data.with_format("arrow").data.column(column).combine_chunks()
+    lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
+    found: np.ndarray = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    if not len(found) or found.min() < 1:
+        raise InputError(f"{source}: column {column} has documents without tokens, or none at all")
+    return found
+
+
+def _table(result: Simulation, setup: Setup, seconds: float) -> str:
+    header = ("", "step, s", "attention, s", "other, s", "waits, s", "idle", "tokens/s", "MFU", "cut")
+    rows = [
+        (
+            way.name,
+            f"{way.step_seconds:.3f}",
+            f"{way.attention_seconds:.3f}",
+            f"{way.other_seconds:.3f}",
+            f"{way.exchange_seconds:.3f}",
+            f"{way.idle:.0%}",
+            f"{way.tokens_per_second:,.0f}",
+            f"{way.mfu:.1%}",
+            f"{way.documents_cut:.1%}",
+        )
+        for way in result.ways
+    ]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in [header, *rows]
+    ]
+    return "\n".join(
+        [
+            f"{result.documents:,} documents, {result.tokens:,} tokens; {result.ranks} ranks of "
+            f"{result.tokens_per_rank:,} tokens; {setup.profile.name}",
+            "",
+            *lines,
+            "",
+            f"core attention alone, busiest rank: {result.attention_speed_up:.2f}×; the step: {result.speed_up:.2f}×",
+            *result.advice,
+            f"simulated in {seconds:.1f} s",
+        ]
+    )

@@ -1,0 +1,112 @@
+import json
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import LlamaConfig
+
+from hf_distca.cli.main import main
+
+SETTING = ["--ranks", "8", "--tokens-per-rank", "4096", "--batches", "2"]
+
+
+def figures(capsys, *options: str) -> dict:
+    assert main(["simulate", *SETTING, "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_way_trains_the_same_tokens(capsys):
+    found = figures(capsys, "--lengths", "prolong", "--servers", "2")
+    names = [way["name"] for way in found["ways"]]
+    assert names == [
+        "plain packing",
+        "whole documents balanced",
+        "context parallel, 4 × 2",
+        "context parallel, 2 × 4",
+        "context parallel, 1 × 8",
+        "hf_distca, fixed",
+        "hf_distca, joint",
+        "hf_distca, joint, 2 servers",
+    ]
+    assert 0 < found["tokens"] <= 2 * 8 * 4096
+    for way in found["ways"]:
+        assert way["tokens_per_second"] * way["step_seconds"] * 2 == pytest.approx(found["tokens"])
+        assert 0 < way["mfu"] < 1
+        assert 0 <= way["idle"] < 1
+        assert way["tokens_most"] <= 4096 or not way["name"].startswith("hf_distca")
+
+
+def test_long_documents_beside_short_ones_pay(capsys):
+    found = figures(capsys, "--lengths", "wlbllm", "--ranks", "64", "--tokens-per-rank", "32768")
+    assert found["speed_up"] > 1.1
+    assert found["attention_speed_up"] > found["speed_up"]
+    assert "times as fast as by" in found["advice"][0]
+
+
+def test_documents_of_one_length_do_not(tmp_path, capsys):
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([512] * 10))
+    found = figures(capsys, "--lengths", str(path))
+    assert found["speed_up"] < 1.02
+    assert found["advice"][0].startswith("It does not pay here")
+
+
+def test_lengths_of_a_data_set_and_a_model_of_ones_own(tmp_path, capsys):
+    Dataset.from_list([{"input_ids": list(range(n))} for n in (300, 40, 5)]).save_to_disk(tmp_path / "data")
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "model")
+    options = ("--lengths", str(tmp_path / "data"), "--model", str(tmp_path / "model"), "--batches", "1")
+    assert figures(capsys, *options)["documents"] > 100
+
+
+def test_the_shape_of_a_model(tmp_path):
+    from hf_distca.cli.model_shape import shape_of
+    from hf_distca.sim.model import ModelShape
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=1000).save_pretrained(tmp_path)
+    found, expected = shape_of(str(tmp_path)), ModelShape.llama(3, 512, 1024, 4, 2, 1000)
+    assert (found.layers, found.hidden, found.head) == (expected.layers, expected.hidden, expected.head)
+    norms = 2 * 512
+    assert found.before == expected.before
+    assert found.after == pytest.approx(expected.after + norms, abs=512)
+    assert found.parameters == expected.parameters + 3 * norms + 512
+
+
+def test_it_is_shown_as_a_table(capsys):
+    assert main(["simulate", *SETTING, "--lengths", "lognormal:2000,1.2"]) == 0
+    shown = capsys.readouterr().out
+    assert "hf_distca, joint" in shown
+    assert "core attention alone, busiest rank:" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--lengths", "/no/where"],
+            "no document lengths at '/no/where': expected a .json file, one of prolong, wlbllm",
+        ),
+        (["--lengths", "lognormal:0"], "is no distribution: expected lognormal:MEDIAN,SIGMA"),
+        (["--lengths", "prolong", "--profile", "abacus"], "no profile of a device at 'abacus': expected one of"),
+        (["--lengths", "prolong", "--model", "/no/where"], "no config of a model at '/no/where'"),
+        (["--lengths", "prolong", "--ranks-per-node", "3"], "ranks_per_node=3 does not divide the 8 ranks"),
+    ],
+)
+def test_what_cannot_be_used(capsys, options, told):
+    assert main(["simulate", *SETTING, *options]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_column_that_is_not_there(tmp_path, capsys):
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "data")
+    assert main(["simulate", *SETTING, "--lengths", str(tmp_path / "data")]) == 2
+    assert "has columns ['text'], none of ['length', 'input_ids']: name one" in capsys.readouterr().err
+
+
+def test_many_ranks(capsys):
+    found = figures(capsys, "--lengths", "wlbllm", "--ranks", "512", "--batches", "1")
+    assert np.isfinite([way["step_seconds"] for way in found["ways"]]).all()

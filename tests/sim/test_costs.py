@@ -1,0 +1,76 @@
+import json
+
+import numpy as np
+import pytest
+
+from hf_distca.plan import AttentionKind
+from hf_distca.sim.costs import PROFILES, Accuracy, DeviceProfile, KernelCost, LinkCost, Tasks, held_out
+
+
+def tasks(*calls: tuple[float, float, float]) -> Tasks:
+    rows, keys, pairs = np.array(calls).T
+    return Tasks(rows, keys, pairs, np.ones(len(calls)))
+
+
+def test_seconds_of_a_call():
+    cost = KernelCost(call=1.0, row=0.5, key=0.25, pair=0.125)
+    assert cost.seconds(tasks((2, 4, 8), (0, 0, 0))).tolist() == [4.0, 1.0]
+
+
+def test_costs_are_found_again():
+    calls = tasks((128, 128, 8e3), (128, 4096, 5e5), (4096, 4096, 8e6), (2048, 8192, 1.5e7), (64, 64, 2e3))
+    cost = KernelCost(2e-5, 1e-8, 3e-9, 1e-11)
+    found = KernelCost.fitted(calls, cost.seconds(calls))
+    assert list(vars(found).values()) == pytest.approx(list(vars(cost).values()), rel=1e-6)
+
+
+def test_no_cost_is_negative():
+    calls = tasks((1, 1, 1), (2, 2, 4), (3, 3, 9))
+    found = KernelCost.fitted(calls, np.array([1.0, 1.0, 0.5]))
+    assert min(vars(found).values()) >= 0
+
+
+def test_other_heads():
+    cost = KernelCost(1.0, 2.0, 4.0, 8.0).for_kind(
+        AttentionKind(None, 8, 4, 64, 64), AttentionKind(None, 16, 2, 64, 64)
+    )
+    assert cost == KernelCost(1.0, 4.0, 2.0, 16.0)
+
+
+def test_a_link():
+    link = LinkCost(latency=1.0, bandwidth=10.0)
+    assert link.seconds(np.array([0.0, 10.0, 40.0])).tolist() == [0.0, 2.0, 5.0]
+    found = LinkCost.fitted(np.array([10.0, 40.0, 100.0]), np.array([2.0, 5.0, 11.0]))
+    assert (found.latency, found.bandwidth) == pytest.approx((1.0, 10.0))
+
+
+def test_accuracy():
+    found = Accuracy.of(np.array([1.0, 2.0, 6.0]), np.array([2.0, 2.0, 5.0]))
+    assert (found.r2, found.worst_ratio, found.count) == (pytest.approx(1 - 2 / 6), 2.0, 3)
+
+
+def test_what_is_held_out_lies_between_what_is_fitted_to():
+    assert held_out(8) == ([0, 2, 3, 5, 6, 7], [1, 4])
+
+
+@pytest.mark.parametrize("name", [path.stem for path in PROFILES.glob("*.json") if path.stem != "document_lengths"])
+def test_profiles_that_come_along_predict_what_they_were_not_fitted_to(name):
+    profile = DeviceProfile.load(name)
+    assert profile.accuracy.r2 > 0.99
+    assert profile.accuracy.worst_ratio < 1.35
+    assert len(profile.source) > 40
+
+
+def test_a_profile_is_saved_and_read(tmp_path):
+    profile = DeviceProfile.load("h100")
+    profile.save(tmp_path / "mine.json")
+    assert DeviceProfile.load(str(tmp_path / "mine.json")) == profile
+
+
+@pytest.mark.parametrize("content", [None, "{", json.dumps({"name": "half"})])
+def test_no_profile(tmp_path, content):
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=r"no profile of a device at '.*mine\.json': expected one of .*h100"):
+        DeviceProfile.load(str(path))

@@ -1,0 +1,110 @@
+"""One layer walked with costs so simple that each second can be counted by hand."""
+
+import numpy as np
+import pytest
+
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.metrics import bytes_by_link
+from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.routes.make import make_routes
+from hf_distca.sim.costs import KernelCost, LinkCost, Tasks
+from hf_distca.sim.counted import CountedPlan, RowsMoved, count_plan
+from hf_distca.sim.replay import LayerCosts, walk_layer
+
+NOWHERE = np.zeros((2, 2, 2), np.int64)
+
+
+def tasks(*pairs: float) -> Tasks:
+    amount = np.array(pairs)
+    return Tasks(amount, amount, amount, (amount > 0).astype(float))
+
+
+def counted(own: tuple[float, float], visiting: tuple[float, float] = (0, 0), rows: int = 0) -> CountedPlan:
+    """Rank 0 sends so many rows of Q to rank 1."""
+    queries = NOWHERE.copy()
+    queries[0, 0, 0] = queries[0, 1, 1] = rows
+    moved = RowsMoved(queries, NOWHERE)
+    return CountedPlan(
+        tasks(*own),
+        tasks(0, 0),
+        tasks(*visiting),
+        moved,
+        RowsMoved(NOWHERE, NOWHERE),
+        RowBytes(1, 1, 1),
+        1,
+        2,
+        False,
+        False,
+    )
+
+
+def costs(before: float = 0.0, after: float = 0.0, bandwidth: float = np.inf, nano_batches: int = 1) -> LayerCosts:
+    """A pair takes a second, in the backward two; a row that travels 1 / bandwidth."""
+    return LayerCosts(
+        forward=KernelCost(0, 0, 0, 1.0),
+        backward=KernelCost(0, 0, 0, 2.0),
+        before=[np.full(2, before)] * nano_batches,
+        after=[np.full(2, after)] * nano_batches,
+        backward_factor=3.0,
+        within=LinkCost(0.0, bandwidth),
+        between=LinkCost(0.0, bandwidth),
+    )
+
+
+def test_without_an_exchange_the_slowest_rank_is_the_step():
+    walked = walk_layer([counted(own=(5, 7))], costs(before=1, after=2), "forward")
+    assert walked.seconds == 10
+    assert walked.attention.tolist() == [5, 7]
+    assert walked.other.tolist() == [3, 3]
+    backward = walk_layer([counted(own=(5, 7))], costs(before=1, after=2), "backward")
+    assert backward.seconds == 14 + 9
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "seconds"),
+    [
+        (np.inf, 6),  # 4 own and 2 visiting
+        (1.0, 4 + 2 + 2),  # rows are there before own tasks are done; results take two seconds more
+        (0.25, 8 + 2 + 8),  # own tasks take half of the way there
+    ],
+)
+def test_own_tasks_hide_the_way_there(bandwidth, seconds):
+    """Rank 1 computes two rows of rank 0, who waits for the results."""
+    walked = walk_layer([counted(own=(4, 4), visiting=(0, 2), rows=2)], costs(bandwidth=bandwidth), "forward")
+    # In the middle of a model rank 1 begins the next layer while rank 0 still waits.
+    assert walked.seconds == seconds
+    assert walked.attention.tolist() == [4, 6]
+
+
+def test_two_nano_batches_hide_each_others_exchange():
+    alone = walk_layer([counted((8, 8), (0, 4), 4)], costs(1, 1, bandwidth=1.0), "forward")
+    halves = [counted((4, 4), (0, 2), 2), counted((4, 4), (0, 2), 2)]
+    in_turns = walk_layer(halves, costs(0.5, 0.5, bandwidth=1.0, nano_batches=2), "forward")
+    assert in_turns.seconds < alone.seconds
+    assert in_turns.attention.tolist() == alone.attention.tolist()
+    assert in_turns.waited.max() < alone.waited.max()
+
+
+@pytest.mark.parametrize("layout", ["joint", "fixed"])
+@pytest.mark.parametrize("window", [None, 96])
+def test_what_is_counted_of_a_plan_is_what_its_routes_carry(layout, window):
+    kind = AttentionKind(window, 4, 2, 8, 8)
+    settings = PlanSettings(3, 600, kinds=(kind,), document_layout=layout, balance_block_size=16)
+    (nano,) = plan_micro_batch([700, 40, 300, 90, 510], settings).nano_batches
+    plan = nano.plans[kind]
+    found = count_plan(plan, kind, 2)
+    for rank in range(3):
+        routes = make_routes(plan, rank)
+        visiting = [group for stage in routes.stages for group in (stage.visiting, stage.visiting_prefix)]
+        here = [routes.own, *(stage.prefix for stage in routes.stages)]
+        if window is None:
+            assert found.own.pairs[rank] == routes.own.pairs
+        assert found.own.pairs[rank] + found.prefix.pairs[rank] == sum(group.pairs for group in here)
+        assert found.visiting.pairs[rank] == sum(group.pairs for group in visiting)
+        keys = sum(stage.keys.send_counts[np.arange(3) != rank].sum() for stage in routes.stages)
+        assert found.among_ranks.keys[0, 0, rank] == keys
+        assert found.among_ranks.queries[0, 1, rank] == routes.queries.recv_counts.sum()
+    row, moved = found.row_bytes, found.among_ranks
+    total = moved.queries * row.q + moved.queries[:, ::-1] * row.o + moved.keys * row.kv
+    assert np.array_equal(total, bytes_by_link(plan, row, (0, 0, 0)))

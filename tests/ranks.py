@@ -7,9 +7,10 @@ import secrets
 import socket
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 90
@@ -63,6 +64,47 @@ class RankPool:
             theirs.close()  # so that a rank sees the end of the test process
             self._connections.append(ours)
             self._processes.append(process)
+
+
+@contextmanager
+def own_processes(size: int, function: Callable[..., None], *args: Any, folder: Path) -> Iterator[list[Any]]:
+    """Processes of a world of their own, which may end as they like: they are killed where the block ends.
+
+    Args:
+        size: how many ranks.
+        function: of a module, called with the arguments on every rank.
+        args: its arguments.
+        folder: what a rank prints is in the file `output-RANK` there.
+    """
+    import torch.distributed as dist
+
+    port = free_port()
+    # The store is the launcher's, as under torchrun: it outlives every rank.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    context = forkserver()
+    ranks = [
+        context.Process(target=_in_own_process, args=(rank, size, port, folder, function, args))
+        for rank in range(size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+        del store
+
+
+def _in_own_process(
+    rank: int, size: int, port: int, folder: Path, function: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    become_rank(rank, size, port)
+    function(*args)
 
 
 def free_port() -> int:

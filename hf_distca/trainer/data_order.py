@@ -78,12 +78,15 @@ def packed_order(
 
 
 def streamed_order(args: DistCAArguments, ranks: int) -> DataOrder:
-    """The order of a stream that each rank packs its share of, provided that it gives the same once more."""
+    """The order of a stream that each rank packs its share of, provided that it gives the same once more.
+
+    Streams of `datasets` shuffle otherwise in a process that reads for a rank than in the rank itself.
+    """
     return {
         "ranks": ranks,
         "tokens_per_rank": args.tokens_per_rank,
         "long_documents": args.long_documents,
-        "dataloader_num_workers": max(args.dataloader_num_workers, 1),  # none reads as one does
+        "dataloader_num_workers": args.dataloader_num_workers,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "train_dataset": "a stream",
     }

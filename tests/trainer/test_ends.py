@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from tests.ranks import become_rank, forkserver, free_port
+from tests.ranks import own_processes
 from tests.trainer.small_trainers import make_trainer
 from tests.trainer.train_script import parameters_hash
 
@@ -27,11 +27,9 @@ class Ends(TrainerCallback):
         self.end, self.folder = end, folder
 
     def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
-        """Be killed on rank 0, or wait for Ctrl-C on rank 0, whose partner waits for it in an exchange."""
+        """Wait for Ctrl-C on rank 0, whose partner waits for it in an exchange."""
         if state.global_step != 2 or dist.get_rank() != 0:
             return
-        if self.end == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         if self.end == "Ctrl-C":
             (self.folder / "reached").touch()
             time.sleep(WAIT_S)
@@ -41,17 +39,11 @@ def _full(*args: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _rank(rank: int, port: int, folder: Path, end: str) -> None:
-    """A process that trains, from its beginning to its end."""
-    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    # The store is the launcher's, as under torchrun: it outlives every rank.
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    become_rank(rank, 2, port)
+def _ends(folder: Path, end: str) -> None:
+    """A rank that trains, from its beginning to its end."""
     trainer = make_trainer(str(folder), **ARGUMENTS)
     trainer.add_callback(Ends(end, folder))
-    if end == "disk full" and rank == 0:
+    if end == "disk full" and dist.get_rank() == 0:
         save = trainer._save_optimizer_and_scheduler
         trainer._save_optimizer_and_scheduler = lambda to: (_full if trainer.state.global_step == 3 else save)(to)
     trainer.train()
@@ -76,7 +68,6 @@ def whole(rank_pools, tmp_path_factory):
 @pytest.mark.parametrize(
     ("end", "last", "codes", "told"),
     [
-        ("killed", 2, (-signal.SIGKILL, 1), ("", "")),
         ("Ctrl-C", 2, (1, 1), ("KeyboardInterrupt", "KeyboardInterrupt")),
         (
             "disk full",
@@ -87,12 +78,7 @@ def whole(rank_pools, tmp_path_factory):
     ],
 )
 def test_all_ranks_end_and_another_launch_goes_on(rank_pools, whole, tmp_path, end, last, codes, told):
-    port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    ranks = [forkserver().Process(target=_rank, args=(rank, port, tmp_path, end)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    try:
+    with own_processes(2, _ends, tmp_path, end, folder=tmp_path) as ranks:
         if end == "Ctrl-C":
             until = time.monotonic() + WAIT_S
             while not (tmp_path / "reached").exists() and time.monotonic() < until:
@@ -102,10 +88,6 @@ def test_all_ranks_end_and_another_launch_goes_on(rank_pools, whole, tmp_path, e
         for rank in ranks:
             rank.join(WAIT_S)
         assert tuple(rank.exitcode for rank in ranks) == codes
-    finally:
-        for rank in ranks:
-            rank.kill()
-        del store
     for rank, message in enumerate(told):
         assert message in (tmp_path / f"output-{rank}").read_text(errors="replace")
     newest = tmp_path / f"checkpoint-{last}"

@@ -1,0 +1,119 @@
+"""What a device takes, measured: calls of the kernel, matrices, memory, and exchanges between ranks."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+
+from hf_distca.dispatch.exchange import Exchange, Message, Traffic
+from hf_distca.dispatch.groups import Groups
+from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.cost import pairs
+from hf_distca.sim.costs import Accuracy, FloatArray, KernelCost, LinkCost, Tasks, held_out
+
+QUERIES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
+"""Query rows of the tasks that are measured, by the type of the device."""
+KEYS = (1, 2, 5)
+"""K/V rows of them, for each query row."""
+REPEATS = 5
+"""Of each measurement; the median is taken."""
+ROW_BYTES = 1024
+EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
+"""Rows that are exchanged: 64 KiB to 64 MiB."""
+TOKENS = {"cpu": 1024, "cuda": 8192}
+"""With which matrices and memory are measured."""
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call, after one to warm up."""
+    times = []
+    for _ in range(1 + REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return median(times[1:])
+
+
+def measured_kernel(
+    kernel: Kernel, kind: AttentionKind, dtype: torch.dtype, device: torch.device
+) -> tuple[KernelCost, KernelCost, Accuracy]:
+    """The costs of a kernel's forward and backward, and how well the forward's predict calls that are held out.
+
+    Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D head dim.
+    """
+    calls, times = [], []
+    params = AttentionParams(scale=kind.dim_qk**-0.5)
+    for rows in QUERIES[device.type]:
+        for factor in KEYS:
+            keys = rows * factor
+            shapes = TaskShapes.build([rows], [keys], device)
+            q_QHD, do_QHD = (
+                torch.randn(rows, kind.q_heads, kind.dim_qk, dtype=dtype, device=device) for _ in range(2)
+            )
+            k_KGD, v_KGD = (
+                torch.randn(keys, kind.kv_heads, kind.dim_qk, dtype=dtype, device=device) for _ in range(2)
+            )
+            o_QHD, lse_QH = kernel.forward(q_QHD, k_KGD, v_KGD, shapes, params)
+            forward = partial(kernel.forward, q_QHD, k_KGD, v_KGD, shapes, params)
+            backward = partial(kernel.backward, do_QHD, q_QHD, k_KGD, v_KGD, o_QHD, lse_QH, shapes, params)
+            calls.append((rows, keys, pairs(keys - rows, keys)))
+            times.append((seconds_of(forward, device), seconds_of(backward, device)))
+    forward_s, backward_s = np.array(times).T
+    fitted, others = map(list, held_out(len(calls)))
+    first = KernelCost.fitted(_tasks(calls, fitted), forward_s[fitted])
+    accuracy = Accuracy.of(first.seconds(_tasks(calls, others)), forward_s[others])
+    every = _tasks(calls, range(len(calls)))
+    return KernelCost.fitted(every, forward_s), KernelCost.fitted(every, backward_s), accuracy
+
+
+def _tasks(calls: Sequence[tuple[int, int, int]], chosen: Sequence[int]) -> Tasks:
+    rows, keys, amount = np.array([calls[index] for index in chosen], np.float64).T
+    return Tasks(rows, keys, amount, np.ones_like(rows))
+
+
+def measured_matrices(hidden: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Floating point operations per second of a matrix of the model, [hidden, 4 · hidden]."""
+    tokens = TOKENS[device.type]
+    x, weight = (torch.randn(count, hidden, dtype=dtype, device=device) for count in (tokens, 4 * hidden))
+    return 2.0 * tokens * weight.numel() / seconds_of(lambda: torch.nn.functional.linear(x, weight), device)
+
+
+def measured_memory(hidden: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Bytes per second that a norm reads and writes."""
+    x = torch.randn(TOKENS[device.type], hidden, dtype=dtype, device=device)
+    return 2.0 * x.nbytes / seconds_of(lambda: torch.nn.functional.rms_norm(x, (hidden,)), device)
+
+
+def measured_link(groups: Groups, device: torch.device, peers: Sequence[int]) -> LinkCost:
+    """The cost of an exchange in which every rank sends to another one. A collective.
+
+    Args:
+        groups: more than one rank.
+        device: where rows are.
+        peers: [ranks] whom each sends to.
+    """
+    exchange, ranks = Exchange(groups), groups.ranks
+    to, of = peers[groups.rank], peers.index(groups.rank)
+    sizes, times = [], []
+    for rows in EXCHANGED_ROWS:
+        sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
+        message = exchange.open(
+            [((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "profile", device
+        )
+        taken = seconds_of(partial(_exchanged, message), device)
+        sizes.append(float(rows * ROW_BYTES))
+        times.append(max(groups.all_gather(taken)))
+    found: FloatArray = np.array(times)
+    return LinkCost.fitted(np.array(sizes), found)
+
+
+def _exchanged(message: Message) -> None:
+    message.send().wait()

@@ -1,0 +1,148 @@
+"""hf-distca profile: measure a device, so that hf-distca simulate can tell what training takes on many of them."""
+
+import argparse
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_distca.cli.findings.launch import number_of_processes
+from hf_distca.cli.findings.machine import device_of
+from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.measured import measured_kernel, measured_link, measured_matrices, measured_memory
+from hf_distca.cli.options import positive
+from hf_distca.cli.settings import add_setting
+from hf_distca.dispatch.groups import Groups
+from hf_distca.dispatch.nodes import ranks_per_node
+from hf_distca.kernels import get_kernel
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
+from hf_distca.sim.costs import DeviceProfile, LinkCost
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Of matrices in bfloat16, as the maker names them for a dense product."""
+TIMEOUT_S = 60.0
+
+DESCRIPTION = """\
+Time the attention kernel over numbers of query and K/V rows, matrices and memory, and, launched on several ranks, the
+exchange between them; fit costs to that and write them to a file for hf-distca simulate --profile. R² and the worst
+ratio of predictions to measurements that were held out are printed. Alone it takes links as they are on an H100.
+
+  hf-distca profile --output my_gpu.json
+  torchrun --nproc-per-node 2 --no-python hf-distca profile --output my_gpu.json
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand and its options."""
+    parser = commands.add_parser(
+        "profile",
+        help="measure what the device takes, for simulate",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", required=True, metavar="FILE", help="where to write the profile")
+    add_setting(parser, "attention_kernel")
+    add("--q-heads", type=positive, default=32, help="query heads (default: 32)")
+    add("--kv-heads", type=positive, default=8, help="key-value heads (default: 8)")
+    add("--head-dim", type=positive, default=128, help="of a head (default: 128)")
+    add("--hidden", type=positive, default=4096, help="numbers of a token between layers (default: 4096)")
+    add("--dtype", choices=("bfloat16", "float32"), help="of activations (default: bfloat16 on GPUs, else float32)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and write.
+
+    Raises:
+        InputError: the kernel cannot be had, the heads do not fit, or the file cannot be written.
+    """
+    device = device_of(os.environ)
+    world, _ = number_of_processes(os.environ)
+    groups = _groups(device) if world > 1 and "LOCAL_RANK" in os.environ else None
+    name = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    dtype: torch.dtype = getattr(torch, name)
+    try:
+        kind = AttentionKind(None, options.q_heads, options.kv_heads, options.head_dim, options.head_dim)
+        kernel = get_kernel(options.attention_kernel, device)
+    except (ValueError, ImportError) as error:
+        raise InputError(str(error)) from error
+    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device)
+    flops = measured_matrices(options.hidden, dtype, device)
+    profile = DeviceProfile(
+        name=f"{_device_name(device)}, {name}",
+        source=f"measured by hf-distca profile with the kernel {kernel.name}, torch {torch.__version__}",
+        dtype=name,
+        measured=kind,
+        forward=forward,
+        backward=backward,
+        flops_per_second=flops,
+        bytes_per_second=measured_memory(options.hidden, dtype, device),
+        peak_flops=next((peak for model, peak in PEAK_FLOPS.items() if model in _device_name(device)), flops),
+        within=LinkCost(3e-5, NODE_BANDWIDTH * 1e9),
+        between=LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9),
+        accuracy=accuracy,
+    )
+    if groups is not None:
+        profile = _with_links(profile, groups, device)
+    if groups is None or groups.rank == 0:
+        try:
+            profile.save(Path(options.output))
+        except OSError as error:
+            raise InputError(f"cannot write {options.output}: {error.strerror}") from error
+        print(_told(profile), flush=True)
+    if groups is not None:
+        dist.destroy_process_group()
+
+
+def _groups(device: torch.device) -> Groups:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    return Groups(device, TIMEOUT_S)
+
+
+def _with_links(profile: DeviceProfile, groups: Groups, device: torch.device) -> DeviceProfile:
+    """The profile with links as ranks see them: to the next rank of the node, and to the same rank of the next."""
+    ranks = groups.ranks
+    sizes = node_sizes(ranks, ranks_per_node(None, TIMEOUT_S))
+    if len(sizes) == 1 or len(sizes) == ranks:
+        link = measured_link(groups, device, [(rank + 1) % ranks for rank in range(ranks)])
+        return replace(profile, within=link, between=link)
+    inside, across, first = [], [], 0
+    for size in sizes:
+        inside += [first + (rank + 1) % size for rank in range(size)]
+        across += [(first + size + rank) % ranks for rank in range(size)]
+        first += size
+    return replace(
+        profile,
+        within=measured_link(groups, device, inside),
+        between=measured_link(groups, device, across if sorted(across) == list(range(ranks)) else inside),
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _told(profile: DeviceProfile) -> str:
+    accuracy = profile.accuracy
+    tflops = 2.0 * profile.measured.q_heads * (profile.measured.dim_qk + profile.measured.dim_v) / profile.forward.pair
+    lines = [
+        ("device", profile.name),
+        ("core attention, at most", f"{tflops / 1e12:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call"),
+        ("matrices", f"{profile.flops_per_second / 1e12:.3g} TFLOP/s"),
+        ("memory", f"{profile.bytes_per_second / 1e9:.3g} GB/s"),
+        ("links within nodes", _link(profile.within)),
+        ("links between nodes", _link(profile.between)),
+        ("held-out calls", f"R² {accuracy.r2:.4f}, worst ratio {accuracy.worst_ratio:.2f}, of {accuracy.count}"),
+    ]
+    return "\n".join(f"{name:<26} {value}" for name, value in lines)
+
+
+def _link(link: LinkCost) -> str:
+    return f"{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} µs"

@@ -1,0 +1,81 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from hf_distca.cli import measured, profile
+from hf_distca.cli.main import main
+from hf_distca.dispatch.groups import Groups
+from hf_distca.plan import AttentionKind
+from hf_distca.sim.costs import DeviceProfile
+
+SMALL = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16", "--hidden", "64"]
+
+
+@pytest.fixture
+def few_calls(monkeypatch):
+    monkeypatch.setattr(measured, "QUERIES", {"cpu": (16, 64, 256)})
+    monkeypatch.setattr(measured, "REPEATS", 1)
+
+
+def test_a_device_is_measured_and_simulated(tmp_path, capsys, few_calls):
+    path = tmp_path / "mine.json"
+    assert main(["profile", "--output", str(path), *SMALL]) == 0
+    assert "held-out calls" in capsys.readouterr().out
+    found = DeviceProfile.load(str(path))
+    assert found.measured == AttentionKind(None, 2, 1, 16, 16)
+    assert found.dtype == "float32"
+    assert found.accuracy.count == 3
+    assert min(found.flops_per_second, found.bytes_per_second) > 1e6
+    setting = ["--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "2048", "--batches", "1"]
+    assert main(["simulate", *setting, "--profile", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["profile"] == "CPU, float32"
+
+
+def test_costs_follow_what_calls_take(monkeypatch):
+    """With a clock that counts query-key pairs."""
+    now = [0.0]
+
+    class Counts:
+        def forward(self, q, k, v, shapes, params):
+            now[0] += 2e-9 * (q.shape[0] * (k.shape[0] - q.shape[0]) + q.shape[0] * (q.shape[0] + 1) / 2) + 1e-5
+            return q, q[..., 0]
+
+        def backward(self, do, q, k, v, o, lse, shapes, params):
+            now[0] += 1e-4
+            return q, k, v
+
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: now[0])
+    kind = AttentionKind(None, 1, 1, 8, 8)
+    forward, backward, accuracy = measured.measured_kernel(Counts(), kind, torch.float32, torch.device("cpu"))
+    assert (forward.pair, forward.call) == pytest.approx((2e-9, 1e-5), rel=1e-6)
+    assert (backward.pair, backward.call) == pytest.approx((0.0, 1e-4), abs=1e-15)
+    assert accuracy.worst_ratio == pytest.approx(1.0)
+
+
+def _link(_: None) -> tuple[float, float]:
+    link = measured.measured_link(Groups(torch.device("cpu"), 60.0), torch.device("cpu"), [1, 0])
+    return link.latency, link.bandwidth
+
+
+def test_ranks_measure_the_same_link(rank_pools):
+    first, second = rank_pools[2].run(_link, None)
+    assert first == second
+    assert first[0] >= 0
+    assert np.isfinite(first[1])
+    assert first[1] > 1e6
+
+
+def test_what_cannot_be_measured(tmp_path, capsys):
+    assert main(["profile", "--output", str(tmp_path / "no" / "where.json"), "--q-heads", "3", "--kv-heads", "2"]) == 2
+    assert "kv_heads must divide q_heads" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written(tmp_path, capsys, few_calls):
+    assert main(["profile", "--output", str(tmp_path / "no" / "where.json"), *SMALL]) == 2
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_peaks_are_of_devices_that_are_known():
+    assert {"H100", "H200", "A100"} <= profile.PEAK_FLOPS.keys()

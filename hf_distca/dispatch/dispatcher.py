@@ -80,7 +80,9 @@ class Dispatcher:
 
     def _wrong_settings(self) -> ValueError | None:
         if self.settings.ranks != self.groups.ranks:
-            return ValueError(f"PlanSettings.ranks is {self.settings.ranks}, but {self.groups.ranks} ranks run")
+            return ValueError(
+                f"PlanSettings.ranks is {self.settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
+            )
         # With the name of the kernel itself: "auto" may be another where other packages are installed.
         mine = (self.settings, self.kernel.name, self.keep_received, self.keep_core_attention)
         others = self.groups.all_gather(mine)

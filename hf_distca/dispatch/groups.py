@@ -3,7 +3,8 @@
 No group of the training framework is touched: its collectives and ours never wait in one queue.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -219,12 +220,41 @@ class Groups:
             ValueError: some rank came with an error; says which ranks and what each said.
         """
         errors = self.all_gather(None if error is None else f"{type(error).__name__}: {error}", in_world=in_world)
-        failed = {rank: message for rank, message in enumerate(errors) if message is not None}
-        if not failed:
-            return
-        if len(set(failed.values())) == 1 and len(failed) == len(errors) and error is not None:
-            raise error
-        raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in failed.items())) from error
+        _raise_any(error, errors)
+
+
+@contextmanager
+def raised_together(timeout_s: float) -> Iterator[None]:
+    """What is checked inside before there are groups is refused on every process. A collective of the world.
+
+    Args:
+        timeout_s: seconds after which it fails where a process is silent.
+
+    Raises:
+        ValueError: what some process came to is wrong; says which ranks and what each said.
+    """
+    error = None
+    try:
+        yield
+    except (ValueError, TypeError, ImportError) as caught:
+        error = caught
+    said = None if error is None else f"{type(error).__name__}: {error}"
+    _raise_any(error, gather_in_world(said, timeout_s))
+
+
+def _raise_any(error: Exception | None, errors: Sequence[str | None]) -> None:
+    """Raise if any rank has an error: this rank's own where all say the same, else what each said.
+
+    Args:
+        error: of this rank.
+        errors: [ranks] what each rank says.
+    """
+    failed = {rank: message for rank, message in enumerate(errors) if message is not None}
+    if not failed:
+        return
+    if len(set(failed.values())) == 1 and len(failed) == len(errors) and error is not None:
+        raise error
+    raise ValueError("; ".join(f"rank {rank}: {message}" for rank, message in failed.items())) from error
 
 
 def in_world() -> bool:

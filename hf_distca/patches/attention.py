@@ -142,7 +142,10 @@ def _check_planned(
             f"{layer} asks for attention dropout {dropout} in a planned step; set model.config.attention_dropout = 0.0"
         )
     if query.shape[0] != 1:
-        raise ValueError(f"a planned step has batch size 1 (rows packed without padding), got {query.shape[0]}")
+        raise ValueError(
+            f"a planned step has batch size 1 (rows packed without padding), got {query.shape[0]}; put all documents "
+            "into one row"
+        )
     if isinstance(attention_mask, Tensor):
         raise ValueError(
             f"{layer} got an attention_mask of shape {list(attention_mask.shape)} in a planned step; pack documents "
@@ -150,7 +153,10 @@ def _check_planned(
         )
     if isinstance(attention_mask, DeferredMask):
         if attention_mask.added_by_model:
-            raise ValueError(f"{layer} lays a mask of its own over the causal one, which a plan cannot express")
+            raise ValueError(
+                f"{layer} lays a mask of its own over the causal one, which a plan cannot express; train this model "
+                "with stock attention and transformers' Trainer"
+            )
         if attention_mask.local_size not in (None, *reach):
             raise ValueError(
                 f"{layer} masks by a local size of {attention_mask.local_size}, but has "
@@ -158,10 +164,16 @@ def _check_planned(
                 "and chunked attention only, so this model cannot train with planned attention"
             )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError(f"{layer} is not causal; a plan knows causal attention only")
+        raise ValueError(
+            f"{layer} is not causal; a plan knows causal attention only: train this model with stock attention and "
+            "transformers' Trainer"
+        )
     for name in ("position_bias", "cache"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{layer} passes {name}, which a planned step cannot use")
+            raise ValueError(
+                f"{layer} passes {name}, which a planned step cannot use; train this model with stock attention and "
+                "transformers' Trainer"
+            )
 
 
 def _eager_attention(

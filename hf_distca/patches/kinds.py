@@ -78,7 +78,7 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
     if not kinds:
         raise ValueError(
             f"{type(model).__name__} has no attention layers that are named as transformers names them: of a class "
-            "...Attention and with a layer_idx"
+            "...Attention and with a layer_idx; train it with stock attention and transformers' Trainer"
         )
     return tuple(kinds)
 

@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import RankMesh, mesh_ranks
+from hf_distca.dispatch.groups import RankMesh, mesh_ranks, raised_together
 from hf_distca.dispatch.nodes import ranks_per_node
 from hf_distca.patches.model import plan_settings
 from hf_distca.patches.prepare import prepare_model
@@ -40,9 +40,10 @@ def make_dispatcher(
         ImportError: the package of the kernel is missing.
     """
     launched = ranks_per_node(mesh, config.exchange_timeout)
-    settings = plan_settings(
-        model, config, ranks=len(mesh_ranks(mesh)), device=device, dtype=dtype, ranks_per_node=launched
-    )
+    with raised_together(config.exchange_timeout):
+        settings = plan_settings(
+            model, config, ranks=len(mesh_ranks(mesh)), device=device, dtype=dtype, ranks_per_node=launched
+        )
     dispatcher = Dispatcher(
         settings,
         device,
@@ -51,5 +52,6 @@ def make_dispatcher(
         keep_core_attention=config.keep_core_attention,
         exchange_timeout=config.exchange_timeout,
     )
-    prepare_model(model, config, ping_pong=settings.ping_pong)
+    with raised_together(config.exchange_timeout):
+        prepare_model(model, config, ping_pong=settings.ping_pong)
     return dispatcher

@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import raised_together
 from hf_distca.patches.head import adapted_heads
 from hf_distca.patches.layers import mixing_layers, plan_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
@@ -89,7 +90,8 @@ class DistCAMixin(_Trainer):
         share_on_cpu(given["args"], given.get("model"))
         self._packs = given.get("data_collator") is None
         super().__init__(*args, **kwargs)
-        check_trainer(self)
+        with raised_together(self.args.exchange_timeout):
+            check_trainer(self)
         self.dispatcher = self._make_dispatcher()
         check_agreement(self.args, self.dispatcher)
         self.pool = self._open_pool()

@@ -170,5 +170,5 @@ def check_trainer(trainer: Trainer) -> None:
     if not trainer.model_accepts_loss_kwargs:
         raise ValueError(
             f"{type(trainer.model).__name__} does not take num_items_in_batch, without which ranks with different "
-            "numbers of targets have no exact loss"
+            "numbers of targets have no exact loss; let its forward take **kwargs and hand them to self.loss_function"
         )

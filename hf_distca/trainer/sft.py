@@ -58,7 +58,9 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
 
     def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:
         if not (isinstance(args, DistCAArguments) and isinstance(args, SFTConfig)):
-            raise ValueError(f"args must be a DistCASFTConfig, got {type(args).__name__}")
+            raise ValueError(
+                f"args must be a DistCASFTConfig, got {type(args).__name__}; make one of the same settings"
+            )
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if checkpointing.get("selective"):
             raise ValueError(

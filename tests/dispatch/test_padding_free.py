@@ -66,6 +66,12 @@ def test_two_rows():
         batch_document_lengths({"input_ids": torch.zeros(2, 3, dtype=torch.long)})
 
 
+def test_a_mask_of_another_shape():
+    mask = torch.ones(1, 3, 3)
+    with pytest.raises(ValueError, match=r"attention_mask has the shape \(1, 3, 3\) .*leave it out"):
+        batch_document_lengths(batch_of([0, 1, 2], attention_mask=mask))
+
+
 def test_padding():
     mask = torch.tensor([[1, 1, 0]])
     with pytest.raises(ValueError, match="attention_mask with zeros; expected no padding"):

@@ -1,5 +1,7 @@
 """What cannot be trained exactly is refused before any work starts."""
 
+import time
+
 import datasets
 import pytest
 import torch
@@ -7,9 +9,11 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
 
 import hf_distca
 from hf_distca.patches.kinds import decoder_attentions
+from hf_distca.patches.layers import plan_layers
 from tests.models import small_model
 from tests.ranks import RankPool
 from tests.survey.tiny import tiny_config
+from tests.trainer.small_trainers import make_trainer
 
 
 def arguments(tmp_path, **options):
@@ -39,6 +43,9 @@ def trainer(tmp_path, documents=((1, 2, 3),), model=None, **options):
         ({"attention_kernel": "fast"}, "attention_kernel must be one of"),
         ({"balance_tolerance": -0.1}, "balance_tolerance must be 0 or more"),
         ({"balance_block_size": 0}, "balance_block_size must be positive"),
+        ({"loss_chunk_bytes": -1}, r"loss_chunk_bytes must be 0 \(all logits at once\) or more, got -1"),
+        ({"mlp_chunk_rows": -1}, "mlp_chunk_rows must be 0 or more, got -1"),
+        ({"attention_servers": "many"}, "attention_servers must be a number of processes or 'external', got 'many'"),
     ],
 )
 def test_arguments(tmp_path, options, message):
@@ -143,6 +150,7 @@ def test_other_attention_implementation(tmp_path):
         ("gptj", r"GPTJForCausalLM.*AttentionInterface.*can train with \['eager'"),
         ("roberta", r"numbers positions from its padding token on.*can train with \['eager'"),
         ("inkling_text", r"adds a bias to its scores .*can train with \['eager', 'sdpa'"),
+        ("blt", r"does not say how many heads .*num_attention_heads.*train it with stock attention"),
         ("bart", r"BartForCausalLM computes its loss without transformers' loss function"),
     ],
 )
@@ -152,6 +160,41 @@ def test_models_that_planned_steps_would_get_wrong(tmp_path, model_type, message
         model.set_attn_implementation("distca")
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, model=model)
+
+
+def test_a_model_without_the_number_of_targets(tmp_path, monkeypatch):
+    def forward(self, input_ids=None, labels=None):
+        return self.model(input_ids)
+
+    model = small_model()
+    monkeypatch.setattr(type(model), "forward", forward)
+    with pytest.raises(ValueError, match=r"does not take num_items_in_batch.*let its forward take \*\*kwargs"):
+        trainer(tmp_path, model=model)
+
+
+def test_a_layer_that_does_not_take_the_plan(tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_next"), attn_implementation="distca")
+    layer = type(model.model.layers[0])
+    forward = layer.forward
+
+    def without_keywords(self, hidden_states, position_embeddings=None, attention_mask=None):
+        return forward(self, hidden_states, position_embeddings, attention_mask)
+
+    monkeypatch.setattr(layer, "forward", without_keywords)
+    with pytest.raises(ValueError, match=r"has no \*\*kwargs, so the plan would not reach .*can train with \['eager'"):
+        trainer(tmp_path, model=model)
+
+
+def test_layers_that_cannot_take_turns():
+    model = AutoModelForCausalLM.from_config(tiny_config("ctrl"), attn_implementation="distca")
+    with pytest.raises(ValueError, match=r"has no decoder layer of transformers' Gradient.*; set ping_pong=False"):
+        plan_layers(model)
+
+
+def test_one_process_with_several_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf_distca.DistCATrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"sees 2 GPUs, .* accelerate launch --num_processes"):
+        trainer(tmp_path)
 
 
 def test_layers_that_cannot_be_cut(tmp_path):
@@ -213,3 +256,46 @@ def _loader_error(folder: str, documents_by_rank: list[list[list[int]]]) -> str:
 def test_every_rank_raises_where_one_has_other_data(tmp_path, rank_pools: dict[int, RankPool], other, message):
     errors = rank_pools[2].run(_loader_error, str(tmp_path), [[[1, 2, 3]], other])
     assert all(message in error for error in errors), errors
+
+
+def _refusals(folder: str) -> list[str]:
+    """What this rank is told where rank 1 alone has a model, or an argument, that cannot be trained."""
+    import torch.distributed as dist
+
+    other = dist.get_rank() == 1
+    told = []
+    for model, arguments in [
+        (small_model(implementation="sdpa" if other else "distca"), {}),
+        (small_model("gpt2", attn_pdrop=0.1 if other else 0.0), {}),
+        (small_model(), {"torch_compile": other}),
+        (small_model(), {"attention_kernel": "torch_varlen" if other else "auto"}),
+        (without_mlps(small_model()) if other else small_model(), {"mlp_chunk_rows": 16}),
+    ]:
+        try:
+            make_trainer(folder, model=model, exchange_timeout=20, **arguments)
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            told.append("no error")
+    return told
+
+
+def without_mlps(model):
+    for layer in model.model.layers:
+        layer.mlp = torch.nn.Identity()
+    return model
+
+
+def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools: dict[int, RankPool]):
+    messages = [
+        "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa'; load it with",
+        "rank 1: ValueError: attn_pdrop is 0.1; dropped attention weights",
+        "rank 1: ValueError: torch.compile of a whole model leaves out planned attention",
+        "rank 1: ValueError: kernel 'torch_varlen' computes on CUDA, got cpu",
+        "rank 1: ValueError: mlp_chunk_rows=16 changes nothing",
+    ]
+    begun = time.monotonic()
+    for told in rank_pools[2].run(_refusals, str(tmp_path)):
+        for got, message in zip(told, messages, strict=True):
+            assert got.startswith(message)
+    assert time.monotonic() - begun < 60

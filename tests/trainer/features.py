@@ -1,7 +1,7 @@
 """What users turn on beside planned attention: features, and what becomes of each under each strategy."""
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from tests.models import small_model
 from tests.trainer.launches import CHECKPOINTING
 
-STRATEGIES = ("ddp", "fsdp2")
+STRATEGIES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 IGNORED = -100
 Example = dict[str, Any]
 
@@ -34,10 +34,12 @@ class Feature:
         example: what becomes of an example, by its index.
         given: makes other arguments of the trainer, anew for each training, of its model.
         environment: what `accelerate launch` sets for it.
-        refused: by strategy, what the error says of the cause and of the remedy; "*" for every strategy.
+        refused: by strategy, what the error says of the cause and of the remedy; "*" for every strategy, which is
+            tried once, since no strategy has a part in it.
+        only: the strategies under which it is tried.
         needs: a package without which it is not tried; or, behind a "!", one that must be missing.
         steps_without_targets: the first steps, in which nothing is to be learned: one process would divide by zero.
-        within: the largest relative error of norms of gradients, and of what each weight learns.
+        rounds: it computes in bfloat16.
         note: for users.
     """
 
@@ -49,7 +51,8 @@ class Feature:
     refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     needs: str = ""
     steps_without_targets: int = 0
-    within: float = 0.1
+    only: Collection[str] = tuple(STRATEGIES)
+    rounds: bool = False
     note: str = ""
 
     def missing(self) -> str:
@@ -134,27 +137,30 @@ class Pad:
 
 
 SGD = {"optim": "sgd", "learning_rate": 0.3}
-FP32 = {"bf16": False}
-EXACT = 1e-3
+BF16 = {"bf16": True}
 
 FEATURES: dict[str, Feature] = {
     # Adapters
     "LoRA on q_proj only": Feature(model=adapted(target_modules=["q_proj"])),
     "LoRA on v_proj only": Feature(model=adapted(target_modules=["v_proj"])),
     "LoRA on MLPs only": Feature(model=adapted(target_modules=["gate_proj", "up_proj", "down_proj"])),
-    "LoRA on all linear layers": Feature(model=adapted(target_modules="all-linear"), within=0.25),
+    "LoRA on all linear layers": Feature(model=adapted(target_modules="all-linear")),
     "DoRA": Feature(model=adapted(target_modules=["q_proj", "o_proj", "up_proj"], use_dora=True)),
     "modules_to_save": Feature(
         model=adapted(target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"])
     ),
     # Precision
-    "bf16": Feature(),
-    "float32": Feature(FP32, within=EXACT),
-    "weights in bfloat16": Feature(FP32, in_bfloat16, within=0.2),
-    "fp16 on the CPU": Feature(
-        {"bf16": False, "fp16": True}, refused={"*": ("which accelerate does on GPUs only", "use bf16=True")}
+    "float32": Feature(),
+    "bf16": Feature(BF16, rounds=True),
+    "bf16 and LoRA on all linear layers": Feature(BF16, adapted(target_modules="all-linear"), rounds=True),
+    "bf16 and a micro-batch without targets": Feature(
+        {**BF16, "gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9), rounds=True
     ),
-    "--mixed_precision bf16": Feature(FP32, environment={"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    "weights in bfloat16": Feature(model=in_bfloat16, rounds=True),
+    "fp16 on the CPU": Feature(
+        {"fp16": True}, refused={"*": ("which accelerate does on GPUs only", "use bf16=True")}
+    ),
+    "--mixed_precision bf16": Feature(environment={"ACCELERATE_MIXED_PRECISION": "bf16"}, rounds=True),
     # Steps
     "a last incomplete step": Feature({"gradient_accumulation_steps": 2}),
     "max_grad_norm": Feature({"max_grad_norm": 0.05}),
@@ -168,14 +174,17 @@ FEATURES: dict[str, Feature] = {
     "torch_compile": Feature(
         {"torch_compile": True}, refused={"*": ("leaves out planned attention", "compile modules inside the layers")}
     ),
-    "EMA callback": Feature(given=lambda model: {"callbacks": [Average(model)]}),
+    "EMA callback": Feature(
+        given=lambda model: {"callbacks": [Average(model)]},
+        only=("ddp", "fsdp2", "zero2"),
+        note="ZeRO-3 gathers no weights for callbacks",
+    ),
     "debug=underflow_overflow": Feature({"debug": "underflow_overflow"}),
     # Optimizers
-    "adamw_torch, float32": Feature({**FP32, "optim": "adamw_torch", "learning_rate": 1e-2}, within=EXACT),
-    "adafactor, float32": Feature(
-        {**FP32, "optim": "adafactor", "learning_rate": 1e-2},
+    "adamw_torch": Feature({"optim": "adamw_torch", "learning_rate": 1e-2}),
+    "adafactor": Feature(
+        {"optim": "adafactor", "learning_rate": 1e-2},
         refused={"fsdp2": ("Adafactor mixes whole and divided tensors", "choose another, such as adamw_torch")},
-        within=EXACT,
     ),
     "optimizers": Feature(
         given=lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)},
@@ -208,7 +217,13 @@ FEATURES: dict[str, Feature] = {
     ),
     # Loaders
     "dataloader_num_workers": Feature(
-        {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 4}
+        {
+            "dataloader_num_workers": 2,
+            "dataloader_persistent_workers": True,
+            "dataloader_prefetch_factor": 4,
+            "dataloader_multiprocessing_context": "fork",
+        },
+        only=("ddp",),
     ),
     "dataloader_drop_last": Feature(
         {"dataloader_drop_last": True}, refused={"*": ("it would drop documents", "leave it at False")}
@@ -268,7 +283,11 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a weight, of which FSDP2 gives each rank a share."""
-    tensor = tensor.detach()
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of a weight, of which ranks have shares; in float32 where the optimizer has it so."""
+    if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter).cpu().clone()
+    tensor = parameter.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone()

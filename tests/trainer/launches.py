@@ -145,6 +145,19 @@ LAUNCHES = {
 }
 """The runs of each launch, in their order."""
 
+LAUNCHED = {
+    "ddp": {"ACCELERATE_USE_CPU": "true"},
+    "fsdp2": {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    },
+    "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+}
+"""What `accelerate launch` sets for each way to train in parallel, of what decides it."""
+
 REPLICATED = ("ddp", "zero1", "zero2")
 """Strategies under which each rank holds all parameters."""
 

@@ -8,19 +8,9 @@ import pytest
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from tests.trainer import train_script
-from tests.trainer.launches import BF16, LENGTHS, TOKENS_PER_RANK, reference_run
+from tests.trainer.launches import BF16, LAUNCHED, LENGTHS, TOKENS_PER_RANK, reference_run
 
 STEPS = 2
-LAUNCHED = {
-    "ddp": {"ACCELERATE_USE_CPU": "true"},
-    "fsdp2": {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-    },
-}
-"""What `accelerate launch` sets for each way to train in parallel."""
 RUN: dict[str, Any] = {
     "lora": True,
     "lengths": LENGTHS,

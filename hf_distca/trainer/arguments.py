@@ -36,6 +36,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Arguments of trainers that cannot have every value: those that they can have, the first as a rule, and why. The last
 five are TRL's."""
+LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
+"""What Liger would compute the loss with, of a model or of all of transformers."""
+LIGERS_MLPS = ("swiglu", "geglu")
 
 
 @dataclass
@@ -83,6 +86,25 @@ class DistCAArguments(DistCAConfig, _Arguments):
             value = getattr(self, name, values[0])
             if value not in values:
                 raise ValueError(f"{name}={value!r} cannot be used here: {why}; leave it at {values[0]!r}")
+        if getattr(self, "use_liger_kernel", False):
+            self._leave_out_ligers_loss()
+
+    def _leave_out_ligers_loss(self) -> None:
+        """Take the kernels of layers alone of Liger, which is applied when training starts."""
+        wanted: dict[str, Any] = self.liger_kernel_config or {}
+        for name in LIGERS_LOSSES:
+            if wanted.get(name):
+                raise ValueError(
+                    f"liger_kernel_config={{{name!r}: True}} would put another loss in the place of that of planned "
+                    "steps, which needs no whole logits either (loss_chunk_bytes); leave it out"
+                )
+        if self.mlp_chunk_rows and any(wanted.get(name, True) for name in LIGERS_MLPS):
+            raise ValueError(
+                f"mlp_chunk_rows={self.mlp_chunk_rows} would be without effect: use_liger_kernel puts MLPs of its own "
+                "in the place of those that are computed in chunks; set mlp_chunk_rows=0, or "
+                "liger_kernel_config={'swiglu': False, 'geglu': False}"
+            )
+        self.liger_kernel_config = {**wanted, **dict.fromkeys(LIGERS_LOSSES, False)}
 
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch; else return at once.

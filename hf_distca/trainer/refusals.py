@@ -156,11 +156,7 @@ def check_trainer(trainer: Trainer) -> None:
             "fp16 mixed precision needs losses that are scaled, which accelerate does on GPUs only: on the CPU it "
             "trains in float32, or under FSDP in float16 as it is; use bf16=True, or neither"
         )
-    if trainer.args.optim == OptimizerNames.ADAFACTOR and trainer.accelerator.is_fsdp2:
-        raise ValueError(
-            "optim='adafactor' fails in the first step under FSDP2: transformers' Adafactor mixes whole and divided "
-            "tensors; choose another, such as adamw_torch, or train under DDP"
-        )
+    _check_optimizer(trainer)
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs or {}
     if trainer.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
         model = trainer.model
@@ -171,4 +167,27 @@ def check_trainer(trainer: Trainer) -> None:
         raise ValueError(
             f"{type(trainer.model).__name__} does not take num_items_in_batch, without which ranks with different "
             "numbers of targets have no exact loss; let its forward take **kwargs and hand them to self.loss_function"
+        )
+
+
+def _check_optimizer(trainer: Trainer) -> None:
+    """Raise where weights in shares would get another optimizer than the one that is asked for, or a wrong one."""
+    if trainer.args.optim == OptimizerNames.ADAFACTOR and trainer.accelerator.is_fsdp2:
+        raise ValueError(
+            "optim='adafactor' fails in the first step under FSDP2: transformers' Adafactor mixes whole and divided "
+            "tensors; choose another, such as adamw_torch, or train under DDP"
+        )
+    if not trainer.is_deepspeed_enabled:
+        return
+    if trainer.args.optim == OptimizerNames.ADAFACTOR:
+        raise ValueError(
+            "optim='adafactor' would train otherwise under DeepSpeed, without a word: its moments are of the rows and "
+            "columns of a weight, and ZeRO gives it flat shares; choose another, such as adamw_torch, or train under "
+            "DDP"
+        )
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise ValueError(
+            "optimizers would be left out under DeepSpeed, without a word: transformers makes others, of "
+            f"optim={OptimizerNames(trainer.args.optim).value!r} and lr_scheduler_type; give "
+            "optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler"
         )

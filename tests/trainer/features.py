@@ -6,15 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import peft
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import BitsAndBytesConfig, TrainerCallback
 
 from tests.models import small_model
+from tests.trainer import liger
 from tests.trainer.launches import CHECKPOINTING
 
 STRATEGIES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+ZERO = ("zero2", "zero3")
 IGNORED = -100
 Example = dict[str, Any]
 
@@ -34,6 +37,7 @@ class Feature:
         example: what becomes of an example, by its index.
         given: makes other arguments of the trainer, anew for each training, of its model.
         environment: what `accelerate launch` sets for it.
+        patched: what stands in for something else while it trains.
         refused: by strategy, what the error says of the cause and of the remedy; "*" for every strategy, which is
             tried once, since no strategy has a part in it.
         only: the strategies under which it is tried.
@@ -48,6 +52,7 @@ class Feature:
     example: Callable[[int, Example], Example] = lambda index, example: example
     given: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
     environment: Mapping[str, str] = field(default_factory=dict)
+    patched: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
     refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     needs: str = ""
     steps_without_targets: int = 0
@@ -79,6 +84,32 @@ def adapted(**settings: Any) -> Callable[[str], nn.Module]:
 def _with_lora(model: nn.Module, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings))
+
+
+def in_4_bits(**settings: Any) -> Callable[[str], nn.Module]:
+    """Makes the model with LoRA on a base whose linear layers are in 4 bits, stored as FSDP2 needs it."""
+
+    def make(implementation: str) -> nn.Module:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_quant_storage=torch.float32,
+            **settings,
+        )
+        model: Any = plain(implementation)
+        base = type(model).from_pretrained(
+            None,
+            config=model.config,
+            state_dict=model.state_dict(),
+            attn_implementation=implementation,
+            quantization_config=config,
+            dtype=torch.float32,
+            device_map={"": "cpu"},
+        )
+        return _with_lora(base, target_modules="all-linear")
+
+    return make
 
 
 def in_bfloat16(implementation: str) -> nn.Module:
@@ -149,6 +180,10 @@ FEATURES: dict[str, Feature] = {
     "modules_to_save": Feature(
         model=adapted(target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"])
     ),
+    "LoRA on a base in 4 bits": Feature(model=in_4_bits(), needs="bitsandbytes"),
+    "LoRA on a base in 4 bits, doubly quantized": Feature(
+        model=in_4_bits(bnb_4bit_use_double_quant=True), needs="bitsandbytes"
+    ),
     # Precision
     "float32": Feature(),
     "bf16": Feature(BF16, rounds=True),
@@ -156,11 +191,15 @@ FEATURES: dict[str, Feature] = {
     "bf16 and a micro-batch without targets": Feature(
         {**BF16, "gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9), rounds=True
     ),
-    "weights in bfloat16": Feature(model=in_bfloat16, rounds=True),
-    "fp16 on the CPU": Feature(
-        {"fp16": True}, refused={"*": ("which accelerate does on GPUs only", "use bf16=True")}
+    "weights in bfloat16": Feature({"learning_rate": 30.0, "max_steps": 1}, in_bfloat16, rounds=True),
+    "fp16 on the CPU": Feature({"fp16": True}, refused={"*": ("which accelerate does on GPUs only", "use bf16=True")}),
+    "--mixed_precision bf16": Feature(
+        environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
+        refused=dict.fromkeys(
+            ZERO, ("mismatch TrainingArguments values", "set these DeepSpeed config values to 'auto'")
+        ),
+        rounds=True,
     ),
-    "--mixed_precision bf16": Feature(environment={"ACCELERATE_MIXED_PRECISION": "bf16"}, rounds=True),
     # Steps
     "a last incomplete step": Feature({"gradient_accumulation_steps": 2}),
     "max_grad_norm": Feature({"max_grad_norm": 0.05}),
@@ -168,8 +207,21 @@ FEATURES: dict[str, Feature] = {
     "neftune_noise_alpha": Feature(
         {"neftune_noise_alpha": 5.0}, note="the noise shrinks with the length of the rank's row, as where others pack"
     ),
+    "use_liger_kernel": Feature(
+        {"use_liger_kernel": True},
+        patched=liger.install,
+        note="the kernels of its layers; the loss stays that of planned steps. Tried with a stand-in in torch",
+    ),
     "use_liger_kernel, not installed": Feature(
         {"use_liger_kernel": True}, refused={"*": ("not available", "pip install")}, needs="!liger_kernel"
+    ),
+    "liger_kernel_config with a loss": Feature(
+        {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
+        refused={"*": ("would put another loss in the place", "leave it out")},
+    ),
+    "use_liger_kernel and mlp_chunk_rows": Feature(
+        {"use_liger_kernel": True, "mlp_chunk_rows": 16},
+        refused={"*": ("mlp_chunk_rows=16 would be without effect", "liger_kernel_config={'swiglu': False")},
     ),
     "torch_compile": Feature(
         {"torch_compile": True}, refused={"*": ("leaves out planned attention", "compile modules inside the layers")}
@@ -184,11 +236,17 @@ FEATURES: dict[str, Feature] = {
     "adamw_torch": Feature({"optim": "adamw_torch", "learning_rate": 1e-2}),
     "adafactor": Feature(
         {"optim": "adafactor", "learning_rate": 1e-2},
-        refused={"fsdp2": ("Adafactor mixes whole and divided tensors", "choose another, such as adamw_torch")},
+        refused={
+            "fsdp2": ("Adafactor mixes whole and divided tensors", "choose another, such as adamw_torch"),
+            **dict.fromkeys(ZERO, ("ZeRO gives it flat shares", "choose another, such as adamw_torch")),
+        },
     ),
     "optimizers": Feature(
         given=lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)},
-        refused={"fsdp2": ("Passing `optimizers` is not allowed", "You should subclass `Trainer`")},
+        refused={
+            "fsdp2": ("Passing `optimizers` is not allowed", "You should subclass `Trainer`"),
+            **dict.fromkeys(ZERO, ("would be left out under DeepSpeed", "give optimizer_cls_and_kwargs")),
+        },
     ),
     "optimizer_cls_and_kwargs": Feature(
         given=lambda model: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9})}
@@ -224,6 +282,7 @@ FEATURES: dict[str, Feature] = {
             "dataloader_multiprocessing_context": "fork",
         },
         only=("ddp",),
+        note="no strategy has a part in loading",
     ),
     "dataloader_drop_last": Feature(
         {"dataloader_drop_last": True}, refused={"*": ("it would drop documents", "leave it at False")}

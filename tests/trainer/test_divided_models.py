@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+import hf_distca
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.model_state import Parameters
 from hf_distca.memory.models import model_of_config
@@ -26,6 +28,7 @@ from hf_distca.patches.tensor_parallel import config_on_a_rank
 from hf_distca.trainer.memory import shards_of, tell_memory
 from tests.models import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
+from tests.trainer.chats import tokenizer
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 CHUNK_BYTES = 4 * 64 * 20  # logits of 20 rows
@@ -75,6 +78,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         r"='external' cannot .* \(tp_size=2\): .*servers='0'",
     ),
     "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT makes .* set both to 1"),
+    "chats": (
+        {"chats": True},
+        r"losses have not been tried with tensor parallelism \(tp_size=2\).* set tp_size=1, or give DistCATrainer",
+    ),
     "accumulation": (
         {"model": {"model_type": "qwen3"}, "arguments": {"gradient_accumulation_steps": 2}},
         r"steps=2 gives \w*Qwen3ForCausalLM wrong gradients .* over the 2 ranks .* set gradient_accumulation_steps=1",
@@ -100,6 +107,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "other settings": ({"tokens_per_rank by rank": [160, 96, 160, 96]}, r"settings of plans differs between ranks"),
 }
 
+OF_CHATS = (partial(hf_distca.DistCASFTTrainer, processing_class=tokenizer()), hf_distca.DistCASFTConfig)
 SAVED = "tensor parallelism and FSDP2"
 EVALUATED_FIRST = (SAVED, "adapters")
 HEADS = {"tensor parallelism alone": (1, 1), "replicas of shards": (4, 2), "adapters": (4, 2)}
@@ -213,6 +221,8 @@ def _refusals(folder: str) -> dict[str, str]:
         if "tokens_per_rank by rank" in case:
             arguments["tokens_per_rank"] = case["tokens_per_rank by rank"][rank]
         lengths = case.get("lengths by rank", [LENGTHS] * 4)[rank]
+        if case.get("chats"):
+            arguments["classes"] = OF_CHATS
         try:
             model = divided_model(Path(folder) / name, divided) if divided else case_model(case, "distca")
             trainer = make_trainer(

@@ -163,6 +163,11 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
     return _on_groups(groups, context, setup, cut)
 
 
+def on_ranks(rows: Sequence[Sequence[int]], setup: Setup) -> StepTime:
+    """Whole documents that lie on ranks already; [ranks] lengths of those of each."""
+    return _on_groups(rows, 1, setup, 0)
+
+
 def planned(
     lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
 ) -> tuple[StepTime, MicroBatchPlan]:

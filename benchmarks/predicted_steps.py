@@ -1,0 +1,210 @@
+"""Steps on two CPU ranks, measured and predicted: plain DDP and planned, for five mixes of document lengths.
+
+Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
+rank. In every round each rank measures its kernel while the other one does, the link between them, and two plain
+steps on documents of 128 tokens, short and long rows: what a token takes besides core attention, and what a step takes
+besides tokens. From these, and from nothing that it is compared with, each mix is predicted by hf_distca.sim: plain,
+whole documents balanced by their pairs, and planned with the defaults.
+
+Run: python benchmarks/predicted_steps.py [--rounds 8] [--tokens 8192]
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import Ranks, Round, rounds_parser, spread, table, take_rounds
+from harness.figures import print_json
+from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank, settings_of
+from step_time import MIXES, RANKS, SIZES, balanced_rows
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_distca import Dispatcher
+from hf_distca.cli.measured import measured_kernel, measured_link
+from hf_distca.dispatch.groups import Groups
+from hf_distca.kernels import TaskShapes, get_kernel
+from hf_distca.patches.layers import plan_layers
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.sim.costs import Accuracy, DeviceProfile, KernelCost, LinkCost
+from hf_distca.sim.model import ModelShape
+from hf_distca.sim.ways import Setup, on_ranks, planned
+
+KIND = AttentionKind(None, 4, 4, 64, 64)
+SHORT = 128
+MORE_MIXES = {
+    "two long": [6144, 4096, *[512] * 12],
+    "medium": [3072, 2560, 2048, 1536, 1280, 1024, 1024, 768, 768, 512, 512, 512, 384, 384],
+}
+"""Tokens of documents of two ranks, as in step_time.py."""
+LENGTHS = {**MIXES, **MORE_MIXES}
+PER_RANK = 8192
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured in a round apart from the steps that are predicted.
+
+    Attributes:
+        forward, backward: of the kernel.
+        link: between the ranks.
+        token: seconds of a token besides core attention.
+        step: seconds of a step besides tokens.
+    """
+
+    forward: KernelCost
+    backward: KernelCost
+    link: LinkCost
+    token: float
+    step: float
+
+    def setup(self, tokens: int) -> Setup:
+        """A simulation's."""
+        layers = SIZES["num_hidden_layers"]
+        hidden, mlp = SIZES["hidden_size"], SIZES["intermediate_size"]
+        model = replace(ModelShape.llama(layers, hidden, mlp, 4, 4, 1024, 64))
+        flops = 6.0 * (layers * (model.before + model.after) + model.head)  # forward and backward of a token
+        profile = DeviceProfile(
+            "this CPU", "measured in the same round", "float32", KIND, self.forward, self.backward,
+            flops / self.token, np.inf, flops / self.token, self.link, self.link, Accuracy(1.0, 1.0, 0),
+        )  # fmt: skip
+        return Setup(model, profile, RANKS, tokens, checkpointing=False)
+
+
+class Step:
+    """Both models of a rank and what each step runs on.
+
+    Args:
+        tokens: of a rank.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.rank, device = dist.get_rank(), torch.device("cpu")
+        self.kernel, self.groups, self.tokens = get_kernel("auto", device), Groups(device, 60.0), tokens
+        PlainAttention("plain", self.kernel)
+        models = {name: llama(RANKS * tokens, name, **SIZES) for name in ("distca", "plain")}
+        plan_layers(models["distca"])
+        self.settings = settings_of(models["distca"], RANKS, tokens, device)
+        dispatcher = Dispatcher(self.settings, device)
+        trained = {name: DistributedDataParallel(model) for name, model in models.items()}
+        optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in trained.items()}
+        self.steps: dict[str, Callable[[], None]] = {}
+
+        def step(name: str, batch: dict[str, Tensor], extra: Callable[[], dict], targets: int) -> None:
+            trained[name](**batch, **extra(), num_items_in_batch=targets).loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+
+        def add_plain(name: str, rows: Sequence[Sequence[int]]) -> None:
+            own, targets = list(rows[self.rank]), sum(n - 1 for row in rows for n in row)
+            extra = partial(lambda own: {"plain_shapes": TaskShapes.build(own, own, "cpu")}, own)
+            self.steps[name] = partial(step, "plain", rows_of_documents(documents_of(own), device), extra, targets)
+
+        for part in (4, 1):
+            add_plain(f"{tokens // part} tokens", [[SHORT] * (tokens // part // SHORT)] * RANKS)
+        for mix in LENGTHS:
+            lengths = self.lengths(mix)
+            add_plain(f"{mix}, plain", balanced_rows(lengths, tokens))
+            plan, targets = plan_micro_batch(lengths, self.settings), sum(n - 1 for n in lengths)
+            batch = rows_of_rank(plan, self.rank, documents_of(lengths), device)
+            bind = partial(lambda plan: {"distca_plan": dispatcher.bind(plan)}, plan)
+            self.steps[f"{mix}, planned"] = partial(step, "distca", batch, bind, targets)
+
+    def lengths(self, mix: str) -> list[int]:
+        """Of the documents of a mix."""
+        return [length * self.tokens // PER_RANK for length in LENGTHS[mix]]
+
+    def calibrate(self, seconds: dict[str, float]) -> Calibration:
+        """Measure kernel and link; take the rest from the two steps on short documents."""
+        dist.barrier()
+        forward, backward, _ = measured_kernel(self.kernel, KIND, torch.float32, torch.device("cpu"))
+        link = measured_link(self.groups, torch.device("cpu"), [1, 0])
+        every = self.groups.all_gather((forward, backward))
+        forward, backward = (
+            KernelCost(*np.mean([list(vars(each[way]).values()) for each in every], axis=0).tolist()) for way in (0, 1)
+        )
+        free = Calibration(forward, backward, link, 1e-30, 0.0)
+        few, many = self.tokens // 4, self.tokens
+        others = [
+            seconds[f"{tokens} tokens"]
+            - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)).attention
+            for tokens in (few, many)
+        ]
+        token = (others[1] - others[0]) / (many - few)
+        return replace(free, token=token, step=others[0] - token * few)
+
+    def predict(self, mix: str, calibration: Calibration) -> dict[str, float]:
+        """Seconds of both ways."""
+        lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
+        plain = on_ranks(balanced_rows(lengths, self.tokens), setup)
+        balanced, _ = planned(np.array(lengths), setup, self.settings)
+        return {"plain": plain.seconds + calibration.step, "planned": balanced.seconds + calibration.step}
+
+
+def prepare(tokens: int) -> Callable[[], Round]:
+    """Make the models on this rank, and a round: every step once, in shuffled order, then all predictions."""
+    made, order = Step(tokens), random.Random(0)
+
+    def take() -> Round:
+        seconds: dict[str, float] = {}
+        for name in order.sample(list(made.steps), len(made.steps)):
+            times = []
+            for _ in range(3):
+                dist.barrier()
+                begin = time.perf_counter()
+                made.steps[name]()
+                dist.barrier()
+                times.append(time.perf_counter() - begin)
+            seconds[name] = sorted(times)[1]
+        calibration = made.calibrate(seconds)
+        figures = {"token, µs": calibration.token * 1e6, "step, ms": calibration.step * 1e3}
+        for mix in LENGTHS:
+            for way, guess in made.predict(mix, calibration).items():
+                figures[f"{mix}, {way}, measured"] = seconds[f"{mix}, {way}"]
+                figures[f"{mix}, {way}, predicted"] = guess
+        return figures
+
+    take()  # warms up
+    return take
+
+
+def main() -> None:
+    """Measure, predict, print a table and one JSON object."""
+    parser = rounds_parser(__doc__, rounds=8)
+    parser.add_argument("--tokens", type=int, default=PER_RANK, help=f"of a rank (default: {PER_RANK})")
+    options = parser.parse_args()
+    with Ranks(RANKS, prepare, options.tokens) as ranks:
+        rounds = take_rounds(options, lambda: ranks.take()[0]).ours
+    found = {}
+    for mix in LENGTHS:
+        for way in ("plain", "planned"):
+            name = f"{mix}, {way}"
+            found[name] = {
+                "seconds": spread([each[f"{name}, measured"] for each in rounds]),
+                "predicted / measured": spread(
+                    [each[f"{name}, predicted"] / each[f"{name}, measured"] for each in rounds]
+                ),
+            }
+        found[f"{mix}, plain / planned"] = {
+            "measured": spread(
+                [each[f"{mix}, plain, measured"] / each[f"{mix}, planned, measured"] for each in rounds]
+            ),
+            "predicted": spread(
+                [each[f"{mix}, plain, predicted"] / each[f"{mix}, planned, predicted"] for each in rounds]
+            ),
+        }
+    table(("", "", ""), [(name, *(f"{what} {value}" for what, value in each.items())) for name, each in found.items()])
+    worst = max(
+        abs(each["predicted / measured"].median - 1) for each in found.values() if "predicted / measured" in each
+    )
+    print_json(rounds=len(rounds), worst_median_error=worst, steps=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -48,6 +48,11 @@ def lognormal(median: float, sigma: float) -> Draw:
     return lambda random, count: np.maximum(random.lognormal(np.log(median), sigma, count), 1).astype(np.int64)
 
 
+def cut_at(draw: Draw, longest: int) -> Draw:
+    """Draws the same documents, longer ones cut to so many tokens, as training with a context of that length does."""
+    return lambda random, count: np.minimum(draw(random, count), longest)
+
+
 def micro_batches(draw: Draw, tokens: int, seed: int, first: IntArray | None = None) -> Iterator[IntArray]:
     """Global micro-batches without end: documents drawn one after another as long as they fit.
 

@@ -176,7 +176,7 @@ def planned(
     Args:
         lengths: of the micro-batch's documents.
         setup: who trains what; `settings.ranks` train.
-        settings: of the plan.
+        settings: of the plan, whose kinds are those on a GPU.
         servers: dedicated attention servers besides the ranks, of the same speed.
 
     Returns:
@@ -196,7 +196,7 @@ def planned(
     for kind, count in setup.model.layers.items():
         gpu = setup.on_a_gpu(kind)
         counted = [
-            count_plan(nano.plans[kind], gpu, setup.profile.bytes_per_value, nodes) for nano in plan.nano_batches
+            count_plan(nano.plans[gpu], gpu, setup.profile.bytes_per_value, nodes) for nano in plan.nano_batches
         ]
         costs = LayerCosts(
             setup.profile.kernel(gpu, "forward"),

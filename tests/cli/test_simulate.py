@@ -107,6 +107,12 @@ def test_a_column_that_is_not_there(tmp_path, capsys):
     assert "has columns ['text'], none of ['length', 'input_ids']: name one" in capsys.readouterr().err
 
 
+def test_gpus_that_share_layers(capsys):
+    alone, shared = (figures(capsys, "--lengths", "prolong", "--tensor-parallel", gpus) for gpus in ("1", "8"))
+    assert [way["gpus"] for way in shared["ways"]] == [64] * 7
+    assert shared["ways"][-1]["step_seconds"] < 0.3 * alone["ways"][-1]["step_seconds"]
+
+
 def test_many_ranks(capsys):
     found = figures(capsys, "--lengths", "wlbllm", "--ranks", "512", "--batches", "1")
     assert np.isfinite([way["step_seconds"] for way in found["ways"]]).all()

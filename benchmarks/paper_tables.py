@@ -1,0 +1,78 @@
+"""The settings of the DistCA paper's tables, simulated: the best of all DP × CP mixes over hf_distca's step.
+
+    PYTHONPATH=. python benchmarks/paper_tables.py [--batches 8]
+
+8B and 34B models, tensor parallelism of 8 inside a node, so that a rank is a node of 8 H100; as many tokens a GPU as
+the paper has. Gradient synchronisation, the optimizer and pipeline parallelism are not simulated. The paper names
+ranges of speed-ups over all of its settings, on H200.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from harness import print_json, table
+
+from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.lengths import corpora, cut_at, micro_batches
+from hf_distca.sim.model import LLAMA_8B, LLAMA_34B
+from hf_distca.sim.simulate import simulate
+from hf_distca.sim.ways import Setup
+
+MODELS = {"8B": LLAMA_8B, "34B": LLAMA_34B}
+TENSOR_PARALLEL = 8
+TOKENS_PER_RANK = 131072
+"""8 sequences of 128K, 4 of 256K or 2 of 512K tokens on 64 GPUs."""
+LONGEST = {"128K": 131072, "256K": 262144, "512K": 524288}
+GPUS = (64, 128, 256, 512)
+PUBLISHED = {
+    ("8B", "wlbllm"): "1.07–1.20 (3D), 1.10–1.35 (4D)",
+    ("8B", "prolong"): "1.05–1.12 (3D)",
+    ("34B", "wlbllm"): "up to 1.15–1.25 (4D)",
+}
+"""Of the pretraining mix and of ProLong, as the paper's text has them."""
+
+
+def settings() -> Iterator[tuple[str, str, str, int]]:
+    """Model, documents, longest document and GPUs."""
+    for model, corpus in PUBLISHED:
+        for longest in LONGEST:
+            for gpus in GPUS:
+                yield model, corpus, longest, gpus
+
+
+def main() -> None:
+    """Simulate, print a table and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=8, help="micro-batches of each setting (default: 8)")
+    count = parser.parse_args().batches
+    profile = DeviceProfile.load("h100")
+    found = []
+    for model, corpus, longest, gpus in settings():
+        ranks = gpus // TENSOR_PARALLEL
+        setup = Setup(MODELS[model], profile, ranks, TOKENS_PER_RANK, 1, TENSOR_PARALLEL)
+        kinds = tuple(map(setup.on_a_gpu, setup.model.layers))
+        plans = PlanSettings(ranks, TOKENS_PER_RANK, kinds=kinds, ping_pong=True)
+        drawn = micro_batches(cut_at(corpora()[corpus], LONGEST[longest]), ranks * TOKENS_PER_RANK, seed=0)
+        result = simulate(drawn, setup, plans, count)
+        best = {way.name: way for way in result.ways}
+        found.append(
+            {
+                "model": model,
+                "documents": corpus,
+                "longest": longest,
+                "gpus": gpus,
+                "baseline": result.best_plain,
+                "speed_up": result.speed_up,
+                "attention_speed_up": result.attention_speed_up,
+                "fixed_speed_up": best[result.best_plain].step_seconds / best["hf_distca, fixed"].step_seconds,
+                "published": PUBLISHED[model, corpus],
+            }
+        )
+    columns = tuple(found[0])
+    table(columns, [tuple(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()) for row in found])
+    print_json(batches=count, settings=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,8 @@ import torch
 
 from hf_distca.cli.lengths_file import InputError, read_lengths
 from hf_distca.cli.options import MOST_RANKS, gigabytes, positive, ranks
+from hf_distca.cli.plan_ranks import figures_of_ranks
+from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
 from hf_distca.cli.settings import add_setting, config_of
 from hf_distca.kernels import KERNELS
 from hf_distca.memory.core_attention import Use, busiest_rank, count_core_attention
@@ -33,6 +35,12 @@ HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
 """Those of Llama-3-8B, where nobody says otherwise."""
 MANY_RANKS, LEAST_BLOCKS = 512, 8
 """More ranks than that need so many blocks of rows each: smaller shares are levelled in too many moves to wait for."""
+
+SHOWN = (
+    "lengths", "ranks", "tokens_per_rank", "document_layout", "balance_tolerance", "balance_block_size",
+    "exchange_buffer_bytes", "ping_pong", "ranks_per_node", "attention_kernel", "dtype",
+)  # fmt: skip
+"""Options that a report names."""
 
 DESCRIPTION = """\
 Lay out the documents of one micro-batch on ranks, balance their core attention, and show what it costs: the plan
@@ -105,6 +113,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--device-memory", type=gigabytes, metavar="GB", help="show the longest rows that fit, with --model")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--dump", metavar="FILE", help="write documents, segments and tasks of the plan as JSON")
+    add_report_options(parser, png=False)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -114,6 +123,7 @@ def run(options: argparse.Namespace) -> None:
         InputError: the options or the files cannot be used.
     """
     lengths = read_lengths(options.lengths)
+    check_report_options(options)
     memory = _memory(options)
     try:
         settings = _settings(options, memory)
@@ -131,6 +141,15 @@ def run(options: argparse.Namespace) -> None:
     }
     if memory is not None:
         figures["memory"] = memory.figures(plan, settings)
+    if options.report:
+        from hf_distca.sim.report.plan import plan_report
+
+        figures |= figures_of_ranks(_documents(lengths), plan, settings)
+        figures["setting"] = {name: getattr(options, name) for name in SHOWN} | {
+            "document_layout": settings.document_layout,
+            "attention": str(kind),
+        }
+        write_report(options.report, plan_report(figures).encode())
     if options.dump:
         _dump(plan, kind, options.dump)
     if options.json:
@@ -183,7 +202,7 @@ def _settings(options: argparse.Namespace, memory: "ModelMemory | None") -> Plan
 
 def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options: argparse.Namespace) -> MicroBatchPlan:
     rows = [row for row in lengths if isinstance(row, list)]
-    documents = [length for row in rows for length in row] or [length for length in lengths if isinstance(length, int)]
+    documents = _documents(lengths)
     ranks, tokens = settings.ranks, settings.tokens_per_rank
     if len(rows) > ranks:
         raise InputError(f"{options.lengths} holds {len(rows)} rows, but --ranks is {ranks}; give a row per rank")
@@ -201,6 +220,11 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
         if sum(row) > tokens:
             raise InputError(f"row {rank} holds {sum(row)} tokens, but a rank takes {tokens}; raise --tokens-per-rank")
     return plan_placed(rows, settings)
+
+
+def _documents(lengths: list[int] | list[list[int]]) -> list[int]:
+    """Lengths of all documents, in order."""
+    return [length for row in lengths for length in (row if isinstance(row, list) else [row])]
 
 
 def _figures(

@@ -3,23 +3,33 @@
 import argparse
 import json
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 
 from hf_distca.cli.lengths_file import InputError, read_lengths
 from hf_distca.cli.options import positive, ranks
+from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
 from hf_distca.cli.settings import add_setting, config_of
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.planner.nodes import node_sizes
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches, of_documents
 from hf_distca.sim.model import MODELS, ModelShape
-from hf_distca.sim.simulate import Simulation, simulate
+from hf_distca.sim.scaling import scaling
+from hf_distca.sim.simulate import FIXED, Simulation, simulate
 from hf_distca.sim.ways import Setup
 
 LONG_AND_SHORT = "one-long"
 BUILT_IN = "lognormal:MEDIAN,SIGMA"
+FEWER_BATCHES = 4
+"""For each of the other numbers of ranks in a report, one in so many of the micro-batches is drawn."""
+SHOWN = (
+    "lengths", "model", "ranks_per_node", "tensor_parallel", "checkpointing", "batches", "seed", "servers",
+)  # fmt: skip
+"""Options that a report names."""
 
 DESCRIPTION = f"""\
 Predict what a training step takes on a cluster, for documents like yours, by each way to train: documents packed with
@@ -78,6 +88,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--batches", type=positive, default=16, metavar="B", help="micro-batches to draw (default: 16)")
     add("--seed", type=int, default=0, help="of the drawing (default: 0)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
+    add_report_options(parser, png=True)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -87,26 +98,73 @@ def run(options: argparse.Namespace) -> None:
         InputError: the options or the files cannot be used.
     """
     began = time.perf_counter()
+    check_report_options(options)
     try:
-        setup = _setup(options)
-        result = simulate(
-            _micro_batches(options), setup, _settings(options, setup), count=options.batches, servers=options.servers
-        )
+        result = _simulation(options, options.ranks, options.batches, options.servers)
+        setup = _setup(options, options.ranks)
+        figures = {**result.as_dict(), "profile": setup.profile.name}
+        if options.report or options.png:
+            batches = -(-options.batches // FEWER_BATCHES)
+            points = scaling(result, lambda ranks: _simulation(options, ranks, batches, 0), options.ranks_per_node)
+            figures |= {
+                "scaling": [asdict(point) for point in points],
+                "settings": _to_copy(options, result, setup),
+                "setting": {name: getattr(options, name) for name in SHOWN},
+                "profile_source": setup.profile.source,
+            }
     except ValueError as error:
         raise InputError(str(error)) from error
     seconds = time.perf_counter() - began
+    figures["simulated_in"] = round(seconds, 3)
+    _write_reports(figures, options)
     if options.json:
-        print(json.dumps({**result.as_dict(), "profile": setup.profile.name, "simulated_in": round(seconds, 3)}))
+        print(json.dumps(figures))
     else:
         print(_table(result, setup, seconds))
 
 
-def _setup(options: argparse.Namespace) -> Setup:
-    sizes = node_sizes(options.ranks, min(options.ranks_per_node, options.ranks))
+def _write_reports(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
+    if options.report:
+        from hf_distca.sim.report.simulation import simulation_report
+
+        write_report(options.report, simulation_report(figures).encode())
+    if options.png:
+        from hf_distca.sim.report.png import simulation_png
+
+        write_report(options.png, simulation_png(figures))
+
+
+def _simulation(options: argparse.Namespace, ranks: int, batches: int, servers: int) -> Simulation:
+    """What so many ranks come to."""
+    setup = _setup(options, ranks)
+    return simulate(_micro_batches(options, ranks), setup, _settings(options, setup), count=batches, servers=servers)
+
+
+def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
+    """Arguments of a training as it was simulated, those that are not as they are by default."""
+    config = config_of(options)
+    changed = {
+        setting.name: getattr(config, setting.name)
+        for setting in fields(config)
+        if getattr(config, setting.name) != setting.default and setting.name != "ranks_per_node"  # a launch tells
+    }
+    layout = "fixed" if result.best_planned == FIXED else "joint"
+    precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(setup.profile.dtype, {})
+    return {
+        "tokens_per_rank": options.tokens_per_rank,
+        "document_layout": layout,
+        **changed,
+        "gradient_checkpointing": options.checkpointing,
+        **precision,
+    }
+
+
+def _setup(options: argparse.Namespace, ranks: int) -> Setup:
+    sizes = node_sizes(ranks, min(options.ranks_per_node, ranks))
     return Setup(
         model=_model(options.model),
         profile=DeviceProfile.load(options.profile),
-        ranks=options.ranks,
+        ranks=ranks,
         tokens_per_rank=options.tokens_per_rank,
         ranks_per_node=sizes,
         tensor_parallel=options.tensor_parallel,
@@ -117,7 +175,7 @@ def _setup(options: argparse.Namespace) -> Setup:
 def _settings(options: argparse.Namespace, setup: Setup) -> PlanSettings:
     config = config_of(options)
     return PlanSettings(
-        **{**config.planning(options.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": "joint"},
+        **{**config.planning(setup.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": "joint"},
         kinds=tuple(map(setup.on_a_gpu, setup.model.layers)),
         bytes_per_value=setup.profile.bytes_per_value,
     )
@@ -131,9 +189,9 @@ def _model(name: str) -> ModelShape:
     return shape_of(name)
 
 
-def _micro_batches(options: argparse.Namespace) -> Any:
-    """Micro-batches of the source that was named."""
-    tokens = options.ranks * options.tokens_per_rank
+def _micro_batches(options: argparse.Namespace, ranks: int) -> Any:
+    """Micro-batches of the source that was named, for so many ranks."""
+    tokens = ranks * options.tokens_per_rank
     source: str = options.lengths
     known = corpora()
     first = None

@@ -222,11 +222,18 @@ def _plan(
     return MicroBatchPlan(tuple(nano_batches), _summary(lengths, nano_batches, settings))
 
 
-def _summary(lengths: NDArray[np.int64], nano_batches: list[NanoBatch], settings: PlanSettings) -> PlanSummary:
+def loads_as_packed(lengths: NDArray[np.int64], settings: PlanSettings) -> NDArray[np.int64]:
+    """[ranks] int64: query-key pairs of each rank in a layer of the dominant kind, if each computed its share of the
+    documents packed in order."""
     kind = settings.dominant_kind
     packed = layout_of_kind(fixed_layout([lengths.tolist()], settings.ranks), kind)
     cost = pairs(packed.segments["start"], packed.segments["stop"], kind.window)
-    as_packed = np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks)
+    return np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks).astype(np.int64)
+
+
+def _summary(lengths: NDArray[np.int64], nano_batches: list[NanoBatch], settings: PlanSettings) -> PlanSummary:
+    kind = settings.dominant_kind
+    as_packed = loads_as_packed(lengths, settings)
     plans = [nano.plans[kind] for nano in nano_batches]
     planned = np.sum([loads_of(plan) for plan in plans], axis=0)
     nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))

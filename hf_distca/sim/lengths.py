@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -83,3 +84,46 @@ def corpora() -> dict[str, Draw]:
         for name, corpus in content.items()
         if isinstance(corpus, dict)
     }
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Documents whose lengths lie between two powers of two.
+
+    Attributes:
+        shortest: the least tokens of such a document.
+        longest: the most.
+        documents: how many there are.
+        tokens: of all of them.
+        document_share: of all documents.
+        token_share: of the tokens of all documents.
+    """
+
+    shortest: int
+    longest: int
+    documents: int
+    tokens: int
+    document_share: float
+    token_share: float
+
+
+def histogram(lengths: IntArray) -> tuple[LengthBin, ...]:
+    """Documents by length, from the shortest to the longest; bins without documents between others are in it.
+
+    Args:
+        lengths: [documents] of at least one token each.
+    """
+    power = np.frexp(lengths)[1] - 1  # 2 ** power <= length < 2 ** (power + 1)
+    documents = np.bincount(power)
+    tokens = np.bincount(power, weights=lengths)
+    return tuple(
+        LengthBin(
+            2**index,
+            2 ** (index + 1) - 1,
+            int(documents[index]),
+            int(tokens[index]),
+            float(documents[index] / documents.sum()),
+            float(tokens[index] / tokens.sum()),
+        )
+        for index in range(int(power.min()), len(documents))
+    )

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.sim.lengths import LengthBin, histogram
+from hf_distca.sim.memory import kept_bytes, state_bytes
 from hf_distca.sim.ways import Setup, StepTime, data_and_context_parallel, plain, planned
 
 IntArray = NDArray[np.int64]
@@ -29,12 +31,17 @@ class WayFigures:
         attention_seconds: mean of the busiest rank's core attention.
         attention_mean_seconds: mean over ranks.
         other_seconds: mean of everything else, of the busiest rank.
+        other_mean_seconds: mean over ranks.
         exchange_seconds: mean of the waits of the rank that waits the longest.
-        idle: mean share of the ranks' time in which they compute nothing.
+        exchange_mean_seconds: mean over ranks.
+        idle_seconds: mean over ranks of what is left of the step: waits for the slowest rank.
+        idle: mean share of the ranks' time in which they compute nothing, waits for exchanges included.
         tokens_per_second: of all ranks.
         mfu: model FLOPs utilization: operations of the model over what the GPUs could do in the same time.
         bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
         tokens_most: the most rows that a rank ever holds.
+        kept_bytes: what the rank with the most rows keeps of them for the backward, see `memory.kept_bytes`.
+        state_bytes: of a rank, see `memory.state_bytes`.
         documents_cut: share of documents that lose context.
     """
 
@@ -45,13 +52,43 @@ class WayFigures:
     attention_seconds: float
     attention_mean_seconds: float
     other_seconds: float
+    other_mean_seconds: float
     exchange_seconds: float
+    exchange_mean_seconds: float
+    idle_seconds: float
     idle: float
     tokens_per_second: float
     mfu: float
     bytes_bottleneck: float
     tokens_most: int
+    kept_bytes: int | None
+    state_bytes: int
     documents_cut: float
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """Core attention of each rank in the first micro-batch.
+
+    Attributes:
+        name: of the way to train.
+        attention_seconds: [ranks] what each computes.
+        attention_most: of the busiest rank.
+        attention_mean: the mean over ranks.
+        max_over_mean: the busiest rank's over the mean.
+    """
+
+    name: str
+    attention_seconds: tuple[float, ...]
+    attention_most: float
+    attention_mean: float
+    max_over_mean: float
+
+    @classmethod
+    def of(cls, name: str, step: StepTime) -> "RankLoad":
+        """The load of a way's step."""
+        mean = step.attention_mean
+        return cls(name, step.attention_by_rank, step.attention, mean, step.attention / mean if mean else 1.0)
 
 
 @dataclass(frozen=True)
@@ -64,10 +101,13 @@ class Simulation:
         documents: documents of all micro-batches.
         tokens: tokens of all micro-batches.
         lengths: of the documents of all micro-batches.
+        histogram: of these lengths.
         ways: figures of each.
-        imbalance: pairs of the busiest rank over the mean, as documents are packed in order; the mean over steps.
         best_plain: name of the fastest way without plans, of those that cut the fewest documents.
-        speed_up: the best plain way's step over the best planned one's.
+        best_planned: name of the fastest planned way on as many GPUs.
+        load: before and after, of plain packing, of the best way without plans and of the best planned one.
+        imbalance: pairs of the busiest rank over the mean, as documents are packed in order; the mean over steps.
+        speed_up: step of `best_plain` over that of `best_planned`.
         attention_speed_up: the same of core attention alone.
         advice: what to do, in sentences.
     """
@@ -77,9 +117,12 @@ class Simulation:
     documents: int
     tokens: int
     lengths: tuple[int, ...]
+    histogram: tuple[LengthBin, ...]
     ways: tuple[WayFigures, ...]
-    imbalance: float
     best_plain: str
+    best_planned: str
+    load: tuple[RankLoad, ...]
+    imbalance: float
     speed_up: float
     attention_speed_up: float
     advice: tuple[str, ...]
@@ -122,18 +165,22 @@ def simulate(
     by_plan = min(
         (way for way in figures if _is_planned(way) and way.gpus == figures[0].gpus), key=lambda way: way.step_seconds
     )
+    lengths = np.concatenate(every)
     return Simulation(
         setup.ranks,
         setup.tokens_per_rank,
-        sum(map(len, every)),
+        len(lengths),
         tokens,
-        tuple(np.concatenate(every).tolist()),
+        tuple(lengths.tolist()),
+        histogram(lengths),
         figures,
-        imbalance,
         by_plain.name,
+        by_plan.name,
+        tuple(RankLoad.of(name, steps[name][0]) for name in dict.fromkeys((PLAIN, by_plain.name, by_plan.name))),
+        imbalance,
         by_plain.step_seconds / by_plan.step_seconds,
         by_plain.attention_seconds / by_plan.attention_seconds,
-        _advice(by_plain, by_plan, setup),
+        _advice(figures, by_plain, by_plan, setup),
     )
 
 
@@ -192,6 +239,8 @@ def _figures(
     def mean(field: str) -> float:
         return float(np.mean([getattr(step, field) for step in steps]))
 
+    busy = mean("attention_mean") + mean("other_mean") + mean("waited_mean")
+    tokens_most = max(step.tokens_most for step in steps)
     return WayFigures(
         name=name,
         gpus=gpus,
@@ -200,17 +249,22 @@ def _figures(
         attention_seconds=mean("attention"),
         attention_mean_seconds=mean("attention_mean"),
         other_seconds=mean("other"),
+        other_mean_seconds=mean("other_mean"),
         exchange_seconds=mean("waited"),
+        exchange_mean_seconds=mean("waited_mean"),
+        idle_seconds=max(float(seconds.mean()) - busy, 0.0),
         idle=mean("idle"),
         tokens_per_second=float(sum(int(lengths.sum()) for lengths in every) / seconds.sum()),
         mfu=float(sum(flops) / seconds.sum() / gpus / setup.profile.peak_flops),
         bytes_bottleneck=mean("bytes_bottleneck"),
-        tokens_most=max(step.tokens_most for step in steps),
+        tokens_most=tokens_most,
+        kept_bytes=kept_bytes(setup, tokens_most),
+        state_bytes=state_bytes(setup),
         documents_cut=float(sum(step.documents_cut for step in steps) / sum(map(len, every))),
     )
 
 
-def _advice(by_plain: WayFigures, by_plan: WayFigures, setup: Setup) -> tuple[str, ...]:
+def _advice(ways: Sequence[WayFigures], by_plain: WayFigures, by_plan: WayFigures, setup: Setup) -> tuple[str, ...]:
     """What to do, in sentences."""
     gain = by_plain.step_seconds / by_plan.step_seconds
     share = by_plan.attention_mean_seconds / by_plan.step_seconds
@@ -237,5 +291,11 @@ def _advice(by_plain: WayFigures, by_plan: WayFigures, setup: Setup) -> tuple[st
         said.append(
             f"Every other way cuts documents: {by_plain.name!r} {by_plain.documents_cut:.1%} of them, which train on "
             "less context than planned ones."
+        )
+    fastest = min((way for way in ways if not _is_planned(way)), key=lambda way: way.step_seconds)
+    if fastest.documents_cut > by_plain.documents_cut and fastest.step_seconds < by_plain.step_seconds:
+        said.append(
+            f"{fastest.name!r} takes {fastest.step_seconds:.3f} s a step, but cuts {fastest.documents_cut:.1%} of the "
+            "documents, which then train on less context: it is not compared for that."
         )
     return tuple(said)

@@ -94,10 +94,13 @@ class StepTime:
         attention: core attention of the busiest rank, in seconds.
         attention_mean: the mean over ranks.
         other: everything else that is computed, of the busiest rank.
+        other_mean: the mean over ranks.
         waited: for exchanges, of the rank that waits the longest.
+        waited_mean: the mean over ranks.
         idle: share of the ranks' time in which they compute nothing.
         bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
         tokens_most: rows of the rank that holds the most.
+        attention_by_rank: [ranks] core attention of each, in seconds.
         documents_cut: documents that lose context, because no rank or group of ranks can hold them.
     """
 
@@ -105,10 +108,13 @@ class StepTime:
     attention: float
     attention_mean: float
     other: float
+    other_mean: float
     waited: float
+    waited_mean: float
     idle: float
     bytes_bottleneck: int
     tokens_most: int
+    attention_by_rank: tuple[float, ...]
     documents_cut: int = 0
 
 
@@ -227,10 +233,13 @@ def planned(
             float(np.max(attention)),
             float(np.mean(attention)),
             float(np.max(other + head)),
+            float(np.mean(other + head)),
             float(np.max(waited)),
+            float(np.mean(waited)),
             1.0 - busy / seconds,
             moved,
             int(together.max()),
+            tuple(attention.tolist()),
         ),
         plan,
     )
@@ -298,9 +307,12 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
         float(attention.max()),
         float(attention.mean()),
         float(other.max()),
+        float(other.mean()),
         float(gathered.max()),
+        float(gathered.mean()),
         1.0 - float((attention + other).mean()) / seconds,
         int(moved),
         int(np.ceil(tokens.max())),
+        tuple(np.repeat(attention, context).tolist()),
         cut,
     )

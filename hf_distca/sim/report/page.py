@@ -1,0 +1,101 @@
+"""The page that a report is: one HTML file that needs nothing else."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_distca.sim.report.drawing import Drawing, in_both_widths
+from hf_distca.sim.report.tables import at, cell
+from hf_distca.sim.report.units import Unit
+
+HERE = Path(__file__).parent
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What a browser may load for the page: nothing but what is in it."""
+
+
+def page(tool: str, title: str, lead: str, sections: Sequence[str], figures: Mapping[str, Any]) -> str:
+    """The file's text.
+
+    Args:
+        tool: the command that makes it.
+        title: the outcome in a few words.
+        lead: on what documents and ranks.
+        sections: markup.
+        figures: what `--json` prints; the page carries it.
+    """
+    style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    data = json.dumps(figures).replace("</", "<\\/")
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<link rel="icon" href="data:,">',
+            f"<title>{escape(title)} – {escape(tool)}</title>",
+            f"<style>\n{style}</style>",
+            "</head>",
+            "<body>",
+            "<main>",
+            f'<header><p class="eyebrow">{escape(tool)}</p><h1>{escape(title)}</h1>',
+            f'<p class="lead">{escape(lead)}</p></header>',
+            *sections,
+            "</main>",
+            f'<script type="application/json" id="figures">{data}</script>',
+            f"<script>\n{script}</script>",
+            "</body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def section(title: str, said: Sequence[str], *parts: str) -> str:
+    """A section: what it is about, sentences, and what follows them."""
+    sentences = "".join(f"<p>{escape(each)}</p>" for each in said)
+    return f"<section><h2>{escape(title)}</h2>{sentences}{''.join(parts)}</section>"
+
+
+def key_figures(figures: Any, keys: Sequence[tuple[str, str, Unit]]) -> str:
+    """The few numbers that matter the most: what each is, its path, and how it is written."""
+    shown = [
+        f"<div><dt>{escape(name)}</dt><dd>{cell(at(figures, path), path, unit)}</dd></div>"
+        for name, path, unit in keys
+    ]
+    return f'<dl class="keys">{"".join(shown)}</dl>'
+
+
+def figure(label: str, draw: Callable[[int], Drawing], legend: Sequence[tuple[str, str]] = ()) -> str:
+    """A picture, with what its colours mean.
+
+    Args:
+        label: for those who do not see it.
+        draw: for a width in pixels.
+        legend: classes and what they stand for.
+    """
+    keys = "".join(f'<li class="{style}">{escape(name)}</li>' for style, name in legend)
+    listed = f'<ul class="legend">{keys}</ul>' if keys else ""
+    return f'<figure>{listed}{in_both_widths(draw, label)}<output class="readout"></output></figure>'
+
+
+def folded(title: str, content: str) -> str:
+    """Content that is shown when asked for, and on paper."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def code(text: str, label: str) -> str:
+    """A block to copy."""
+    return (
+        f'<div class="code"><pre tabindex="0" aria-label="{escape(label)}">{escape(text)}</pre>'
+        f'<button type="button" title="Copy: {escape(label)}">Copy</button></div>'
+    )
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """What was given."""
+    body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
+    return f'<div class="table"><table class="facts"><tbody>{body}</tbody></table></div>'

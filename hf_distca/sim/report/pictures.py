@@ -1,0 +1,212 @@
+"""The pictures of a report. Each is drawn for a width in pixels; values are those of the tables beside them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_distca.sim.report.drawing import WIDE, Drawing, number, ticks
+from hf_distca.sim.report.units import Unit, short
+
+LETTER = 7.4
+"""Pixels of a letter, about."""
+MOST_BARS = 128
+"""More ranks share bars, each as high as the highest of them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a bar: its size, the class that colours it, and what it is."""
+
+    size: float
+    style: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Values of all ranks by one way to train: what it is called, the values, and a word on them."""
+
+    title: str
+    values: Sequence[float]
+    style: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line: what it is, its values, and the class that colours it."""
+
+    name: str
+    values: Sequence[float]
+    style: str
+
+
+def lengths(bins: Sequence[dict[str, Any]], width: int) -> Drawing:
+    """Shares of documents and of tokens by length, on a logarithmic axis.
+
+    Args:
+        bins: `LengthBin`s as JSON has them.
+        width: of the picture.
+    """
+    height, left, top, bottom = 240, 44, 12, 196
+    drawing = Drawing(width, height)
+    marks = ticks(100 * max(max(each["document_share"], each["token_share"]) for each in bins))
+    _across(drawing, marks, left, width, top, bottom, "%")
+    step = (width - left) / len(bins)
+    every = max(1, int(np.ceil(34 / step)))
+    for index, each in enumerate(bins):
+        x = left + index * step
+        between = f"{each['shortest']:,} to {each['longest']:,} tokens"
+        for part, (share, style, name) in enumerate(
+            (
+                (each["document_share"], "before", f"{each['documents']:,} documents"),
+                (each["token_share"], "after", f"{each['tokens']:,} tokens"),
+            )
+        ):
+            size = (bottom - top) * share * 100 / marks[-1]
+            if share:
+                wide = step * 0.4
+                label = f"{between}: {name}, {share:.1%}"
+                drawing.bar(x + step * 0.1 + part * wide, bottom - size, wide - 1, size, style, label)
+        if index % every == 0:
+            drawing.line(x, bottom, x, bottom + 4)
+            drawing.text(x, bottom + 18, short(each["shortest"]), "middle" if index else "start", "axis")
+    drawing.text((left + width) / 2, height - 4, "tokens of a document", "middle", "axis")
+    return drawing
+
+
+def loads(panels: Sequence[Panel], unit: Unit, suffix: str, what: str, width: int) -> Drawing:
+    """Values of each rank in panels of one scale, with the mean of each.
+
+    Args:
+        panels: before and after.
+        unit: of the values.
+        suffix: behind numbers.
+        what: they are, for labels.
+        width: of the picture; narrow ones have panels below one another.
+    """
+    beside = width >= WIDE
+    columns = len(panels) if beside else 1
+    left, gap, top, body = 52.0, 28.0, 44.0, 140.0
+    cell = (width - left - gap * (columns - 1)) / columns
+    block = top + body + (22 if beside else 40)
+    drawing = Drawing(width, block * (1 if beside else len(panels)))
+    marks = ticks(max(max(panel.values) for panel in panels) / unit.scale)
+    for index, panel in enumerate(panels):
+        x = left + (cell + gap) * (index if beside else 0)
+        y = top + block * (0 if beside else index)
+        _across(drawing, marks, x, x + cell, y, y + body, suffix, labelled=not beside or index == 0)
+        values = np.array(panel.values) / unit.scale
+        mean = float(values.mean())
+        drawing.text(x, y - 28, panel.title, style="strong")
+        drawing.text(x, y - 12, f"busiest rank {values.max() / mean if mean else 1:.2f}× the mean", style="axis")
+        parts = np.array_split(values, min(len(values), MOST_BARS))
+        step, first = cell / len(parts), 0
+        for place, part in enumerate(parts):
+            most = float(part.max())
+            size = body * most / marks[-1]
+            named = f"rank {first}" if len(part) == 1 else f"ranks {first} to {first + len(part) - 1}, at most"
+            label = f"{panel.title}, {named}: {unit.text(most * unit.scale)}{suffix} {what}"
+            drawing.bar(x + place * step, y + body - size, step - min(1.0, step / 4), size, panel.style, label)
+            first += len(part)
+        level = y + body * (1 - mean / marks[-1])
+        drawing.line(x, level, x + cell, level, "mean")
+        drawing.text(x, y + body + 16, "rank 0", "start", "axis")
+        drawing.text(x + cell, y + body + 16, f"rank {len(values) - 1}", "end", "axis")
+    return drawing
+
+
+def stacks(
+    rows: Sequence[tuple[str, Sequence[Part]]], unit: Unit, suffix: str, width: int, strong: Sequence[str] = ()
+) -> Drawing:
+    """Bars from left to right, of parts.
+
+    Args:
+        rows: the name of each bar, and its parts.
+        unit: of sizes.
+        suffix: behind numbers.
+        width: of the picture; in narrow ones names stand above bars.
+        strong: names that stand out.
+    """
+    beside = width >= WIDE
+    left = max(len(name) for name, _ in rows) * LETTER + 10 if beside else 0.0
+    most = max(sum(part.size for part in parts) for _, parts in rows) / unit.scale
+    marks = ticks(most, 5 if beside else 3)
+    right = width - (len(unit.text(most * unit.scale)) + len(suffix)) * LETTER - 12
+    pitch, thick = (28.0, 18.0) if beside else (42.0, 16.0)
+    head = 0.0 if beside else 18.0
+    bottom = pitch * len(rows)
+    drawing = Drawing(width, bottom + 22)
+    across = (right - left) / max(marks[-1], 1e-12)
+    for mark in marks:
+        drawing.line(left + mark * across, 0, left + mark * across, bottom)
+        drawing.text(
+            left + mark * across, bottom + 16, f"{number(mark)}{suffix}", "middle" if mark else "start", "axis"
+        )
+    for index, (name, parts) in enumerate(rows):
+        y, x = index * pitch + head, left
+        style = "strong" if name in strong else "name"
+        if beside:
+            drawing.text(left - 10, y + thick - 4, name, "end", style)
+        else:
+            drawing.text(0, y - 5, name, "start", style)
+        for part in parts:
+            size = part.size / unit.scale * across
+            if size > 0:
+                drawing.bar(x, y, size, thick, part.style, f"{name}, {part.name}: {unit.text(part.size)}{suffix}")
+            x += size
+        total = sum(part.size for part in parts)
+        drawing.text(x + 6, y + thick - 4, f"{unit.text(total)}{suffix}", "start", style)
+    return drawing
+
+
+def lines(places: Sequence[int], series: Sequence[Series], unit: Unit, what: str, width: int) -> Drawing:
+    """Lines over numbers of ranks, which stand at equal distances.
+
+    Args:
+        places: numbers of ranks.
+        series: a line each.
+        unit: of the values.
+        what: places are.
+        width: of the picture.
+    """
+    left, top, bottom, right = 44.0, 12.0, 190.0, width - 24.0
+    drawing = Drawing(width, 232)
+    marks = ticks(max(1.0, *(max(each.values) for each in series)))
+    _across(drawing, marks, left, width, top, bottom, unit.suffix)
+    step = (right - left - 24) / max(len(places) - 1, 1)
+    level = bottom - (bottom - top) / marks[-1]
+    drawing.line(left, level, width, level, "mean")
+    every = max(1, int(np.ceil(34 / step)))
+    for index, place in enumerate(places):
+        if (len(places) - 1 - index) % every == 0:
+            drawing.text(left + 24 + index * step, bottom + 18, f"{place:,}", "middle", "axis")
+    for each in series:
+        points = [
+            (left + 24 + index * step, bottom - (bottom - top) * value / marks[-1])
+            for index, value in enumerate(each.values)
+        ]
+        drawing.curve(points, f"curve {each.style}")
+        for (x, y), place, value in zip(points, places, each.values, strict=True):
+            drawing.point(x, y, each.style, f"{each.name}, {place} {what}: {unit.text(value)}")
+    drawing.text((left + width) / 2, 228, what, "middle", "axis")
+    return drawing
+
+
+def _across(
+    drawing: Drawing,
+    marks: Sequence[float],
+    left: float,
+    right: float,
+    top: float,
+    bottom: float,
+    suffix: str,
+    labelled: bool = True,
+) -> None:
+    """Lines across a picture at round numbers."""
+    for mark in marks:
+        y = bottom - (bottom - top) * mark / marks[-1]
+        drawing.line(left, y, right, y)
+        if labelled:
+            drawing.text(left - 8, y + 4, f"{number(mark)}{suffix}", "end", "axis")

@@ -1,0 +1,138 @@
+"""The report of one plan."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from hf_distca.sim.report import pictures
+from hf_distca.sim.report.lengths import lengths_section
+from hf_distca.sim.report.page import facts, figure, folded, key_figures, page, section
+from hf_distca.sim.report.pictures import Panel
+from hf_distca.sim.report.tables import Column, side_by_side, table
+from hf_distca.sim.report.units import COUNT, MEGABYTES, RATIO, TIMES, Unit
+
+MOST_ROWS = 512
+PAIRS = Unit(scale=1e6, digits=2)
+"""Query-key pairs, in millions."""
+
+
+def plan_report(figures: Mapping[str, Any]) -> str:
+    """One HTML file.
+
+    Args:
+        figures: what `hf-distca plan --json` prints with a report: besides its figures `histogram`,
+            `packed_max_over_mean`, `by_rank` (of each rank lists `pairs_packed`, `pairs`, `tokens`, `tasks`,
+            `bytes_sent` and `bytes_received`), `task_rows` (tasks by their rows) and `setting` (what was asked for).
+    """
+    setting = figures["setting"]
+    documents = sum(each["documents"] for each in figures["histogram"])
+    tokens = sum(each["tokens"] for each in figures["histogram"])
+    title = (
+        f"Busiest rank {figures['max_over_mean']:.3f}× the mean as planned, "
+        f"{figures['packed_max_over_mean']:.2f}× as packed"
+    )
+    lead = (
+        f"{documents:,} documents, {tokens:,} tokens; {setting['ranks']} ranks of at most "
+        f"{setting['tokens_per_rank']:,} tokens"
+    )
+    parts = [_keys, lengths_section, _load, _bytes, _tasks, _origin]
+    return page("hf-distca plan", title, lead, [part(figures) for part in parts], figures)
+
+
+def _keys(figures: Mapping[str, Any]) -> str:
+    return key_figures(
+        figures,
+        [
+            ("busiest rank's pairs over the mean, as planned", "max_over_mean", RATIO),
+            ("the same, packed in order", "packed_max_over_mean", RATIO),
+            ("most tokens of a rank over the mean", "tokens_max_over_mean", RATIO),
+            ("core attention alone, packed over planned", "attention_speed_up", TIMES),
+        ],
+    )
+
+
+def _load(figures: Mapping[str, Any]) -> str:
+    ranks = figures["by_rank"]
+    panels = [Panel("packed in order", ranks["pairs_packed"], "before"), Panel("planned", ranks["pairs"], "after")]
+    columns = [
+        ("packed, million pairs", "by_rank/pairs_packed"),
+        ("planned, million pairs", "by_rank/pairs"),
+    ]
+    return section(
+        "Load of the ranks, before and after",
+        [
+            "Query-key pairs that each rank computes in a layer, in millions: core attention alone. The step gains as "
+            "much less as other layers take of it: hf-distca simulate tells both."
+        ],
+        figure(
+            "Query-key pairs of each rank, before and after",
+            partial(pictures.loads, panels, PAIRS, " M", "of query-key pairs"),
+            [("before", "packed in order"), ("after", "planned"), ("level", "mean of the ranks")],
+        ),
+        _ranks(figures, columns, PAIRS, "Query-key pairs of each rank"),
+        _ranks(
+            figures, [("tokens", "by_rank/tokens"), ("tasks", "by_rank/tasks")], COUNT, "Tokens and tasks of each rank"
+        ),
+    )
+
+
+def _bytes(figures: Mapping[str, Any]) -> str:
+    ranks = figures["by_rank"]
+    panels = [Panel("sent", ranks["bytes_sent"], "after"), Panel("received", ranks["bytes_received"], "after")]
+    return section(
+        "Bytes by rank",
+        ["What each rank sends and receives in one layer's forward, in megabytes: Q and K/V rows there, O rows back."],
+        figure(
+            "Megabytes that each rank sends and receives",
+            partial(pictures.loads, panels, MEGABYTES, " MB", "in a layer's forward"),
+            [("level", "mean of the ranks")],
+        ),
+        key_figures(
+            figures,
+            [
+                ("all ranks, MB", "bytes_total", MEGABYTES),
+                ("busiest rank, MB", "bytes_bottleneck", MEGABYTES),
+                ("exchange buffers of the busiest rank, MB", "exchange_buffers", MEGABYTES),
+                ("stages of a layer's K and V", "stages", COUNT),
+            ],
+        ),
+        _ranks(
+            figures,
+            [("sent, MB", "by_rank/bytes_sent"), ("received, MB", "by_rank/bytes_received")],
+            MEGABYTES,
+            "Bytes of each rank in one layer's forward",
+        ),
+    )
+
+
+def _tasks(figures: Mapping[str, Any]) -> str:
+    return section(
+        "Tasks",
+        [
+            f"{figures['tasks']:,} tasks in {figures['nano_batches']} nano-batches; the smallest has "
+            f"{figures['min_rows']:,} rows."
+        ],
+        table(
+            figures,
+            "task_rows",
+            [
+                Column("from, rows", "shortest", COUNT),
+                Column("to, rows", "longest", COUNT),
+                Column("tasks", "tasks", COUNT),
+                Column("rows of them", "rows", COUNT),
+            ],
+            "Tasks by their query rows",
+        ),
+    )
+
+
+def _origin(figures: Mapping[str, Any]) -> str:
+    rows = [(name.replace("_", " "), str(value)) for name, value in figures["setting"].items()]
+    return section("Where this comes from", [], facts([*rows, ("planned in", f"{figures['plan_ms']:.1f} ms")]))
+
+
+def _ranks(figures: Mapping[str, Any], columns: list[tuple[str, str]], unit: Unit, caption: str) -> str:
+    """A table of all ranks, if they are not too many to read."""
+    if figures["setting"]["ranks"] > MOST_ROWS:
+        return ""
+    return folded(caption, side_by_side(figures, "rank", columns, unit, caption))

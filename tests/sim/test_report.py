@@ -1,0 +1,239 @@
+import contextlib
+import io
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+
+import hf_distca
+from hf_distca.cli.main import main
+from hf_distca.sim.report.drawing import ticks
+from hf_distca.sim.report.units import GIGABYTES, SHARE, TIMES, short
+
+MOST_BYTES = 500_000
+VOID = {"meta", "link", "input", "br", "hr", "img"}
+TABLES_OF_A_SIMULATION = [
+    "Documents and tokens by document length",
+    "Core attention of the first micro-batch",
+    "Core attention of each rank, seconds",
+    "Seconds of the mean rank",
+    "Speed-up by number of ranks",
+    "Bytes of the busiest rank",
+    "Rows and memory",
+]
+
+
+class Page(HTMLParser):
+    """A report, read: every tag is closed where it must be, and every cell is known."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[tuple[dict[str, str], str]] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag == "data":
+            self.cells.append((dict(attributes), ""))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        if self.open and self.open[-1] == "data":
+            attributes, before = self.cells[-1]
+            self.cells[-1] = attributes, before + text
+
+
+def at(figures, path):
+    for part in path.split("/"):
+        figures = figures[int(part) if isinstance(figures, list) else part]
+    return figures
+
+
+def check_cells(page: Page, figures: dict) -> None:
+    """Every number that is shown is that of the JSON, rounded to its last digit."""
+    for attributes, text in page.cells:
+        value = at(figures, attributes["data-path"])
+        assert str(value) == attributes["value"]
+        if "data-scale" in attributes:
+            shown = re.fullmatch(r"(-?[\d,]+(?:\.(\d+))?)[%×]?", text)
+            expected = value / float(attributes["data-scale"])
+            digits = len(shown[2] or "")
+            assert abs(float(shown[1].replace(",", "")) - expected) <= 0.500001 * 10.0**-digits, attributes
+        else:
+            assert text == value
+
+
+def check_alone(text: str) -> None:
+    """It needs nothing else, and is no larger than it may be."""
+    assert len(text.encode()) <= MOST_BYTES
+    assert "://" not in text.replace("http://www.w3.org/", "")
+    assert not re.search(r"@import|url\(|<(script|img|iframe|link)[^>]* src=", text)
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    """(text, figures) of a report."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    printed = run(
+        "simulate", "--lengths", "wlbllm", "--ranks", "16", "--tokens-per-rank", "16384", "--batches", "2",
+        "--balance-tolerance", "0.02", "--report", str(path),
+    )  # fmt: skip
+    return path.read_text(encoding="utf-8"), printed
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "lengths.json").write_text(json.dumps([[3000, 500], [900], [40, 2000], [700]]))
+    printed = run(
+        "plan", "--lengths", str(folder / "lengths.json"), "--ranks", "4", "--tokens-per-rank", "4096",
+        "--report", str(folder / "report.html"),
+    )  # fmt: skip
+    return (folder / "report.html").read_text(encoding="utf-8"), printed
+
+
+def run(*options: str) -> dict:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main([*options, "--json"]) == 0
+    return json.loads(printed.getvalue())
+
+
+@pytest.mark.parametrize("report", ["simulated", "planned"])
+def test_numbers_are_those_of_the_json(report, request):
+    text, figures = request.getfixturevalue(report)
+    page = Page(text)
+    assert len(page.cells) > 50
+    check_cells(page, figures)
+    carried = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)[1]
+    assert json.loads(carried) == figures
+
+
+@pytest.mark.parametrize("report", ["simulated", "planned"])
+def test_a_report_is_one_file_that_needs_nothing_else(report, request):
+    check_alone(request.getfixturevalue(report)[0])
+
+
+@pytest.mark.parametrize("report", ["simulated", "planned"])
+def test_pictures_are_told_to_those_who_do_not_see_them(report, request):
+    tags = Page(request.getfixturevalue(report)[0]).tags
+    pictures = [attributes for tag, attributes in tags if tag == "svg"]
+    assert len(pictures) >= 6
+    assert all(picture["role"] == "img" and picture["aria-label"] for picture in pictures)
+    marks = sum(tag in ("rect", "circle") for tag, _ in tags)
+    assert sum(tag == "title" for tag, _ in tags) == marks + 1
+    tables = [attributes for tag, attributes in tags if tag == "table" and attributes.get("class") != "facts"]
+    assert all(table["aria-label"] for table in tables)
+
+
+def test_a_table_is_beside_every_picture(simulated):
+    text, figures = simulated
+    tables = [attributes.get("aria-label", "") for tag, attributes in Page(text).tags if tag == "table"]
+    assert all(any(table.startswith(name) for table in tables) for name in TABLES_OF_A_SIMULATION)
+    for section in re.findall(r"<section>.*?</section>", text, re.S):
+        assert "<svg" not in section or "<table" in section
+    paths = {attributes["data-path"] for attributes, _ in Page(text).cells}
+    for index in range(len(figures["ways"])):
+        assert {f"ways/{index}/{field}" for field in ("step_seconds", "attention_seconds", "kept_bytes")} <= paths
+    assert {"speed_up", "attention_speed_up"} <= paths
+
+
+def test_figures_of_a_simulation_add_up(simulated):
+    _, figures = simulated
+    for way in figures["ways"]:
+        parts = ("attention_mean_seconds", "other_mean_seconds", "exchange_mean_seconds", "idle_seconds")
+        assert sum(way[part] for part in parts) == pytest.approx(way["step_seconds"], rel=1e-6)
+    assert sum(each["documents"] for each in figures["histogram"]) == figures["documents"]
+    assert sum(each["tokens"] for each in figures["histogram"]) == figures["tokens"]
+    names = [load["name"] for load in figures["load"]]
+    assert (names[0], names[-1]) == ("plain packing", figures["best_planned"])
+    for load in figures["load"]:
+        assert len(load["attention_seconds"]) == 16
+        assert max(load["attention_seconds"]) == load["attention_most"]
+    assert [point["ranks"] for point in figures["scaling"]] == [8, 16]
+    assert figures["scaling"][-1]["speed_up"] == figures["speed_up"]
+
+
+def test_settings_are_there_to_copy(simulated):
+    text, figures = simulated
+    (code,) = re.findall(r"<pre[^>]*>(args = .*?)</pre>", text, re.S)
+    built = {}
+    exec(unescape(code).replace("hf_distca.DistCATrainingArguments", "dict"), {}, built)
+    assert built["args"]["tokens_per_rank"] == 16384
+    assert built["args"]["balance_tolerance"] == 0.02
+    assert built["args"]["document_layout"] in figures["best_planned"]
+    assert set(built["args"]) <= set(hf_distca.DistCATrainingArguments.__dataclass_fields__)
+
+
+def test_figures_of_a_plan_are_those_of_its_ranks(planned):
+    _, figures = planned
+    ranks = figures["by_rank"]
+    assert max(ranks["pairs"]) / (sum(ranks["pairs"]) / 4) == pytest.approx(figures["max_over_mean"])
+    assert sum(ranks["pairs"]) == sum(ranks["pairs_packed"])
+    assert sum(ranks["tokens"]) == sum(each["rows"] for each in figures["task_rows"]) == 7140
+    assert sum(ranks["tasks"]) == sum(each["tasks"] for each in figures["task_rows"]) == figures["tasks"]
+    assert sum(ranks["bytes_sent"]) == sum(ranks["bytes_received"]) == figures["bytes_total"]
+
+
+def test_a_report_that_does_not_pay_says_so(tmp_path, capsys):
+    (tmp_path / "lengths.json").write_text(json.dumps([512] * 10))
+    options = ["--ranks", "2", "--tokens-per-rank", "4096", "--batches", "1", "--no-checkpointing"]
+    report = str(tmp_path / "report.html")
+    assert main(["simulate", "--lengths", str(tmp_path / "lengths.json"), *options, "--report", report]) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>Balancing does not pay here: a step" in text
+    assert "not reckoned without checkpointing" in text
+
+
+def test_many_ranks_fit_in_a_file(tmp_path):
+    path = tmp_path / "report.html"
+    figures = run(
+        "simulate", "--lengths", "wlbllm", "--ranks", "1024", "--tokens-per-rank", "16384", "--batches", "1",
+        "--report", str(path),
+    )  # fmt: skip
+    text = path.read_text(encoding="utf-8")
+    check_alone(text)
+    check_cells(Page(text), figures)
+
+
+def test_a_picture_of_it(simulated, tmp_path):
+    pytest.importorskip("matplotlib")
+    from hf_distca.sim.report.png import simulation_png
+
+    content = simulation_png(simulated[1])
+    assert content.startswith(b"\x89PNG")
+    assert int.from_bytes(content[16:20]) > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--report", "/no/where/report.html"], "cannot write /no/where/report.html: no such folder; make it first"),
+        (["--png", "figures.png"], "--png needs matplotlib, which is not installed: pip install 'hf-distca[report]'"),
+    ],
+)
+def test_what_cannot_be_written(capsys, monkeypatch, options, told):
+    monkeypatch.setattr("hf_distca.cli.report_files.importlib.util.find_spec", lambda name: None)
+    assert main(["simulate", "--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "64", *options]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_how_numbers_are_written():
+    assert (TIMES.text(1.275), SHARE.text(0.417), GIGABYTES.text(19.32e9)) == ("1.27×", "41.7%", "19.32")
+    assert [short(count) for count in (512, 1024, 1536, 2**20)] == ["512", "1K", "1.5K", "1M"]
+    assert ticks(38.4) == [0, 10, 20, 30, 40]
+    assert ticks(2.966) == [0, 1, 2, 3]
+    assert ticks(0) == [0, 1]

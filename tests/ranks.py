@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import secrets
+import signal
 import socket
 import sys
 import traceback
@@ -102,6 +103,8 @@ def _in_own_process(
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # As in a terminal; what a shell starts in the background ignores it, and so would its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     become_rank(rank, size, port)
     function(*args)

@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, Plan
 from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.intervals import Intervals
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.routes import TaskGroup, tasks_at_home
+from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.passed_on import pass_on
 from tests.planner.carried_out import local_rows, messages_of, routes_of
 from tests.planner.drawn_plans import plans_of_all_kinds
 
@@ -174,3 +177,18 @@ def test_keys_of_one_query_in_two_stages():
     assert (len(first.visiting.q_lens), len(second.visiting_prefix.q_lens)) == (0, 0)
     assert (second.visiting.q_lens.tolist(), second.visiting.k_lens.tolist()) == ([1], [2])
     assert (first.visiting_prefix.pairs, second.visiting.pairs) == (2, 2)
+
+
+def test_rows_are_passed_on_whatever_the_number_of_documents_and_nodes():
+    nodes = [rank // 8 for rank in range(4096)]
+    ends = {}
+    for document in (0, 50_000):  # times nodes, and behind them rows: more than 63 bits
+        rows = Intervals(np.full(2, document), np.zeros(2, np.int64), np.full(2, 100))
+        moves = Moves(rows, np.zeros(2, np.int64), np.array([4088, 4089]), np.zeros(2, np.int64))
+        hops = pass_on(moves, nodes, 4096)
+        ends[document] = [
+            (each.source.tolist(), each.target.tolist(), each.rows.start.tolist(), each.rows.stop.tolist())
+            for each in (hops.first, hops.second)
+        ]
+    assert ends[0] == ends[50_000]
+    assert sum(ends[0][0][3]) - sum(ends[0][0][2]) == 100

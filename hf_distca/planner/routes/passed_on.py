@@ -98,6 +98,7 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
 
     # 1. Cut the moves into one node where any of them begins or ends: of a part, every target gets all rows.
     into = node[crossed.target] * (int(crossed.rows.document.max()) + 1) + crossed.rows.document
+    into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
     keyed = Intervals(into, crossed.rows.start, crossed.rows.stop)
     parts = _between_borders(keyed)
     overlaps = keyed.overlaps(parts)

@@ -64,6 +64,25 @@ def test_options_of_the_plan_exist(capsys):
     assert {"--lengths", "--document-layout", "--dump"} <= shown <= known
 
 
+def test_the_shown_simulation_is_printed(capsys):
+    (shown,) = re.findall(r"^```\n\$ (hf-distca simulate .*?)^```", section("Know before"), re.S | re.M)
+    command, *expected = shown.splitlines()
+    assert main(shlex.split(command)[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    begin = printed.index(expected[0])
+    assert printed[begin : begin + len(expected)] == expected
+
+
+@pytest.mark.parametrize("tool", ["simulate", "plan"])
+def test_options_of_reports_exist(tool, capsys):
+    with pytest.raises(SystemExit):
+        main([tool, "--help"])
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    lines = [line for line in section("Know before").splitlines() if f"hf-distca {tool} --" in line]
+    shown = {option for line in lines for option in re.findall(r"--[a-z-]+", line)}
+    assert {"--lengths", "--report"} <= shown <= known
+
+
 def test_the_shown_findings_are_those_of_the_doctor():
     shown = re.findall(r"^(ok|advice|wrong) +(\w+(?: \w+)*)  +", section("Looking before training"), re.M)
     assert {state for state, _ in shown} == {"ok", "advice"}

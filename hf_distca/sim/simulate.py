@@ -72,7 +72,7 @@ class RankLoad:
 
     Attributes:
         name: of the way to train.
-        attention_seconds: [ranks] what each computes.
+        attention_seconds: [ranks] what each computes, to the microsecond.
         attention_most: of the busiest rank.
         attention_mean: the mean over ranks.
         max_over_mean: the busiest rank's over the mean.
@@ -88,7 +88,13 @@ class RankLoad:
     def of(cls, name: str, step: StepTime) -> "RankLoad":
         """The load of a way's step."""
         mean = step.attention_mean
-        return cls(name, step.attention_by_rank, step.attention, mean, step.attention / mean if mean else 1.0)
+        return cls(
+            name,
+            tuple(round(seconds, 6) for seconds in step.attention_by_rank),
+            step.attention,
+            mean,
+            step.attention / mean if mean else 1.0,
+        )
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,16 @@ def load_texts(script_args: ScriptArguments, show_progress: bool) -> Dataset:
     """The documents, as text."""
     if script_args.dataset is None:
         return standard_library(progress=show_progress)
-    file = Path(script_args.dataset)
+    return load_named(script_args.dataset)
+
+
+def load_named(name: str) -> Dataset:
+    """The split 'train' of a name on the Hub or a folder; or a .jsonl, .parquet or .csv file."""
+    file = Path(name)
     if file.is_file():
         kind = "json" if file.suffix == ".jsonl" else file.suffix.removeprefix(".")
         return load_dataset(kind, data_files=str(file), split="train")
-    return load_dataset(script_args.dataset, split="train")
+    return load_dataset(name, split="train")
 
 
 def tokenize(texts: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str) -> Dataset:

@@ -1,6 +1,6 @@
 """Fine-tune a model on chats with TRL, the core attention of all ranks in balance.
 
-    accelerate launch --num_processes 8 examples/sft_chat.py \
+    accelerate launch --config_file examples/configs/ddp.yaml examples/sft_chat.py \
         --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --assistant_only_loss --lora \
         --output_dir runs/chat --tokens_per_rank 32768 --learning_rate 2e-4
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from datasets import Dataset, load_dataset
-from finetune_llama import check_weights
+from datasets import Dataset
+from finetune_llama import check_weights, load_named
 from standard_library import standard_library
 from transformers import AutoTokenizer, HfArgumentParser
 
@@ -105,12 +105,7 @@ def load_chats(script_args: ScriptArguments, seed: int, show_progress: bool) -> 
     if script_args.dataset is None:
         sources = standard_library(progress=show_progress).shuffle(seed=seed)["text"]
         return Dataset.from_list(list(islice(library_chats(sources), script_args.max_chats)))
-    file = Path(script_args.dataset)
-    if file.is_file():
-        kind = "json" if file.suffix == ".jsonl" else file.suffix.removeprefix(".")
-        chats = load_dataset(kind, data_files=str(file), split="train")
-    else:
-        chats = load_dataset(script_args.dataset, split="train")
+    chats = load_named(script_args.dataset)
     count = len(chats) if script_args.max_chats is None else min(script_args.max_chats, len(chats))
     return chats.shuffle(seed=seed).select(range(count))
 

@@ -183,12 +183,12 @@ def test_rows_are_passed_on_whatever_the_number_of_documents_and_nodes():
     nodes = [rank // 8 for rank in range(4096)]
     ends = {}
     for document in (0, 50_000):  # times nodes, and behind them rows: more than 63 bits
-        rows = Intervals(np.full(2, document), np.zeros(2, np.int64), np.full(2, 100))
-        moves = Moves(rows, np.zeros(2, np.int64), np.array([4088, 4089]), np.zeros(2, np.int64))
+        rows = Intervals(np.full(4, document), np.zeros(4, np.int64), np.full(4, 100))
+        moves = Moves(rows, np.zeros(4, np.int64), np.array([8, 9, 4088, 4089]), np.zeros(4, np.int64))
         hops = pass_on(moves, nodes, 4096)
         ends[document] = [
             (each.source.tolist(), each.target.tolist(), each.rows.start.tolist(), each.rows.stop.tolist())
             for each in (hops.first, hops.second)
         ]
     assert ends[0] == ends[50_000]
-    assert sum(ends[0][0][3]) - sum(ends[0][0][2]) == 100
+    assert sum(ends[0][0][3]) - sum(ends[0][0][2]) == 2 * 100

@@ -64,12 +64,22 @@ def at(figures, path):
     return figures
 
 
+def scale_of(path: str, text: str) -> float:
+    """What 1 of the number that is shown is."""
+    if re.search("kept_bytes|state_bytes", path):
+        return 1e9
+    if re.search("bytes|exchange_buffers|pairs", path):
+        return 1e6
+    return 0.01 if text.endswith("%") else 1.0
+
+
 def check_cells(page: Page, figures: dict) -> None:
     """Every number that is shown is that of the JSON, rounded to its last digit."""
     for attributes, text in page.cells:
         value = at(figures, attributes["data-path"])
         assert str(value) == attributes["value"]
         if "data-scale" in attributes:
+            assert float(attributes["data-scale"]) == scale_of(attributes["data-path"], text), attributes
             shown = re.fullmatch(r"(-?[\d,]+(?:\.(\d+))?)[%×]?", text)
             expected = value / float(attributes["data-scale"])
             digits = len(shown[2] or "")

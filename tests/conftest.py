@@ -23,3 +23,8 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of garbage collections, of which each trainer makes several."""
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter's end collect it: libraries complain of what is left."""
+    gc.unfreeze()

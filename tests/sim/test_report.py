@@ -12,6 +12,7 @@ import pytest
 import hf_distca
 from hf_distca.cli.main import main
 from hf_distca.sim.report.drawing import ticks
+from hf_distca.sim.report.pictures import longest_shown
 from hf_distca.sim.report.units import GIGABYTES, SHARE, TIMES, short
 
 MOST_BYTES = 500_000
@@ -254,6 +255,12 @@ def test_what_cannot_be_written(capsys, monkeypatch, options, told):
     monkeypatch.setattr("hf_distca.cli.report_files.importlib.util.find_spec", lambda name: None)
     assert main(["simulate", "--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "64", *options]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_bars_that_are_far_too_long_are_broken_off():
+    totals = {"a": 1.0, "b": 2.0, "c": 100.0, "none": 0.0}
+    assert longest_shown(totals, ["a", "b"]) == 4
+    assert longest_shown(totals, []) == longest_shown(totals, ["none"]) == np.inf
 
 
 def test_how_numbers_are_written():

@@ -1,7 +1,8 @@
 """The pictures of a report. Each is drawn for a width in pixels; values are those of the tables beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from hf_distca.sim.report.units import Unit, short
 
 LETTER = 7.4
 """Pixels of a letter, about."""
+CUT_OFF = 2.0
+"""Bars so many times as long as the longest of those that matter are broken off."""
 MOST_BARS = 128
 """More ranks share bars, each as high as the highest of them."""
 
@@ -131,9 +134,11 @@ def stacks(
     """
     beside = width >= WIDE
     left = max(len(name) for name, _ in rows) * LETTER + 10 if beside else 0.0
-    most = max(sum(part.size for part in parts) for _, parts in rows) / unit.scale
+    totals = {name: sum(part.size for part in parts) for name, parts in rows}
+    limit = longest_shown(totals, strong)
+    most = min(max(totals.values()), limit) / unit.scale
     marks = ticks(most, 5 if beside else 3)
-    right = width - (len(unit.text(most * unit.scale)) + len(suffix)) * LETTER - 12
+    right = width - (len(unit.text(max(totals.values()))) + len(suffix)) * LETTER - 12
     pitch, thick = (28.0, 18.0) if beside else (42.0, 16.0)
     head = 0.0 if beside else 18.0
     bottom = pitch * len(rows)
@@ -145,20 +150,33 @@ def stacks(
             left + mark * across, bottom + 16, f"{number(mark)}{suffix}", "middle" if mark else "start", "axis"
         )
     for index, (name, parts) in enumerate(rows):
-        y, x = index * pitch + head, left
+        y, x, left_over = index * pitch + head, left, limit
         style = "strong" if name in strong else "name"
         if beside:
             drawing.text(left - 10, y + thick - 4, name, "end", style)
         else:
             drawing.text(0, y - 5, name, "start", style)
         for part in parts:
-            size = part.size / unit.scale * across
+            size = min(part.size, left_over) / unit.scale * across
+            left_over = max(left_over - part.size, 0.0)
             if size > 0:
                 drawing.bar(x, y, size, thick, part.style, f"{name}, {part.name}: {unit.text(part.size)}{suffix}")
             x += size
-        total = sum(part.size for part in parts)
-        drawing.text(x + 6, y + thick - 4, f"{unit.text(total)}{suffix}", "start", style)
+        if totals[name] > limit:
+            for place in (10.0, 5.0):
+                drawing.line(x - place - 3, y + thick + 1, x - place + 3, y - 1, "break")
+        drawing.text(x + 6, y + thick - 4, f"{unit.text(totals[name])}{suffix}", "start", style)
     return drawing
+
+
+def longest_shown(totals: Mapping[str, float], strong: Sequence[str]) -> float:
+    """Bars longer than that are broken off, or those that matter would be too short to read.
+
+    Args:
+        totals: of all bars, by name.
+        strong: those that matter; none, if all do.
+    """
+    return CUT_OFF * max(totals[name] for name in strong) if any(map(totals.get, strong)) else inf
 
 
 def lines(places: Sequence[int], series: Sequence[Series], unit: Unit, what: str, width: int) -> Drawing:

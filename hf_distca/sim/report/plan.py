@@ -8,10 +8,9 @@ from hf_distca.sim.report import pictures
 from hf_distca.sim.report.lengths import lengths_section
 from hf_distca.sim.report.page import facts, figure, folded, key_figures, page, section
 from hf_distca.sim.report.pictures import Panel
-from hf_distca.sim.report.tables import Column, side_by_side, table
+from hf_distca.sim.report.tables import MOST_RANKS, Column, side_by_side, table
 from hf_distca.sim.report.units import COUNT, MEGABYTES, RATIO, TIMES, Unit
 
-MOST_ROWS = 512
 PAIRS = Unit(scale=1e6, digits=2)
 """Query-key pairs, in millions."""
 
@@ -133,6 +132,6 @@ def _origin(figures: Mapping[str, Any]) -> str:
 
 def _ranks(figures: Mapping[str, Any], columns: list[tuple[str, str]], unit: Unit, caption: str) -> str:
     """A table of all ranks, if they are not too many to read."""
-    if figures["setting"]["ranks"] > MOST_ROWS:
+    if figures["setting"]["ranks"] > MOST_RANKS:
         return ""
     return folded(caption, side_by_side(figures, "rank", columns, unit, caption))

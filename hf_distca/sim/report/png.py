@@ -4,13 +4,15 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
+from hf_distca.sim.report.pictures import longest_shown
 from hf_distca.sim.report.simulation import load_panels, outcome, speed_ups, step_rows
 from hf_distca.sim.report.units import short
 
 COLOURS = {"attention": "#2f55c8", "other": "#8590a1", "waits": "#c06a12", "idle": "#dcdfe4"}
 COLOURS |= {"before": COLOURS["other"], "after": COLOURS["attention"]}
 INK, MUTED, RULE = "#191d24", "#59616e", "#e0e2e4"
-STYLE = {
+MOST_LABELS = 12
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "text.color": INK,
     "axes.edgecolor": RULE,
@@ -41,7 +43,7 @@ def simulation_png(figures: Mapping[str, Any]) -> bytes:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        whole = Figure(figsize=(11, 11), dpi=140, layout="constrained")
+        whole: Any = Figure(figsize=(11, 11), dpi=140, layout="constrained")
         whole.suptitle(outcome(figures), x=0.01, ha="left", fontsize=15, fontweight="bold")
         rows = whole.subfigures(3, 1, height_ratios=(1, 0.9, 1.25), hspace=0.04)
         left, right = rows[0].subplots(1, 2)
@@ -63,7 +65,8 @@ def _lengths(axes: Any, figures: Mapping[str, Any]) -> None:
         places = [index + offset for index in range(len(bins))]
         axes.bar(places, [100 * each[field] for each in bins], 0.38, color=COLOURS[style], label=f"share of {name}, %")
     axes.set_title("Document lengths")
-    axes.set_xticks(range(len(bins)), [short(each["shortest"]) for each in bins])
+    every = -(-len(bins) // MOST_LABELS)
+    axes.set_xticks(range(0, len(bins), every), [short(each["shortest"]) for each in bins[::every]])
     axes.set_xlabel("tokens of a document, from")
     axes.grid(axis="x", visible=False)
     axes.legend()
@@ -102,10 +105,13 @@ def _steps(axes: Any, figures: Mapping[str, Any]) -> None:
         sizes = [parts[index].size for _, parts in rows]
         axes.barh(names, sizes, 0.65, left=begins, color=COLOURS[part.style], label=part.name)
         begins = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+    compared = (figures["best_plain"], figures["best_planned"])
+    longest = min(longest_shown(dict(zip(names, begins, strict=True)), compared), max(begins))
     for place, total in enumerate(begins):
-        axes.text(total, place, f" {total:.3f} s", va="center", fontsize=8)
+        axes.text(min(total, longest), place, f" {total:.3f} s", va="center", fontsize=8)
     axes.invert_yaxis()
+    axes.set_xlim(0, longest)
     axes.set_title("Where the time of a step goes, mean rank")
     axes.set_xlabel("s")
     axes.grid(axis="y", visible=False)
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(rows[0][1]))

@@ -9,12 +9,10 @@ from hf_distca.sim.report import pictures
 from hf_distca.sim.report.lengths import lengths_section
 from hf_distca.sim.report.page import code, facts, figure, folded, key_figures, page, section
 from hf_distca.sim.report.pictures import Panel, Part, Series
-from hf_distca.sim.report.tables import Column, side_by_side, table
+from hf_distca.sim.report.tables import MOST_RANKS, Column, side_by_side, table
 from hf_distca.sim.report.units import COUNT, GIGABYTES, MEGABYTES, RATIO, SECONDS, SHARE, TIMES
 from hf_distca.sim.simulate import NOT_WORTH
 
-MOST_ROWS = 512
-"""Of more ranks a table would be longer than anybody reads; `--json` has them all."""
 STEP_PARTS = (
     ("attention_mean_seconds", "attention", "core attention"),
     ("other_mean_seconds", "other", "other layers"),
@@ -109,7 +107,7 @@ def _python(value: Any) -> str:
 def _load(figures: Mapping[str, Any]) -> str:
     loads = figures["load"]
     each, cut = "", figures["ways"][0]["documents_cut"]
-    if figures["ranks"] <= MOST_ROWS:
+    if figures["ranks"] <= MOST_RANKS:
         columns = [(load["name"], f"load/{index}/attention_seconds") for index, load in enumerate(loads)]
         caption = "Core attention of each rank, seconds"
         each = folded("Each rank", side_by_side(figures, "rank", columns, SECONDS, caption))
@@ -146,7 +144,8 @@ def _time(figures: Mapping[str, Any]) -> str:
         "Where the time of a step goes",
         [
             "A step of the mean rank, in seconds, by way to train. Gradient synchronisation and the optimizer, which "
-            "are the same in all ways, are not in it. “Cut” is the share of documents that lose context."
+            "are the same in all ways, are not in it. Bars far longer than those compared are broken off. “Cut” is "
+            "the share of documents that lose context."
         ],
         figure(
             "Seconds of a step by way to train, divided into core attention, other layers, waits and idle time",
@@ -168,8 +167,7 @@ def _time(figures: Mapping[str, Any]) -> str:
                 Column("MFU", "mfu", SHARE),
                 Column("cut", "documents_cut", SHARE),
             ],
-            "Seconds of the mean rank, and core attention of the busiest; means over "
-            f"{figures['setting']['batches']} micro-batches",
+            "Seconds of the mean rank, and core attention of the busiest; means over all micro-batches",
             _compared(figures),
         ),
     )

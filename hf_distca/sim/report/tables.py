@@ -7,6 +7,9 @@ from typing import Any
 
 from hf_distca.sim.report.units import Unit
 
+MOST_RANKS = 256
+"""Of more ranks a table would be longer than anybody reads; `--json` has them all."""
+
 
 @dataclass(frozen=True)
 class Column:

@@ -124,6 +124,14 @@ class DistCAConfig:
             "all links to be alike."
         },
     )
+    trace_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Write a trace of so many steps, after the first three of a training, as trace_rank_N.json into "
+            "the output folder: what each rank computed, waited for and exchanged when, for ui.perfetto.dev or "
+            "`hf-distca timeline`. On GPUs the host waits at the end of these steps. 0 measures and writes nothing."
+        },
+    )
     exchange_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
     )
@@ -176,6 +184,8 @@ class DistCAConfig:
             raise ValueError(f"loss_chunk_bytes must be 0 (all logits at once) or more, got {self.loss_chunk_bytes}")
         if self.mlp_chunk_rows < 0:
             raise ValueError(f"mlp_chunk_rows must be 0 or more, got {self.mlp_chunk_rows}")
+        if self.trace_steps < 0:
+            raise ValueError(f"trace_steps must be 0 (no trace) or more, got {self.trace_steps}")
         if not 0 <= self.balance_tolerance < inf:
             raise ValueError(f"balance_tolerance must be 0 or more (0.05 is 5 %), got {self.balance_tolerance}")
         choices = {

@@ -32,9 +32,10 @@ ALLOWED = {
     "pool.directory": WORDS,
     "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
-    "trainer": DISPATCH | {"config", "collator", "patches", "memory", "pool.launch", "pool.rank"},
+    "trainer": DISPATCH | {"config", "collator", "patches", "memory", "timeline", "pool.launch", "pool.rank"},
     "sim": PLANNER | {"dispatch.schedule"},
-    "cli": DISPATCH | WORDS | {"config", "patches", "memory", "sim", "pool.server", "pool.directory"},
+    "timeline": {"plan", "dispatch.recorder"},
+    "cli": DISPATCH | WORDS | {"config", "patches", "memory", "sim", "timeline", "pool.server", "pool.directory"},
 }
 PURE = {"plan", "planner", "sim", "dispatch.schedule", "pool.messages", "pool.wire"}
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from hf_distca.cli import doctor, plan, profile, serve, simulate
+from hf_distca.cli import doctor, plan, profile, serve, simulate, timeline
 from hf_distca.cli.lengths_file import InputError
 
 
@@ -24,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    tools: dict[str, Any] = {"plan": plan, "simulate": simulate, "profile": profile, "doctor": doctor, "serve": serve}
+    tools: dict[str, Any] = {
+        **{"plan": plan, "simulate": simulate, "profile": profile},
+        **{"timeline": timeline, "doctor": doctor, "serve": serve},
+    }
     for tool in tools.values():
         tool.add_parser(commands)
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """A plan bound to one rank: its routes as index tensors on the device and its schedules, ready for every layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import get_args
@@ -162,6 +162,7 @@ class BoundRoutes:
             nodes = np.asarray(plan.nodes[:ranks])
             peers = np.flatnonzero(nodes == nodes[rank])
         self.passes_on = peers is not None
+        self._peers, self._ranks = peers, ranks
         self.stages = tuple(
             BoundStage(stage, ranks, routes.local_rows, divided=divided, peers=peers, buffer=buffer)
             for stage in routes.stages
@@ -211,6 +212,13 @@ class BoundRoutes:
         )
         self.forward = schedule("forward")
         self.backward: dict[Kept, Schedule] = {kept: schedule("backward", kept=kept) for kept in get_args(Kept)}
+
+    def of_ranks(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """[ranks] numbers of all ranks, 0 outside this rank's node, of those of the node's ranks, among which rows are
+        passed on."""
+        found = np.zeros(self._ranks, np.int64)
+        found[self._peers] = numbers
+        return tuple(found.tolist())
 
     @property
     def divided(self) -> bool:

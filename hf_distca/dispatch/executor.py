@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_distca.dispatch.bound import BoundGroup, BoundMessages, BoundNanoBatch, BoundPlan, BoundRoutes
 from hf_distca.dispatch.exchange import Column, Message, PendingRows
-from hf_distca.dispatch.recorder import NOT_MEASURED, Kind, Work
+from hf_distca.dispatch.recorder import NO_ROWS, NOT_MEASURED, Kind, Rows, Work
 from hf_distca.dispatch.remote import RemoteCall, ServerRows
 from hf_distca.dispatch.rows import RowIndex, add_rows, merge_rows, put, take
 from hf_distca.dispatch.schedule import (
@@ -145,6 +145,25 @@ class Pass(ABC):
 
     def _send(self, transfer: Transfer) -> None:
         """Start a transfer."""
+        if self._recorder.measures("send"):
+            with self._recorder.span("send", transfer.name, self._work, rows=self._rows_of(transfer)):
+                self._start(transfer)
+        else:
+            self._start(transfer)
+
+    def _rows_of(self, transfer: Transfer) -> Rows:
+        """What a transfer carries, for the recorder; nothing where no rank sends any rows to another."""
+        if transfer.rows == "servers":
+            return NO_ROWS
+        messages = self._messages(transfer)
+        traffic = messages.way_back if transfer.back else messages.traffic
+        if transfer.rows != "passed on":
+            return Rows(tuple(traffic.sent), tuple(traffic.received)) if traffic.crossing else NO_ROWS
+        hop = traffic.passed_on
+        assert hop is not None
+        return Rows(self.routes.of_ranks(hop.sent), self.routes.of_ranks(hop.received)) if hop.crossing else NO_ROWS
+
+    def _start(self, transfer: Transfer) -> None:
         bound, local = self.attention.bound, self.columns["local"]
         if transfer.rows == "servers":
             assert bound.remote is not None  # who plans for servers reaches them

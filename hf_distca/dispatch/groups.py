@@ -66,6 +66,7 @@ class Groups:
     Attributes:
         rank: this rank's place in the mesh, from 0 on.
         ranks: how many there are.
+        members: which ranks of the world they are.
         exchange: the group of the exchanges; None where there is one rank.
         node: the group of the exchanges inside this rank's node, see `connect_nodes`; None where it has one rank.
         failures: tells each rank why another failed, of whichever mesh; ranks have their numbers in the world there.
@@ -83,7 +84,7 @@ class Groups:
         self.exchange: dist.ProcessGroup | None = None
         self.node: dist.ProcessGroup | None = None
         self._side_by_side = mesh is not None
-        self._members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
+        self.members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
         self._words: dist.ProcessGroup | None = None
         self._words_of_world: dist.ProcessGroup | None = None
         self.closed = False
@@ -120,9 +121,9 @@ class Groups:
         """
         if nodes is None and not self._side_by_side:
             return
-        mine = self._members[self.rank : self.rank + 1]
+        mine = self.members[self.rank : self.rank + 1]
         if nodes is not None:
-            mine = [member for member, node in zip(self._members, nodes, strict=True) if node == nodes[self.rank]]
+            mine = [member for member, node in zip(self.members, nodes, strict=True) if node == nodes[self.rank]]
         of_world = _groups_of(gather_in_world(mine, self._timeout.total_seconds()))
         if any(len(members) > 1 for members in of_world):
             self.node = self._connected(of_world, len(mine), "distca node")
@@ -200,6 +201,12 @@ class Groups:
         gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, value, group=group)
         return gathered
+
+    def meet(self) -> None:
+        """Wait until every process of the world has come here. A collective on the CPU."""
+        self.check_open()
+        if self._words_of_world is not None:
+            dist.all_reduce(torch.zeros(1), group=self._words_of_world)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether any rank has it set. A collective on the CPU; every rank has as many flags."""

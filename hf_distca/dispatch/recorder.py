@@ -8,18 +8,19 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from hf_distca.plan import Direction
 
-Kind = Literal["phase", "kernel", "wait", "call", "server"]
-"""A phase of a schedule; a kernel call or a wait for an exchange, which lie within phases; a call to a server, from
-the departure of its rows to the arrival of the results, by the host's clock; what the server took of that to compute,
-added right after the call. Its place within the call is not known: it is put at the end."""
+Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "server"]
+"""An optimizer step, and a section of one; a phase of a schedule; a kernel call, a wait for an exchange or the start
+of one, which lie within phases; a call to a server, from the departure of its rows to the arrival of the results, by
+the host's clock; what the server took of that to compute, added right after the call. Its place within the call is not
+known: it is put at the end."""
 
-KINDS: tuple[Kind, ...] = ("phase", "kernel", "wait", "call", "server")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ALWAYS: frozenset[Kind] = frozenset({"wait"})
 """Added up even if nobody listens: training logs how long ranks wait."""
@@ -41,16 +42,32 @@ class Work(NamedTuple):
     direction: Direction
 
 
+class Rows(NamedTuple):
+    """What an exchange carries; of no rank where it carries nothing.
+
+    Attributes:
+        sent: [ranks] rows to each rank.
+        received: [ranks] rows from each rank.
+    """
+
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+
+NO_ROWS = Rows()
+
+
 class Span(NamedTuple):
     """A stretch of time.
 
     Attributes:
         kind: what went on.
-        part: which phase, exchange, group of tasks or server (its id).
+        part: which step, section, phase, exchange, group of tasks or server (its id).
         work: for which core attention; None outside of any.
         begin: when it began, in seconds on the device's clock, which starts anywhere.
         end: when it ended.
         pairs: query-key pairs that a kernel call, here or at a server, computed.
+        rows: of the start of an exchange: what it carries.
     """
 
     kind: Kind
@@ -59,6 +76,7 @@ class Span(NamedTuple):
     begin: float
     end: float
     pairs: int = 0
+    rows: Rows = NO_ROWS
 
 
 class Recording:
@@ -129,12 +147,32 @@ class Recorder:
         """Whether anybody wants to know of this kind."""
         return kind in self._kinds
 
-    def span(self, kind: Kind, part: str, work: Work | None = None, pairs: int = 0) -> AbstractContextManager[None]:
+    def span(
+        self, kind: Kind, part: str, work: Work | None = None, pairs: int = 0, rows: Rows = NO_ROWS
+    ) -> AbstractContextManager[None]:
         """Measure what is done inside, if anybody wants to know; the arguments are those of a Span."""
         if kind not in self._kinds:
             return NOT_MEASURED
         measured = self._on_cuda if self._device.type == "cuda" else self._here
-        return measured(kind, part, work, pairs)
+        return measured(kind, part, work, pairs, rows)
+
+    def clock(self) -> tuple[float, float]:
+        """What to add to the host's clock, `time.perf_counter`, for the device's; and by how much that may be too
+        large, in seconds. On CUDA it waits for what is queued."""
+        if self._device.type != "cuda":
+            return 0.0, 0.0
+        self.finish()
+        torch.cuda.synchronize(self._device)
+        passed, before = self._event(), time.perf_counter()
+        passed.record()
+        passed.synchronize()
+        after = time.perf_counter()
+        if self._anchor is None:
+            self._anchor = passed
+            return self._anchor_s - before, after - before
+        device_s = self._anchor_s + self._anchor.elapsed_time(passed) / 1000
+        self._free.append(passed)
+        return device_s - before, after - before
 
     def add(self, span: Span) -> None:
         """Take in a span that was measured elsewhere, such as in a server's reply."""
@@ -159,23 +197,23 @@ class Recorder:
             self._take_in(self._queued.popleft())
 
     @contextmanager
-    def _here(self, kind: Kind, part: str, work: Work | None, pairs: int) -> Iterator[None]:
+    def _here(self, kind: Kind, part: str, work: Work | None, pairs: int, rows: Rows) -> Iterator[None]:
         begin = time.perf_counter()
         yield
         end = time.perf_counter()
         if self._recordings:
-            self.add(Span(kind, part, work, begin, end, pairs))
+            self.add(Span(kind, part, work, begin, end, pairs, rows))
         else:
             self._seconds[kind] += end - begin
 
     @contextmanager
-    def _on_cuda(self, kind: Kind, part: str, work: Work | None, pairs: int) -> Iterator[None]:
+    def _on_cuda(self, kind: Kind, part: str, work: Work | None, pairs: int, rows: Rows) -> Iterator[None]:
         self.drain()
         begin, end = self._event(), self._event()
         begin.record()
         yield
         end.record()
-        self._queued.append(_Queued(kind, part, work, pairs, begin, end))
+        self._queued.append(_Queued(kind, part, work, pairs, rows, begin, end))
 
     def _event(self) -> torch.cuda.Event:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
@@ -189,7 +227,8 @@ class Recorder:
         seconds = queued.begin.elapsed_time(queued.end) / 1000
         self._anchor, self._anchor_s = queued.begin, begin_s
         self._free.append(queued.end)
-        self.add(Span(queued.kind, queued.part, queued.work, begin_s, begin_s + seconds, queued.pairs))
+        span = Span(queued.kind, queued.part, queued.work, begin_s, begin_s + seconds, queued.pairs, queued.rows)
+        self.add(span)
 
 
 class _Queued(NamedTuple):
@@ -199,5 +238,6 @@ class _Queued(NamedTuple):
     part: str
     work: Work | None
     pairs: int
+    rows: Rows
     begin: torch.cuda.Event
     end: torch.cuda.Event

@@ -39,6 +39,7 @@ AGREED = (
     "length_column_name",
     "num_train_epochs",
     "max_steps",
+    "trace_steps",
     "attention_servers",
 )
 """Arguments that decide which micro-batches come, and when, besides how documents are drawn: ranks that differ in one

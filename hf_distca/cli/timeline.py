@@ -1,0 +1,81 @@
+"""hf-distca timeline: the traces of ranks joined, and a step drawn."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_distca.cli.lengths_file import InputError
+from hf_distca.timeline.drawing import svg_of, text_of
+from hf_distca.timeline.steps import RankStep, ranks_of_step, step_names
+from hf_distca.timeline.trace import TraceError, parse, read_traces
+
+DESCRIPTION = """\
+Join the traces that training with --trace_steps has written, one of each rank, and draw a step: what each rank did
+when, and how long it computed core attention, stood in waits for rows of others, and did anything else.
+
+  hf-distca timeline out --joined trace.json     # for ui.perfetto.dev
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add the subcommand and its options."""
+    parser = commands.add_parser(
+        "timeline",
+        help="join the traces of ranks and draw a step",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("traces", nargs="+", metavar="TRACE", help="files of ranks, or folders that hold trace_rank_*.json")
+    add("--step", type=int, metavar="N", help="the step to draw (default: the last one)")
+    add("--joined", metavar="FILE", help="write the joined trace")
+    add("--svg", metavar="FILE", help="write the step as a picture")
+    add("--json", action="store_true", help="print totals as one JSON object instead of the drawing")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Join, draw and write.
+
+    Raises:
+        InputError: a file is no trace, there is no such step, or something cannot be written.
+    """
+    try:
+        joined = read_traces(_files(options.traces))
+        trace = parse(joined)
+        names = step_names(trace)
+        if not names:
+            raise InputError("the traces share no step; give the files of one training")
+        name = names[-1] if options.step is None else f"step {options.step}"
+        steps = ranks_of_step(trace, name)
+        if options.joined:
+            Path(options.joined).write_text(json.dumps(joined))
+        if options.svg:
+            Path(options.svg).write_text(svg_of(name, steps))
+    except TraceError as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}") from error
+    if options.json:
+        told = {"step": name, "clock_error_ms": trace.clock_error / 1e6, "ranks": [_told(step) for step in steps]}
+        print(json.dumps(told))
+    else:
+        print(text_of(name, steps, trace.clock_error))
+
+
+def _files(given: list[str]) -> list[Path]:
+    """The files that are given, and those of ranks in folders that are."""
+    found = []
+    for path in map(Path, given):
+        inside = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
+        if not inside:
+            raise InputError(f"{path} holds no trace_rank_*.json: training writes them with trace_steps")
+        found += inside
+    return found
+
+
+def _told(step: RankStep) -> dict[str, Any]:
+    """A rank's totals in milliseconds."""
+    totals = {f"{doing}_ms": time / 1e6 for doing, time in step.totals().items()}
+    sections = {name: time / 1e6 for name, time in step.sections.items()}
+    return {"rank": step.rank, "step_ms": (step.end - step.begin) / 1e6, **totals, "sections_ms": sections}

@@ -1,0 +1,1 @@
+"""Where the time of steps went: traces of ranks, joined and drawn."""

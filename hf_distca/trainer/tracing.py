@@ -1,0 +1,159 @@
+"""A trace of some steps of training, written by every rank into the output folder."""
+
+import json
+import logging
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.recorder import Recording, Span
+from hf_distca.timeline.events import TRACED, Place, Zero, rank_trace
+from hf_distca.trainer.arguments import DistCAArguments
+
+logger = logging.getLogger(__name__)
+
+STEPS_BEFORE = 3
+"""Steps that are not traced: the first ones allocate memory, choose kernels and fill caches."""
+ROUNDS = 8
+"""Times that ranks meet for a common zero, of which the quickest counts."""
+
+
+class StepTracer(TrainerCallback):
+    """Records steps of a training on this rank, from the fetching of their batches until the optimizer is done.
+
+    Nothing is measured before, after or without `steps`. On CUDA the host waits for the GPU at the end of a step that
+    is recorded.
+
+    Args:
+        dispatcher: whose recorder is listened to.
+        args: of the trainer.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, args: DistCAArguments) -> None:
+        self._dispatcher, self._recorder, self._args = dispatcher, dispatcher.recorder, args
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps, self._traced = 0, 0
+        self._zero: Zero | None = None
+        self._spans: list[Span] = []
+        self._drop()
+
+    def _drop(self) -> None:
+        """End a recording without a trace of it."""
+        self._recording: Recording | None = None
+        self._step: AbstractContextManager[None] | None = None
+        self._section: AbstractContextManager[None] | None = None
+
+    # What the trainer tells
+
+    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        """Count steps anew."""
+        self._forget()
+
+    def begin_step(self, number: int) -> None:
+        """The batches of a step are about to be fetched. A collective with the first step that is recorded.
+
+        Args:
+            number: of the step, from 1 on.
+        """
+        self.end()
+        if self._steps < STEPS_BEFORE or self._traced == self._args.trace_steps:
+            return
+        if self._zero is None:
+            self._zero = self._common_zero()
+        self._recording = self._recorder.listen(*TRACED)
+        self._step = self._recorder.span("step", f"step {number}")
+        self._step.__enter__()
+        self.section("batches")
+
+    def section(self, name: str) -> None:
+        """Another section of the step begins, where one is recorded."""
+        if self._recording is None:
+            return
+        if self._section is not None:
+            self._section.__exit__(None, None, None)
+        self._section = self._recorder.span("section", name)
+        self._section.__enter__()
+
+    def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
+        """All gradients are there."""
+        self.section("optimizer")
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """A step is done; after the last one to be recorded, the trace is written."""
+        self._steps += 1
+        if self._recording is None or self._section is None or self._step is None:
+            return
+        self._section.__exit__(None, None, None)
+        self._step.__exit__(None, None, None)
+        self._spans += self._recording.take()
+        self._traced += 1
+        self.end()
+        if self._traced == self._args.trace_steps:
+            self._write()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_kwargs: Any) -> None:
+        """Write what there is, where training ended before all steps were recorded."""
+        self.end()
+        missing = self._args.trace_steps - self._traced
+        if missing > 0 and self._args.process_index == 0:
+            logger.warning(
+                "trace_steps=%s: training ended after %s steps, of which %s were recorded; the first %s are not",
+                self._args.trace_steps,
+                self._steps,
+                self._traced,
+                STEPS_BEFORE,
+            )
+        if missing > 0 and self._traced:
+            self._write()
+
+    def end(self) -> None:
+        """Record no further; a step that is under way is left out: there was no batch, or it failed."""
+        if self._recording is not None:
+            self._recording.stop()
+        self._drop()
+
+    # The trace
+
+    def _common_zero(self) -> Zero:
+        """A moment that lies, on every rank, within the round in which all ranks have met. A collective.
+
+        No rank leaves a round before all have entered it. So the moment when the last one entered lies, by each rank's
+        clock, between its own entering and leaving, and ranks that all take their leaving for zero differ by no more
+        than the longest of these times.
+        """
+        groups = self._dispatcher.groups
+        rounds = []
+        for _ in range(ROUNDS):
+            entered = time.perf_counter()
+            groups.meet()
+            rounds.append((entered, time.perf_counter()))
+        offset, error = self._recorder.clock()
+        of_ranks = groups.all_gather([left - entered for entered, left in rounds], in_world=True)
+        longest = [max(times) for times in zip(*of_ranks, strict=True)]
+        best = longest.index(min(longest))
+        errors = groups.all_gather(error, in_world=True)
+        return Zero(rounds[best][1] + offset, longest[best] + max(errors))
+
+    def _write(self) -> None:
+        assert self._zero is not None
+        groups, rank = self._dispatcher.groups, self._args.process_index
+        place = Place(rank, self._args.world_size, groups.members)
+        path = Path(str(self._args.output_dir)) / f"trace_rank_{rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            json.dump(rank_trace(self._spans, place, self._zero), file)
+        self._spans = []
+        if rank == 0:
+            logger.info(
+                "a trace of %s steps is in %s, and one of each other rank on its host beside it: open them with "
+                "ui.perfetto.dev, or join and draw them with hf-distca timeline %s",
+                self._traced,
+                path,
+                path.parent,
+            )

@@ -1,0 +1,214 @@
+"""A trace of real steps of two ranks: parsed by the rules of the format, joined, drawn, and held against clocks."""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from transformers import TrainerCallback
+
+from hf_distca.cli.main import main
+from hf_distca.timeline.trace import TraceError, parse, read_traces
+from tests.trainer.small_trainers import make_trainer
+
+BEFORE, TRACED = 3, 2
+
+
+class Stopwatch(TrainerCallback):
+    """Times of steps by the process's clock, from the end of the step before, and of waits."""
+
+    def __init__(self, recorder) -> None:
+        self.recorder, self.ended, self.waited, self.seconds, self.waits = recorder, 0.0, 0.0, [], []
+
+    def on_step_end(self, *args, **kwargs) -> None:
+        now, waited = time.perf_counter(), self.recorder.seconds("wait")
+        self.seconds.append(now - self.ended)
+        self.waits.append(waited - self.waited)
+        self.ended, self.waited = now, waited
+
+
+def _trained(folder: str, trace_steps: int, steps: int) -> tuple[list[float], list[float], bool, frozenset]:
+    """Under DDP with bfloat16, checkpoints and ping-pong; documents that leave two nano-batches with exchanges."""
+    trainer = make_trainer(
+        folder,
+        lengths=[70, 60, 60, 50, 30, 30] * steps,
+        max_steps=steps,
+        bf16=True,
+        gradient_checkpointing=True,
+        document_layout="fixed",
+        save_strategy="no",
+        logging_strategy="no",
+        trace_steps=trace_steps,
+    )
+    watch = Stopwatch(trainer.dispatcher.recorder)
+    trainer.add_callback(watch)
+    trainer.train()
+    return watch.seconds, watch.waits, trainer.model_wrapped is not trainer.model, trainer.dispatcher.recorder._kinds
+
+
+@pytest.fixture(scope="module")
+def traced(rank_pools, tmp_path_factory):
+    """The folder of a training, and what its ranks measured of it."""
+    folder = tmp_path_factory.mktemp("traced")
+    return folder, rank_pools[2].run(_trained, str(folder), TRACED, BEFORE + TRACED)
+
+
+def joined_of(folder: Path) -> dict:
+    return read_traces(sorted(folder.glob("trace_rank_*.json")))
+
+
+def test_slices_nest_and_arrows_connect(traced):
+    folder, results = traced
+    assert all(wrapped for *_, wrapped, _ in results)  # by DDP
+    assert {path.name for path in folder.glob("*.json")} == {"trace_rank_0.json", "trace_rank_1.json"}
+    trace = parse(joined_of(folder))  # which raises where they do not
+    assert trace.ranks == [0, 1]
+    for rank in trace.ranks:
+        assert [step.name for step in trace.steps(rank)] == ["step 4", "step 5"]
+        for step in trace.steps(rank):
+            assert [inner.name for inner in step.within] == ["batches", "forward", "backward", "between", "optimizer"]
+            assert {inner.category for inner in step.within} == {"section"}
+            _check_sections(step)
+        on_its_way = [
+            found
+            for (of, name), track in trace.tracks.items()
+            for found in track
+            if of == rank and name.startswith("exchange")
+        ]
+        crossing = [found for found in on_its_way if found.arguments["rows_sent"]]
+        assert len([arrow for arrow in trace.arrows if arrow.sender == rank]) == len(crossing) > 8
+    assert {(arrow.sender, arrow.receiver) for arrow in trace.arrows} == {(0, 1), (1, 0)}
+    assert 0 < trace.clock_error < 50e6
+    for arrow in trace.arrows:  # rows do not arrive before they have left
+        assert arrow.left < arrow.came + trace.clock_error
+
+
+def _check_sections(step) -> None:
+    """Phases lie in forward and backward; kernel calls, waits and starts of exchanges lie in phases."""
+    for section in step.within:
+        phases = section.within
+        assert {phase.category for phase in phases} <= {"phase"}
+        directions = {phase.arguments["direction"] for phase in phases}
+        # With checkpoints the backward computes forwards again, but for what was kept of core attention.
+        assert directions == {"forward": {"forward"}, "backward": {"backward"}}.get(section.name, set())
+        assert {phase.arguments["nano_batch"] for phase in phases} == ({0, 1} if phases else set())
+        for phase in phases:
+            assert {inner.category for inner in phase.within} <= {"kernel", "wait", "send"}
+            told = [inner.name for inner in phase.within]
+            named = re.sub(r"(wait|run|send) ", "", phase.name).replace("; ", ", ").split(", ")
+            assert set(told) <= set(named), (told, named)
+            assert {inner.name for inner in phase.within if inner.category == "kernel"}.issubset(named)
+
+
+def test_times_add_up_to_the_step(traced):
+    folder, results = traced
+    trace = parse(joined_of(folder))
+    for rank, (seconds, waits, *_) in enumerate(results):
+        for step, by_clock, waited in zip(trace.steps(rank), seconds[BEFORE:], waits[BEFORE:], strict=True):
+            took = step.end - step.begin
+            assert sum(inner.end - inner.begin for inner in step.within) == pytest.approx(took, rel=0.02)
+            # The meeting for a common zero comes before the first of them, and writing after the last.
+            if step.name == "step 5":
+                assert took / 1e9 == pytest.approx(by_clock, rel=0.02)
+            of_waits = sum(inner.end - inner.begin for inner in step.all_within() if inner.category == "wait")
+            assert of_waits / 1e9 == pytest.approx(waited, rel=0.02)
+
+
+def test_nothing_is_measured_when_nobody_asks(rank_pools, tmp_path):
+    for *_, kinds in rank_pools[2].run(_trained, str(tmp_path), 0, BEFORE + 1):
+        assert kinds == {"wait"}
+    assert not list(tmp_path.glob("trace*"))
+
+
+def test_a_training_that_ends_early_says_so(rank_pools, tmp_path):
+    (_, _, _, kinds), *_ = rank_pools[1].run(_trained, str(tmp_path), 3, BEFORE + 1)
+    assert kinds == {"wait"}
+    (step,) = parse(joined_of(tmp_path)).steps(0)
+    assert step.name == "step 4"
+
+
+def test_the_command_joins_and_draws(traced, tmp_path, capsys):
+    folder, _ = traced
+    joined, picture = tmp_path / "joined.json", tmp_path / "step.svg"
+    assert main(["timeline", str(folder), "--joined", str(joined), "--svg", str(picture)]) == 0
+    title, _, _, first, second = capsys.readouterr().out.splitlines()
+    assert re.match(r"step 5: [\d.]+ ms, 2 ranks, clocks within [\d.e-]+ ms", title)
+    assert "█" in first
+    assert "█" in second
+    assert parse(read_traces([joined])) == parse(joined_of(folder))
+    boxes = ElementTree.parse(picture).getroot().iter("{http://www.w3.org/2000/svg}rect")
+    assert {"#2f6fb5", "#d9822b", "#b8bfc6"} <= {box.get("fill") for box in boxes}
+    assert main(["timeline", str(joined), "--step", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["step"] == "step 4"
+    for rank in told["ranks"]:
+        parts = rank["attention_ms"] + rank["waits_ms"] + rank["other_ms"]
+        assert parts == pytest.approx(rank["step_ms"])
+        assert sum(rank["sections_ms"].values()) == pytest.approx(rank["step_ms"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--step", "9"], "there is no step 9 in the trace; it has step 4, step 5"),
+        (["{folder}/trace_rank_0.json"], "are both of rank 0; give one file a rank"),
+        (["{folder}/nothing.json"], "No such file"),
+        (["tests"], "tests holds no trace_rank_*.json"),
+        ([__file__], "is not a trace that training with trace_steps has written"),
+    ],
+)
+def test_what_cannot_be_drawn(traced, capsys, arguments, told):
+    folder, _ = traced
+    assert main(["timeline", str(folder), *(argument.format(folder=folder) for argument in arguments)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_one_ranks_trace_can_be_drawn_alone(traced, capsys):
+    folder, _ = traced
+    assert main(["timeline", str(folder / "trace_rank_1.json")]) == 0
+    assert "1 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda events: events[:-1], "arrows have one end only"),
+        (lambda events: [event | {"dur": -1} if event["ph"] == "X" else event for event in events], "ends before it"),
+        (lambda events: [event for event in events if event.get("cat") != "send"], "an arrow is outside of any send"),
+        (lambda events: [event for event in events if event["name"] != "thread_name"], "has no name"),
+        (lambda events: [*events, events[-1]], "two arrows have the id"),
+        (lambda events: [*events, {"ph": "B", "name": "x", "pid": 0}], "has no valid ph"),
+        (
+            lambda events: [
+                event | {"dur": event["dur"] * 2} if event.get("cat") == "phase" else event for event in events
+            ],
+            "begins within",
+        ),
+    ],
+)
+def test_a_trace_that_breaks_the_rules_is_refused(traced, change, told):
+    content = joined_of(traced[0])
+    content["traceEvents"] = change(content["traceEvents"])
+    with pytest.raises(TraceError, match=told):
+        parse(content)
+
+
+def test_perfettos_own_parser_reads_it(traced, tmp_path):
+    """Where its binary is installed: the Python package alone downloads that."""
+    if shutil.which("trace_processor_shell") is None:
+        pytest.skip("trace_processor_shell is not installed")
+    perfetto = pytest.importorskip("perfetto.trace_processor")
+    path = tmp_path / "joined.json"
+    path.write_text(json.dumps(joined_of(traced[0])))
+    config = perfetto.TraceProcessorConfig(bin_path=shutil.which("trace_processor_shell"))
+    with perfetto.TraceProcessor(trace=str(path), config=config) as processor:
+        count = {
+            name: next(iter(processor.query(f"select count(*) as n from {name}"))).n for name in ("slice", "flow")
+        }
+        wrong = list(processor.query("select name from stats where severity = 'error' and value > 0"))
+    trace = parse(joined_of(traced[0]))
+    slices = sum(1 + len(list(outer.all_within())) for track in trace.tracks.values() for outer in track)
+    assert (count["slice"], count["flow"], wrong) == (slices, len(trace.arrows), [])

@@ -99,8 +99,10 @@ class DistCAMixin(_Trainer):
         tell_memory_on_gpu(self.model, self.dispatcher, self.args, self.accelerator)
         self.meter = StepMeter(self.dispatcher, self.pool)
         self.add_callback(self.meter)
-        self._tracer = StepTracer(self.dispatcher, self.args)
-        self.add_callback(self._tracer)
+        self._tracer: StepTracer | None = None
+        if self.args.trace_steps:
+            self._tracer = StepTracer(self.dispatcher, self.args)
+            self.add_callback(self._tracer)
         self._loaders = PackedLoaders(self.args, self.dispatcher, self._columns)
         self._progress = DataProgress()
         self.add_callback(self._progress)
@@ -178,7 +180,8 @@ class DistCAMixin(_Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """The micro-batches of one optimizer step, planned, and the number of their targets on all ranks."""
-        self._tracer.begin_step(self.state.global_step + 1)
+        if self._tracer is not None:
+            self._tracer.begin_step(self.state.global_step + 1)
         batches = self._planned_batches(epoch_iterator, num_batches)
         batches, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
         self._upcoming.begin_step(batches)
@@ -267,11 +270,16 @@ class DistCAMixin(_Trainer):
                 )
             self.dispatcher.groups.raise_together(error)
             self._wrapped = model
-        self._tracer.section("forward")
+        self._section("forward")
         loss = super().training_step(model, *args, **kwargs)
-        self._tracer.section("between")
+        self._section("between")
         self._upcoming.bind_next()
         return loss
+
+    def _section(self, name: str) -> None:
+        """Tell the trace, if there is one, that another section of the step begins."""
+        if self._tracer is not None:
+            self._tracer.section(name)
 
     def compute_loss(
         self,
@@ -289,7 +297,7 @@ class DistCAMixin(_Trainer):
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
         if self.model_wrapped.training:
-            self._tracer.section("backward")
+            self._section("backward")
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise ValueError(
                 f"{type(self.model).__name__} did not hand {PLAN_KEY} to its decoder layers, so documents attended to "

@@ -25,7 +25,7 @@ ROUNDS = 8
 class StepTracer(TrainerCallback):
     """Records steps of a training on this rank, from the fetching of their batches until the optimizer is done.
 
-    Nothing is measured before, after or without `steps`. On CUDA the host waits for the GPU at the end of a step that
+    Nothing is measured before and after them. On CUDA the host waits for the GPU at the end of a step that
     is recorded.
 
     Args:

@@ -58,7 +58,7 @@ class Asking:
 
     def __call__(self):
         rows = {"q": torch.zeros(64, 2, 8), "k": torch.zeros(64, 1, 8), "v": torch.zeros(64, 1, 8)}
-        return self.at_servers.start(WORK, [self.rows], AttentionParams(scale=0.5), rows)
+        return self.at_servers.start(WORK, [self.rows], KIND, AttentionParams(scale=0.5), rows)
 
 
 def test_a_plan_is_sent_to_the_servers_that_are_there(pool, directory):

@@ -137,8 +137,8 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], do
         "eval_loss": metrics["eval_loss"],
         "documents": len(documents),
         "tokens": sum(documents["length"]),
-        "pairs_max_over_mean_as_packed": mean(entry["pairs_max_over_mean_packed"] for entry in steps),
-        "pairs_max_over_mean_planned": mean(entry["pairs_max_over_mean"] for entry in steps),
+        "imbalance_degree_as_packed": mean(entry["imbalance_degree_packed"] for entry in steps),
+        "imbalance_degree_planned": mean(entry["imbalance_degree"] for entry in steps),
         "tokens_per_second": median(entry["tokens_per_second"] for entry in steps),
     }
 
@@ -150,8 +150,8 @@ def print_table(summary: dict[str, float], ranks: int, output_dir: str) -> None:
         ("Loss", f"{summary['loss_first']:.3f} at first, {summary['loss_last']:.3f} at last"),
         ("Evaluation loss", f"{summary['eval_loss']:.3f}"),
         ("Query-key pairs of the busiest rank, over the mean", ""),
-        ("  documents packed in order", f"{summary['pairs_max_over_mean_as_packed']:.3f}"),
-        ("  as planned", f"{summary['pairs_max_over_mean_planned']:.3f}"),
+        ("  documents packed in order", f"{summary['imbalance_degree_as_packed']:.3f}"),
+        ("  as planned", f"{summary['imbalance_degree_planned']:.3f}"),
         ("Speed", f"{summary['tokens_per_second']:,.0f} tokens/s on {ranks} ranks"),
     ]
     width = max(len(name) for name, _ in rows)

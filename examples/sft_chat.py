@@ -144,7 +144,7 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], ch
         "eval_mean_token_accuracy": metrics["eval_mean_token_accuracy"],
         "chats": chats,
         "tokens": steps[-1]["num_tokens"],
-        "pairs_max_over_mean": steps[-1]["pairs_max_over_mean"],
+        "imbalance_degree": steps[-1]["imbalance_degree"],
         "tokens_per_second": steps[-1]["tokens_per_second"],
     }
 

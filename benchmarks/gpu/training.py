@@ -172,7 +172,7 @@ def check_training(setting: Setting) -> Findings:
             len(watch.seconds) == setting.plans, f"{len(watch.seconds)} steps ran, {setting.plans} were expected"
         )
         _check_memory(findings, watch)
-        figures["pairs_max_over_mean"] = logged[-1]["pairs_max_over_mean"]
+        figures["imbalance_degree"] = logged[-1]["imbalance_degree"]
         figures["ways"]["distca, documents"] = _speed(setting, watch, lengths)
         _beside(setting, findings, "documents", watch, batches[: setting.stock_steps], lengths)
     with findings.trying("one document"):

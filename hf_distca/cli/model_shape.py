@@ -3,7 +3,6 @@
 from collections import Counter
 
 import torch
-from transformers import PreTrainedConfig
 
 from hf_distca.cli.lengths_file import InputError
 from hf_distca.cli.model_memory import read_config
@@ -11,10 +10,8 @@ from hf_distca.memory.live import without_numbers
 from hf_distca.memory.models import model_of_config
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.model import checked_attentions
+from hf_distca.patches.weights import weights_met
 from hf_distca.sim.model import ModelShape
-
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""How configs name the number of experts of a layer."""
 
 
 def shape_of(name: str) -> ModelShape:
@@ -34,12 +31,7 @@ def shape_of(name: str) -> ModelShape:
     except ValueError as error:
         raise InputError(str(error)) from error
     text = model.config.get_text_config(decoder=True)
-    tables = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
-    met = sum(
-        p.numel() * (_share_of_experts(text) if ".experts." in name else 1.0)
-        for name, p in model.named_parameters()
-        if id(p) not in tables
-    )
+    met = sum(weights_met(model).values())
     before = sum(
         text.hidden_size * (kind.q_heads * kind.dim_qk + kind.kv_heads * (kind.dim_qk + kind.dim_v)) for kind in kinds
     )
@@ -52,9 +44,3 @@ def shape_of(name: str) -> ModelShape:
         head=0 if head is None else head.weight.numel(),
         parameters=model.num_parameters(),
     )
-
-
-def _share_of_experts(config: PreTrainedConfig) -> float:
-    """To how many of the experts a token goes, as a share of all."""
-    every = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
-    return float(getattr(config, "num_experts_per_tok", None) or every) / every

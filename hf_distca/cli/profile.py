@@ -19,12 +19,11 @@ from hf_distca.cli.settings import add_setting
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
 from hf_distca.kernels import get_kernel
+from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
 from hf_distca.sim.costs import DeviceProfile, LinkCost
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Of matrices in bfloat16, as the maker names them for a dense product."""
 TIMEOUT_S = 60.0
 
 DESCRIPTION = """\
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         backward=backward,
         flops_per_second=flops,
         bytes_per_second=measured_memory(options.hidden, dtype, device),
-        peak_flops=next((peak for model, peak in PEAK_FLOPS.items() if model in _device_name(device)), flops),
+        peak_flops=peak_flops(_device_name(device)) or flops,
         within=LinkCost(3e-5, NODE_BANDWIDTH * 1e9),
         between=LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9),
         accuracy=accuracy,

@@ -13,6 +13,14 @@ from .contract import Kernel
 from .params import AttentionParams
 from .shapes import TaskShapes
 
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Of matrices in bfloat16 a second, as the maker names them for a dense product, by what is in a device's name."""
+
+
+def peak_flops(name: str) -> float | None:
+    """What a device of this name does at most; None where that is not known."""
+    return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
+
 
 @dataclass(frozen=True)
 class Work:

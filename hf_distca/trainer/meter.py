@@ -10,8 +10,12 @@ from transformers import TrainerCallback
 
 from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.pool.rank.pool import Pool
+from hf_distca.trainer.model_flops import ModelFlops
+
+GIB = 2**30
 
 
 class StepMeter(TrainerCallback):
@@ -20,10 +24,20 @@ class StepMeter(TrainerCallback):
     Args:
         dispatcher: whose exchanges to watch.
         pool: the dedicated servers that take part, where there may be any.
+        processes: that train, each with a device.
+        flops: of the model; None where they cannot be told.
+
+    Attributes:
+        steps: optimizer steps since figures were last handed out.
     """
 
-    def __init__(self, dispatcher: Dispatcher, pool: Pool | None) -> None:
-        self._dispatcher, self._pool = dispatcher, pool
+    def __init__(
+        self, dispatcher: Dispatcher, pool: Pool | None, *, processes: int, flops: ModelFlops | None = None
+    ) -> None:
+        self._dispatcher, self._pool, self._processes = dispatcher, pool, processes
+        device = dispatcher.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self._flops, self._peak_flops = flops, peak_flops(name)
         self._reset()
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
@@ -32,8 +46,13 @@ class StepMeter(TrainerCallback):
 
     def _reset(self) -> None:
         self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
+        self.steps = 0
         self._since = time.perf_counter()
         self._waited_before = self._waited()
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """Count the step."""
+        self.steps += 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -56,9 +75,12 @@ class StepMeter(TrainerCallback):
 
         Returns:
             tokens_per_second: tokens of all ranks by the clock.
-            pairs_max_over_mean_packed: most loaded rank over the mean, if each rank computed its share of
+            tokens_per_second_per_device: the same over processes and dedicated servers.
+            mfu: model FLOPs utilization: what the model needs for these tokens and pairs, whatever is computed again,
+                over what the devices could do in bfloat16; where that is known.
+            imbalance_degree_packed: most loaded rank over the mean, if each rank computed its share of
                 the same documents packed in order.
-            pairs_max_over_mean: the same for the plans.
+            imbalance_degree: the same for the plans.
             exchange_bytes: per layer and micro-batch, bytes in one forward through the busiest rank.
             exchange_bytes_within_nodes, exchange_bytes_between_nodes: where ranks share nodes, the same inside nodes,
                 and between them.
@@ -69,8 +91,9 @@ class StepMeter(TrainerCallback):
             exchange_stages: in how many stages K/V rows travel, those of the layers with the most; a micro-batch that
                 cannot be divided in two has several, so that its exchange hides behind its computation too.
             exchange_wait_seconds: time that the rank which waited longest stood in waits, for ranks and servers.
+            exposed_exchange_share: the same as a share of the time.
             attention_servers: dedicated servers that take part now, where there may be any.
-            memory_peak_bytes, memory_reserved_bytes: on CUDA, of this rank: most memory in use since the last
+            memory_peak_gib, memory_reserved_gib: on CUDA, of this rank, in GiB: most memory in use since the last
                 call, and what the allocator holds.
         """
         if not self._counted:
@@ -81,15 +104,21 @@ class StepMeter(TrainerCallback):
         plans, runs, stages = zip(*self._counted, strict=True)
         summaries = [plan.summary for plan in plans]
         count = len(summaries)
+        tokens = sum(int(plan.tokens.sum()) for plan in plans)
+        devices = self._processes + (0 if self._pool is None else len(self._pool.servers))
         figures = {
-            "tokens_per_second": sum(int(plan.tokens.sum()) for plan in plans) / elapsed,
-            "pairs_max_over_mean_packed": sum(s.packed_max_over_mean for s in summaries) / count,
-            "pairs_max_over_mean": sum(s.max_over_mean for s in summaries) / count,
+            "tokens_per_second": tokens / elapsed,
+            "tokens_per_second_per_device": tokens / elapsed / devices,
+            "imbalance_degree_packed": sum(s.packed_max_over_mean for s in summaries) / count,
+            "imbalance_degree": sum(s.max_over_mean for s in summaries) / count,
             "exchange_bytes": sum(s.exchange.bytes_bottleneck for s in summaries) / count,
             "ping_pong_share": sum(ran.layers_in_turns for ran in runs) / max(sum(ran.layers for ran in runs), 1),
             "exchange_stages": sum(stages) / count,
             "exchange_wait_seconds": waited,
+            "exposed_exchange_share": waited / elapsed,
         }
+        if self._flops is not None and self._peak_flops is not None:
+            figures["mfu"] = sum(map(self._flops.of, plans)) / (elapsed * devices * self._peak_flops)
         if self._dispatcher.settings.nodes is not None:
             moved = [summary.exchange for summary in summaries]
             figures |= {
@@ -102,8 +131,8 @@ class StepMeter(TrainerCallback):
             figures["attention_servers"] = len(self._pool.servers)
         device = self._dispatcher.device
         if device.type == "cuda":
-            figures["memory_peak_bytes"] = torch.cuda.max_memory_allocated(device)
-            figures["memory_reserved_bytes"] = torch.cuda.memory_reserved(device)
+            figures["memory_peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+            figures["memory_reserved_gib"] = torch.cuda.memory_reserved(device) / GIB
             torch.cuda.reset_peak_memory_stats(device)
         self._reset()
         return figures

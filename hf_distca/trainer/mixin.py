@@ -41,6 +41,7 @@ from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
 from hf_distca.trainer.memory import tell_memory_on_gpu
 from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.model_flops import ModelFlops
 from hf_distca.trainer.parallel import (
     data_parallel_mesh,
     dtype_of_computation,
@@ -51,6 +52,7 @@ from hf_distca.trainer.parallel import (
     whole_weights,
 )
 from hf_distca.trainer.refusals import check_arguments, check_kind, check_trainer, named_arguments
+from hf_distca.trainer.remedies import Remedies
 from hf_distca.trainer.tracing import StepTracer
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,8 @@ class DistCAMixin(_Trainer):
         check_agreement(self.args, self.dispatcher)
         self.pool = self._open_pool()
         tell_memory_on_gpu(self.model, self.dispatcher, self.args, self.accelerator)
-        self.meter = StepMeter(self.dispatcher, self.pool)
+        self.meter = self._make_meter()
+        self._remedies = Remedies(self.args, ping_pong=self.dispatcher.settings.ping_pong)
         self.add_callback(self.meter)
         self._tracer: StepTracer | None = None
         if self.args.trace_steps:
@@ -125,6 +128,13 @@ class DistCAMixin(_Trainer):
             layers = plan_layers(self.model) if planned else []
             gather_whole_layers(self.model, [*layers, *adapted_heads(self.model)])
         return dispatcher
+
+    def _make_meter(self) -> StepMeter:
+        processes = self.args.world_size
+        flops = None
+        if self.args.device.type == "cuda":  # no other device's peak is known
+            flops = ModelFlops(self.model, shared_by=max(processes // self.dispatcher.groups.ranks, 1))
+        return StepMeter(self.dispatcher, self.pool, processes=processes, flops=flops)
 
     def _open_pool(self) -> Pool | None:
         args = self.args
@@ -308,7 +318,11 @@ class DistCAMixin(_Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the figures of the micro-batches since the last time where it is a training step's log."""
         if "loss" in logs:
-            logs = {**logs, **self.meter.figures()}
+            steps = self.meter.steps
+            figures = self.meter.figures()
+            if self.args.process_index == 0:
+                self._remedies.see(figures, steps)
+            logs = {**logs, **figures}
         super().log(logs, *args, **kwargs)
 
     # Evaluation

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_distca.cli import measured, profile
+from hf_distca.cli import measured
 from hf_distca.cli.main import main
 from hf_distca.dispatch.groups import Groups
+from hf_distca.kernels.speed import PEAK_FLOPS
 from hf_distca.plan import AttentionKind
 from hf_distca.sim.costs import DeviceProfile
 
@@ -78,4 +79,4 @@ def test_a_file_that_cannot_be_written(tmp_path, capsys, few_calls):
 
 
 def test_peaks_are_of_devices_that_are_known():
-    assert {"H100", "H200", "A100"} <= profile.PEAK_FLOPS.keys()
+    assert {"H100", "H200", "A100"} <= PEAK_FLOPS.keys()

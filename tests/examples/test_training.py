@@ -24,7 +24,7 @@ def test_ranks_that_share_layers(checkpoint, tmp_path):
     summary, _ = finetune(checkpoint, tmp_path, options, ranks=4, config="tp")
     assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
     assert summary["loss_last"] < summary["loss_first"]
-    assert summary["pairs_max_over_mean_planned"] < 1.05 < summary["pairs_max_over_mean_as_packed"]
+    assert summary["imbalance_degree_planned"] < 1.05 < summary["imbalance_degree_as_packed"]
     assert (tmp_path / "model.safetensors").exists()
 
 

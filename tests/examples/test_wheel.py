@@ -95,9 +95,9 @@ def test_it_trains_the_example_on_two_ranks(python, clone, checkpoint, tmp_path)
     assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
     assert summary["loss_last"] < summary["loss_first"] - 0.5
     assert summary["eval_loss"] < summary["loss_first"]
-    assert summary["pairs_max_over_mean_as_packed"] > 1.1
+    assert summary["imbalance_degree_as_packed"] > 1.1
     # With 512 tokens per rank a block of 128 rows is a large part of a rank's share.
-    assert 1 <= summary["pairs_max_over_mean_planned"] < summary["pairs_max_over_mean_as_packed"]
+    assert 1 <= summary["imbalance_degree_planned"] < summary["imbalance_degree_as_packed"]
     assert summary["tokens_per_second"] > 0
     assert f"{summary['eval_loss']:.3f}" in printed
     assert (tmp_path / "model.safetensors").exists()

@@ -7,8 +7,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_distca import DistCAConfig
+from hf_distca.patches.model import plan_settings
 from hf_distca.plan import ExchangeFigures, PlanSummary
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.model_flops import ModelFlops
+from tests.models import small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
@@ -74,7 +79,7 @@ def test_bytes_of_nodes_are_logged_where_ranks_share_nodes(nodes, logged):
         groups=SimpleNamespace(all_gather=lambda value: [value]),
         device=torch.device("cpu"),
     )
-    meter = StepMeter(dispatcher, None)
+    meter = StepMeter(dispatcher, None, processes=1)
     for first in (0, 1):
         exchange = ExchangeFigures(*range(first, first + 9))
         plan = SimpleNamespace(tokens=np.array([1]), summary=PlanSummary(1.0, 1.0, exchange))
@@ -83,3 +88,45 @@ def test_bytes_of_nodes_are_logged_where_ranks_share_nodes(nodes, logged):
     figures = meter.figures()
     assert figures["exchange_bytes"] == 1.5
     assert {name: value for name, value in figures.items() if "node" in name} == logged
+
+
+def test_model_flops_are_those_of_weights_and_pairs():
+    model = small_model()
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    config, rows = model.config, [5, 3]
+    settings = plan_settings(model, DistCAConfig(tokens_per_rank=8), ranks=1, device=torch.device("cpu"))
+    plan = plan_micro_batch(rows, settings)
+    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    rest = model.model.norm.weight.numel() + model.lm_head.weight.numel()
+    weights = 4 * of_layers[0] + 6 * (sum(of_layers[1:]) + rest)
+    heads = config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
+    attention = config.num_hidden_layers * 3 * 4 * heads * (15 + 6)
+    assert ModelFlops(model, shared_by=1).of(plan) == pytest.approx(8 * weights + attention)
+
+
+@pytest.mark.parametrize(("peak", "mfu"), [(None, None), (100.0, 2 * 50.0 / (4.0 * 3 * 100.0))])
+def test_figures_of_devices(monkeypatch, peak, mfu):
+    monkeypatch.setattr("hf_distca.trainer.meter.peak_flops", lambda name: peak)
+    monkeypatch.setattr("hf_distca.trainer.meter.time", clock := Clock())
+    dispatcher = SimpleNamespace(
+        settings=SimpleNamespace(nodes=None),
+        recorder=SimpleNamespace(seconds=clock.seconds),
+        groups=SimpleNamespace(all_gather=lambda value: [value]),
+        device=torch.device("cpu"),
+    )
+    pool = SimpleNamespace(servers=[7])
+    meter = StepMeter(dispatcher, pool, processes=2, flops=SimpleNamespace(of=lambda plan: 50.0))
+    for _ in range(2):
+        clock.on_step_begin()
+        plan = SimpleNamespace(tokens=np.array([20, 4]), summary=PlanSummary(1.5, 1.0, ExchangeFigures(*[0] * 9)))
+        ran = SimpleNamespace(layers_in_turns=0, layers=1)
+        meter.count(SimpleNamespace(plan=plan, ran=ran, stages=1))
+        meter.on_step_end()
+    assert meter.steps == 2
+    figures = meter.figures()
+    assert meter.steps == 0
+    assert (figures["tokens_per_second"], figures["tokens_per_second_per_device"]) == (12.0, 4.0)
+    assert figures["exposed_exchange_share"] == 0.5
+    assert figures["imbalance_degree_packed"] == 1.5
+    assert figures.get("mfu") == mfu

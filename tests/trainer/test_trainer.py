@@ -59,7 +59,7 @@ def test_logs_of_a_step(rank_pools, tmp_path):
     (history, _, _), _ = rank_pools[2].run(_one_step_of_everything, str(tmp_path), "packed", 0)
     figures = history[0]
     assert figures["tokens_per_second"] > 0
-    assert 1.0 <= figures["pairs_max_over_mean"] < 1.05 < figures["pairs_max_over_mean_packed"]
+    assert 1.0 <= figures["imbalance_degree"] < 1.05 < figures["imbalance_degree_packed"]
     assert figures["exchange_bytes"] > 0
     assert figures["exchange_wait_seconds"] > 0
 

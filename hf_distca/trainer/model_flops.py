@@ -1,0 +1,43 @@
+"""Floating point operations that a model needs for a micro-batch, whatever is computed again."""
+
+from collections import Counter
+
+import numpy as np
+from torch import nn
+
+from hf_distca.patches.kinds import attention_kinds
+from hf_distca.patches.model import base_model, checked_attentions
+from hf_distca.patches.weights import weights_met
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.cost import pairs
+
+
+class ModelFlops:
+    """Counts as model FLOPs utilization (MFU) has it: two operations for each weight that a token meets and four for
+    its gradients, two where the weight is not trained; core attention likewise, by pairs that are not masked.
+
+    Args:
+        model: as it will be trained.
+        shared_by: processes that share each layer's heads, by tensor parallelism.
+    """
+
+    def __init__(self, model: nn.Module, shared_by: int) -> None:
+        base = base_model(model)
+        attentions = checked_attentions(base)
+        self._layers = Counter(attention_kinds(base, {name: module})[0] for name, module in attentions.items())
+        self._shared_by = shared_by
+        met = weights_met(base)
+        head = getattr(base.get_output_embeddings(), "weight", None)
+        if head is not None:
+            met[head] = float(getattr(head, "ds_numel", head.numel()))
+        self.of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
+
+    def of(self, plan: MicroBatchPlan) -> float:
+        """Of a micro-batch on all ranks, forward and backward."""
+        total = self.of_token * float(plan.tokens.sum())
+        for nano in plan.nano_batches:
+            for kind, of_kind in nano.plans.items():
+                count = float(np.sum(pairs(0, of_kind.layout.lengths, of_kind.window)))
+                of_pair = 6.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * self._shared_by
+                total += self._layers[kind] * of_pair * count
+        return total

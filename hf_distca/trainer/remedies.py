@@ -1,0 +1,81 @@
+"""What keeps balancing from paying, told once with the remedy, from the figures that are logged."""
+
+import logging
+from collections.abc import Mapping
+
+from hf_distca.config import DistCAConfig
+
+logger = logging.getLogger(__name__)
+
+STEPS = 50
+"""So many steps are looked at together: a few of them tell little of the documents."""
+MOST_IMBALANCE, MOST_EXPOSED, LEAST_PING_PONG = 1.1, 0.1, 0.1
+"""Imbalance degree, share of the step in waits, and share of layers in turns, beyond which something is to be done."""
+LOOKED_AT = ("imbalance_degree", "exposed_exchange_share", "ping_pong_share")
+
+
+class Remedies:
+    """Looks at the means of figures over some fifty steps at a time, and warns of each thing once.
+
+    Args:
+        settings: of the run.
+        ping_pong: whether plans have two nano-batches where they can.
+    """
+
+    def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
+        self._settings, self._ping_pong = settings, ping_pong
+        self._told: set[str] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps = 0
+        self._sums = dict.fromkeys(LOOKED_AT, 0.0)
+
+    def see(self, figures: Mapping[str, float], steps: int) -> None:
+        """Take in what is logged of some steps.
+
+        Args:
+            figures: of them, see `StepMeter.figures`; empty where there were none.
+            steps: how many.
+        """
+        if not figures or not steps:
+            return
+        self._steps += steps
+        for name in LOOKED_AT:
+            self._sums[name] += figures[name] * steps
+        if self._steps >= STEPS:
+            means = {name: total / self._steps for name, total in self._sums.items()}
+            self._begin()
+            self._warn(means)
+
+    def _warn(self, means: Mapping[str, float]) -> None:
+        settings = self._settings
+        if means["imbalance_degree"] > MOST_IMBALANCE:
+            self._tell(
+                f"imbalance_degree is {means['imbalance_degree']:.2f}: the busiest rank computes so much more core "
+                "attention than the mean, and all wait for it; set balance_tolerance to 0.01 (it is "
+                f"{settings.balance_tolerance}), a smaller balance_block_size (it is {settings.balance_block_size}), "
+                "or more tokens_per_rank, so that there is enough to share out",
+                "imbalance_degree",
+            )
+        if means["exposed_exchange_share"] > MOST_EXPOSED:
+            self._tell(
+                f"exposed_exchange_share is {means['exposed_exchange_share']:.2f}: a rank stands in waits for so much "
+                f"of the step; keep ping_pong on (it is {settings.ping_pong}), raise balance_tolerance (it is "
+                f"{settings.balance_tolerance}) so that less travels, and see with hf-distca doctor whether links and "
+                "nodes are what they should be; trace_steps=3 shows which waits are long",
+                "exposed_exchange_share",
+            )
+        if self._ping_pong and means["ping_pong_share"] < LEAST_PING_PONG:
+            self._tell(
+                f"ping_pong_share is {means['ping_pong_share']:.2f}: micro-batches hardly ever run as two nano-"
+                "batches whose exchanges hide behind each other's computation; give ranks more tokens_per_rank, "
+                "so that no document has more than half of a micro-batch's tokens, and put hooks on decoder layers, "
+                "not inside",
+                "ping_pong_share",
+            )
+
+    def _tell(self, text: str, name: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning("over the last steps %s", text)

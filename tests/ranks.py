@@ -134,6 +134,8 @@ def become_rank(rank: int, size: int, port: int) -> None:
     )
     import torch
 
+    # As in a process that is launched: what a forkserver has made would make processes that import everything anew.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
 

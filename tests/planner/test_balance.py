@@ -152,13 +152,11 @@ def test_plans_compute_every_row_once_within_tolerance(problem, window, balance_
     loads = loads_by_row(plan)
     assert loads == loads_of(plan).tolist()
     ideal = workers.ideal(sum(loads))
-    # A row is not divisible: beyond the balance_tolerance, a worker is off by no more than a few of the largest.
+    # A row is not divisible: beyond the balance_tolerance, the slowest worker is off by no more than a few of the
+    # largest, and the others may be as late as it is: found by a search, where that saved a task below a block.
     row = min(int(layout.lengths.max(initial=0)), window or 10**9)
-    late = [
-        time - ideal * (1 + balance_tolerance) - 2 * row / speed
-        for time, speed in zip(workers.finishing(np.array(loads)), workers.speed, strict=True)
-    ]
-    assert max(late) <= 1e-6 * ideal
+    late = workers.finishing(np.array(loads)) - ideal * (1 + balance_tolerance) - 2 * row / min(workers.speed)
+    assert late.max() <= 1e-6 * ideal
 
 
 def test_documents_of_one_row_spread_over_workers():

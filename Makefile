@@ -12,7 +12,7 @@ GPU_SETUP := $(GPU_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
 DEMO := runs/demo
 
-.PHONY: setup demo test lint types tests survey oldest newest gpu gpu-wheels format clean
+.PHONY: setup demo test lint types tests survey features oldest newest gpu gpu-wheels format clean
 
 setup: $(SETUP)
 
@@ -55,6 +55,10 @@ tests: $(SETUP)
 # Every causal language model of transformers; `python -m tests.survey.page` writes docs/compatibility.md anew.
 survey: $(SETUP)
 	$(BIN)/python -m pytest -m survey
+
+# What users turn on; `python -m tests.trainer.features_page` writes docs/features.md anew.
+features: $(SETUP)
+	$(BIN)/python -m pytest -m features
 
 # What calls into other libraries, and trains under accelerate as users launch it.
 VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \

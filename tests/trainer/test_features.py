@@ -171,7 +171,7 @@ def rows() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.survey
+@pytest.mark.features
 @pytest.mark.parametrize(("name", "strategy"), rows())
 def test_feature(run, reference, name, strategy):
     feature = FEATURES[name]

@@ -1,0 +1,76 @@
+"""Writes the tables of docs/simulation.md from the committed results.
+
+python benchmarks/simulation_tables.py
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "simulation.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MARK = re.compile(r"<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?")
+
+
+def result(name: str) -> Any:
+    """What a benchmark found."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["result"]
+
+
+def lines(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)) + "\n"
+
+
+def predicted_steps() -> str:
+    """Steps of two CPU ranks."""
+    rows = []
+    for name, found in result("predicted_steps")["steps"].items():
+        if "seconds" in found:
+            ratio = found["predicted / measured"]
+            spread = f"{ratio['median']:.3f} ({ratio['lower']:.3f} to {ratio['upper']:.3f})"
+            rows.append((name, f"{found['seconds']['median']:.2f}", spread))
+    return lines(("documents, way", "measured, s", "predicted / measured: median (quartiles)"), rows)
+
+
+def reference_steps() -> str:
+    """Steps of the reference system."""
+    rows = [
+        (
+            name,
+            f"{found['baseline_r2']:.4f}",
+            *(f"{found[f'balanced_error_{which}']:.1%}" for which in ("mean", "p90")),
+            *(f"{found[f'whole_error_{which}']:.1%}" if "whole_steps" in found else "" for which in ("mean", "p90")),
+        )
+        for name, found in result("reference_steps").items()
+    ]
+    return lines(("set", "R² of the baseline", "balanced: error, mean", "90 %", "whole: error, mean", "90 %"), rows)
+
+
+def paper_tables() -> str:
+    """The paper's settings."""
+    rows = [
+        (
+            row["model"],
+            {"wlbllm": "pretraining mix", "prolong": "ProLong"}[row["documents"]],
+            row["longest"],
+            str(row["gpus"]),
+            f"{row['speed_up']:.2f}",
+            f"{row['fixed_speed_up']:.2f}",
+            row["published"],
+        )
+        for row in result("paper_tables")["settings"]
+    ]
+    return lines(("model", "documents", "longest", "GPUs", "joint", "fixed", "the paper"), rows)
+
+
+def page(text: str) -> str:
+    """The page with its tables written anew."""
+    makers = {"predicted_steps": predicted_steps, "reference_steps": reference_steps, "paper_tables": paper_tables}
+    return MARK.sub(lambda mark: f"<!-- {mark[1]} -->\n\n{makers[mark[1]]()}", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

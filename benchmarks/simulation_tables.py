@@ -66,9 +66,33 @@ def paper_tables() -> str:
     return lines(("model", "documents", "longest", "GPUs", "joint", "fixed", "the paper"), rows)
 
 
+def typical_data() -> str:
+    """What to expect for four kinds of documents."""
+    rows = [
+        (
+            row["documents"],
+            str(row["ranks"]),
+            f"{row['imbalance']:.2f}",
+            f"{row['attention_share']:.0%}",
+            f"{row['over_plain']:.2f} ({row['plain_cuts']:.1%})",
+            f"{row['over_best_other']:.2f} ({row['best_other']})",
+        )
+        for row in result("typical_data")["settings"]
+    ]
+    header = (
+        "documents",
+        "GPUs",
+        "m",
+        "attention's share",
+        "over plain packing (documents it cuts)",
+        "over the best other way",
+    )
+    return lines(header, rows)
+
+
 def page(text: str) -> str:
     """The page with its tables written anew."""
-    makers = {"predicted_steps": predicted_steps, "reference_steps": reference_steps, "paper_tables": paper_tables}
+    makers = {make.__name__: make for make in (typical_data, predicted_steps, reference_steps, paper_tables)}
     return MARK.sub(lambda mark: f"<!-- {mark[1]} -->\n\n{makers[mark[1]]()}", text)
 
 

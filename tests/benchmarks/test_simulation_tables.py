@@ -8,6 +8,6 @@ def test_the_page_has_the_figures_of_the_results(monkeypatch):
     from simulation_tables import PAGE, page
 
     text = PAGE.read_text()
-    assert text.count("<!-- ") == 3
+    assert text.count("<!-- ") == 4
     assert page(text) == text
     assert text.count("\n| ") > 40

@@ -110,10 +110,13 @@ def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> NDAr
         row_bytes: bytes of the rows.
         nodes: [workers] the node of each worker.
     """
-    queries = query_rows_by_link(plan, nodes)
-    moved: NDArray[np.int64] = (
-        queries * row_bytes.q + queries[:, ::-1] * row_bytes.o + key_rows_by_link(plan, nodes) * row_bytes.kv
-    )
+    return bytes_of_rows(query_rows_by_link(plan, nodes), key_rows_by_link(plan, nodes), row_bytes)
+
+
+def bytes_of_rows(queries: NDArray[np.int64], keys: NDArray[np.int64], row_bytes: RowBytes) -> NDArray[np.int64]:
+    """[2, 2, workers] int64: bytes of rows as `query_rows_by_link` and `key_rows_by_link` count them, and of O, which
+    goes back."""
+    moved: NDArray[np.int64] = queries * row_bytes.q + queries[:, ::-1] * row_bytes.o + keys * row_bytes.kv
     return moved
 
 

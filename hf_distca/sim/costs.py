@@ -34,20 +34,6 @@ class Tasks:
     pairs: FloatArray
     calls: FloatArray
 
-    def __add__(self, other: "Tasks") -> "Tasks":
-        return Tasks(
-            self.rows + other.rows, self.keys + other.keys, self.pairs + other.pairs, self.calls + other.calls
-        )
-
-    def __mul__(self, factor: float) -> "Tasks":
-        """So many times the same tasks, in so many calls more."""
-        return Tasks(self.rows * factor, self.keys * factor, self.pairs * factor, self.calls * factor)
-
-    @classmethod
-    def none(cls, workers: int) -> "Tasks":
-        """Nothing for anybody."""
-        return cls(*(np.zeros(workers) for _ in range(4)))
-
 
 @dataclass(frozen=True)
 class KernelCost:

@@ -51,11 +51,6 @@ class ModelShape:
         kind = AttentionKind(None, q_heads, kv_heads, head_dim, head_dim)
         return cls({kind: layers}, hidden, before, after, head, layers * (before + after) + 2 * head)
 
-    def flops_per_pair(self) -> float:
-        """Floating point operations of core attention's forward for one query-key pair in all layers: two products,
-        two operations for each number."""
-        return sum(2.0 * count * kind.q_heads * (kind.dim_qk + kind.dim_v) for kind, count in self.layers.items())
-
 
 LLAMA_8B = ModelShape.llama(32, 4096, 14336, 32, 8, 128256)
 """Llama-3-8B."""

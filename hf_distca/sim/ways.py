@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.metrics import bytes_of_rows
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.with_servers import plan_with_servers
@@ -216,7 +217,7 @@ def planned(
         layers += [(count, walk_layer(counted, costs, "forward")), (count, walk_layer(counted, costs, "backward"))]
         row = RowBytes.of_kind(gpu, setup.profile.bytes_per_value)
         sent = sum(
-            rows.queries * row.q + rows.queries[:, ::-1] * row.o + rows.keys * row.kv
+            bytes_of_rows(rows.queries, rows.keys, row)
             for each in counted
             for rows in (each.among_ranks, each.with_servers)
         )

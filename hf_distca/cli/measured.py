@@ -8,7 +8,8 @@ from statistics import median
 import numpy as np
 import torch
 
-from hf_distca.dispatch.exchange import Exchange, Message, Traffic
+from hf_distca.cli.findings.links import ROW_BYTES, message_of_rows
+from hf_distca.dispatch.exchange import Exchange, Message
 from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.plan import AttentionKind
@@ -21,7 +22,6 @@ KEYS = (1, 2, 5)
 """K/V rows of them, for each query row."""
 REPEATS = 5
 """Of each measurement; the median is taken."""
-ROW_BYTES = 1024
 EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
 """Rows that are exchanged: 64 KiB to 64 MiB."""
 TOKENS = {"cpu": 1024, "cuda": 8192}
@@ -104,10 +104,7 @@ def measured_link(groups: Groups, device: torch.device, peers: Sequence[int]) ->
     to, of = peers[groups.rank], peers.index(groups.rank)
     sizes, times = [], []
     for rows in EXCHANGED_ROWS:
-        sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
-        message = exchange.open(
-            [((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "profile", device
-        )
+        message = message_of_rows(exchange, to, of, ranks, rows, device)
         taken = seconds_of(partial(_exchanged, message), device)
         sizes.append(float(rows * ROW_BYTES))
         times.append(max(groups.all_gather(taken)))

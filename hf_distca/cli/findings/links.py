@@ -8,7 +8,7 @@ from statistics import median
 import torch
 
 from hf_distca.cli.findings.finding import Finding
-from hf_distca.dispatch.exchange import Exchange, Traffic
+from hf_distca.dispatch.exchange import Exchange, Message, Traffic
 from hf_distca.dispatch.groups import Groups
 
 ROW_BYTES = 1024
@@ -58,13 +58,18 @@ def measured_links(groups: Groups, device: torch.device) -> list[Link]:
 
 def _seconds(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> float:
     """Time of one message to a rank while one of another comes in."""
-    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
-    message = exchange.open([((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "links", device)
+    message = message_of_rows(exchange, to, of, ranks, rows, device)
     _come_to_rest(device)
     began = time.perf_counter()
     message.send().wait()
     _come_to_rest(device)
     return time.perf_counter() - began
+
+
+def message_of_rows(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> Message:
+    """So many rows of ROW_BYTES to a rank while as many come from another one."""
+    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
+    return exchange.open([((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "links", device)
 
 
 def _come_to_rest(device: torch.device) -> None:

@@ -20,7 +20,7 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
 config=$1
 shift
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+read -r first_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export CONFIG=$config MAIN_ADDRESS=$first_node MAIN_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export PROCESSES=$((SLURM_JOB_NUM_NODES * ${SLURM_GPUS_ON_NODE:-1}))
 

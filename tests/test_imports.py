@@ -154,7 +154,7 @@ def test_no_circles():
     assert not left, f"these import each other: {sorted(left)}"
 
 
-@pytest.mark.parametrize("part", PURE)
+@pytest.mark.parametrize("part", sorted(PURE))
 def test_pure_parts_know_neither_torch_nor_transformers(part):
     for module in MODULES:
         if is_in(module, {part}):

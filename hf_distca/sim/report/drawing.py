@@ -50,9 +50,16 @@ class Drawing:
 
     def markup(self, label: str) -> str:
         """The element; the label is for those who do not see it."""
+        return self._element("", label, "")
+
+    def file(self, label: str, style: str) -> str:
+        """A picture that stands in a file of its own, with its style sheet."""
+        return self._element('xmlns="http://www.w3.org/2000/svg" ', label, f"<style>{style}</style>") + "\n"
+
+    def _element(self, namespace: str, label: str, first: str) -> str:
         return (
-            f'<svg viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" height="{self.height:g}" '
-            f'role="img" aria-label="{escape(label)}">{"".join(self._parts)}</svg>'
+            f'<svg {namespace}viewBox="0 0 {self.width:g} {self.height:g}" width="{self.width:g}" '
+            f'height="{self.height:g}" role="img" aria-label="{escape(label)}">{first}{"".join(self._parts)}</svg>'
         )
 
 

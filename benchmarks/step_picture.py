@@ -1,0 +1,115 @@
+"""README's picture: one step of 8 ranks, as documents are packed and as planned, simulated.
+
+An 8B model on 8 H100 with 32768 tokens each, documents with ProLong's lengths. Of the micro-batches drawn the picture
+shows the one whose gain is the median. Writes docs/step.svg; prints the numbers that are drawn.
+
+PYTHONPATH=. python benchmarks/step_picture.py [--batches 31]
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from harness import print_json
+
+from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.lengths import corpora, micro_batches
+from hf_distca.sim.model import LLAMA_8B
+from hf_distca.sim.report.drawing import Drawing
+from hf_distca.sim.ways import Setup, StepTime, plain, planned
+
+RANKS, TOKENS_PER_RANK = 8, 32768
+PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
+STYLE = """
+text { font: 13px sans-serif; fill: #57606a } .strong { font-weight: 600 }
+.other { fill: #8c959f } .attention { fill: #2f6fb5 } .waits { fill: #d9822b; opacity: 0.35 }
+.rule { stroke: #57606a; fill: none }
+@media (prefers-color-scheme: dark) { text { fill: #b8bfc6 } .rule { stroke: #b8bfc6 } .other { fill: #6e7681 } }
+"""
+WIDTH, LEFT, RIGHT, ROW, BAR = 860, 64, 60, 15, 12
+"""Pixels: of the picture, beside its bars, of a rank's line and of its bar."""
+PARTS = (("other", "everything else"), ("attention", "core attention"), ("waits", "waits for the slowest rank"))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A step as it is drawn.
+
+    Attributes:
+        title: the way to train.
+        seconds: of the step.
+        other: everything else that a rank computes, in seconds; ranks have equally many tokens.
+        attention: [ranks] core attention of each, in seconds.
+    """
+
+    title: str
+    seconds: float
+    other: float
+    attention: tuple[float, ...]
+
+    @classmethod
+    def of(cls, title: str, step: StepTime) -> "Shown":
+        """A simulated step, to the millisecond."""
+        attention = tuple(round(seconds, 3) for seconds in step.attention_by_rank)
+        return cls(title, round(step.seconds, 3), round(step.other_mean, 3), attention)
+
+
+def picture(steps: Sequence[Shown]) -> str:
+    """The picture as SVG: panels below one another, on one scale; a line a rank.
+
+    Args:
+        steps: of each panel.
+    """
+    panel = RANKS * ROW + 44
+    drawing = Drawing(WIDTH, 30 + panel * len(steps))
+    scale = (WIDTH - LEFT - RIGHT) / max(step.seconds for step in steps)
+    for index, (style, name) in enumerate(PARTS):
+        drawing.bar(LEFT + index * 190, 6, 12, 12, style, name)
+        drawing.text(LEFT + index * 190 + 18, 17, name)
+    for index, step in enumerate(steps):
+        top = 52 + index * panel
+        drawing.text(LEFT, top - 6, step.title, style="strong")
+        for rank, attention in enumerate(step.attention):
+            y = top + rank * ROW
+            drawing.text(LEFT - 8, y + 11, f"rank {rank}", "end")
+            x = float(LEFT)
+            sizes = (step.other, attention, step.seconds - step.other - attention)
+            for (style, name), seconds in zip(PARTS, sizes, strict=True):
+                drawing.bar(x, y, seconds * scale, BAR, style, f"rank {rank}, {name}: {seconds:.2f} s")
+                x += seconds * scale
+        end = LEFT + step.seconds * scale
+        drawing.line(end, top - 4, end, top + RANKS * ROW)
+        drawing.text(end + 6, top + RANKS * ROW / 2 + 4, f"{step.seconds:.2f} s")
+    label = ", ".join(f"{step.title}: {step.seconds:.2f} s" for step in steps)
+    return drawing.file(f"One step of {RANKS} ranks. {label}", STYLE)
+
+
+def main() -> None:
+    """Simulate, draw, print the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=31, help="micro-batches to take the median of (default: 31)")
+    setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), RANKS, TOKENS_PER_RANK)
+    settings = PlanSettings(
+        RANKS, TOKENS_PER_RANK, document_layout="joint", kinds=tuple(LLAMA_8B.layers), ping_pong=True
+    )
+    drawn = micro_batches(corpora()["prolong"], RANKS * TOKENS_PER_RANK, seed=0)
+    pairs = []
+    for lengths in islice(drawn, parser.parse_args().batches):
+        packed, balanced = plain(lengths, setup), planned(lengths, setup, settings)[0]
+        pairs.append((packed.seconds / balanced.seconds, packed, balanced))
+    pairs.sort(key=lambda pair: pair[0])
+    gain, packed, balanced = pairs[len(pairs) // 2]
+    steps = (
+        Shown.of("as packed: equally many tokens on each rank", packed),
+        Shown.of("with hf_distca: equally many tokens, and equally many query-key pairs", balanced),
+    )
+    PICTURE.write_text(picture(steps), encoding="utf-8")
+    gains = [pair[0] for pair in pairs]
+    print_json(steps=[vars(step) for step in steps], gain=gain, gain_least=gains[0], gain_most=gains[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -93,7 +93,16 @@ def test_layers_that_share_keys_and_values(rank_pools, model_type, checkpointing
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_layers_with_heads_of_their_own(rank_pools, checkpointing):
-    _assert_equals_one_process(rank_pools, "gemma4_text", *GLOBAL_HEADS, True, checkpointing, True, False)
+    """Float32 itself is 1.3e-5 off for this model: planned gradients may be twice as far from those in float64."""
+    config, other = GLOBAL_HEADS
+    documents = random_documents([length for row in ROWS for length in row])
+    model = small_model("gemma4_text", other, **config)
+    loss, stock = reference_step(model, documents)
+    _, exact = reference_step(model.double(), documents)
+    stock_error = max(relative_error(stock[name], exact[name]) for name in exact)
+    for got_loss, got in rank_pools[2].run(_step, "gemma4_text", config, True, checkpointing, True, False):
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        assert max(relative_error(got[name], exact[name]) for name in exact) < 2 * stock_error
 
 
 def test_three_ranks(rank_pools):

@@ -1,6 +1,6 @@
-"""Writes the tables of docs/simulation.md from the committed results.
+"""Writes the tables of README.md and docs/simulation.md that come from committed results.
 
-python benchmarks/simulation_tables.py
+python benchmarks/result_tables.py
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "simulation.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "simulation.md")
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?")
 
@@ -90,11 +90,51 @@ def typical_data() -> str:
     return lines(header, rows)
 
 
-def page(text: str) -> str:
-    """The page with its tables written anew."""
-    makers = {make.__name__: make for make in (typical_data, predicted_steps, reference_steps, paper_tables)}
-    return MARK.sub(lambda mark: f"<!-- {mark[1]} -->\n\n{makers[mark[1]]()}", text)
+def expectations() -> str:
+    """What to expect for three kinds of documents on 64 GPUs."""
+    rows = [
+        (
+            row["documents"],
+            f"{row['attention_share']:.0%}",
+            f"{row['imbalance']:.1f}",
+            f"{row['over_plain']:.2f} ({row['plain_cuts']:.1%})",
+            f"{row['over_best_other']:.2f} ({row['best_other']})",
+        )
+        for row in result("typical_data")["settings"]
+        if row["ranks"] == 64 and "WLB" not in row["documents"]
+    ]
+    header = ("documents", "attention", "m", "over plain packing (documents it cuts)", "over the best other way")
+    return lines(header, rows)
+
+
+def memory_guide() -> str:
+    """The most tokens of a rank that fit."""
+    found = result("memory_guide")["guide"]
+    sizes = list(found[0]["longest"])
+    rows = [
+        (
+            row["model"],
+            str(row["ranks"]),
+            row["strategy"],
+            *(str(row["longest"][size]) if row["longest"][size] else "–" for size in sizes),
+        )
+        for row in found
+        if any(row["longest"].values())
+    ]
+    return lines(("model", "GPUs", "strategy", *(f"{size} GB" for size in sizes)), rows)
+
+
+TABLES = {
+    make.__name__: make
+    for make in (expectations, memory_guide, typical_data, predicted_steps, reference_steps, paper_tables)
+}
+
+
+def written(text: str) -> str:
+    """A page with its tables written anew."""
+    return MARK.sub(lambda mark: f"<!-- {mark[1]} -->\n\n{TABLES[mark[1]]()}", text)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))

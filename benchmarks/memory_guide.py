@@ -1,0 +1,86 @@
+"""README's memory guide: the most tokens of a rank that fit GPUs of several sizes, by model, ranks and strategy.
+
+Nothing is trained: a step is run on tensors without numbers and counted (hf_distca.memory). Full fine-tuning with Adam
+in bfloat16, float32 copies of the weights, decoder layers checkpointed, one document over all ranks. What CUDA and
+NCCL take themselves is left out of a GPU's memory.
+
+PYTHONPATH=. python benchmarks/memory_guide.py
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from harness import print_json, table
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from hf_distca.config import DistCAConfig
+from hf_distca.memory.estimate import ConfigMemory
+from hf_distca.memory.live import without_numbers
+from hf_distca.memory.model_state import Strategy
+from hf_distca.memory.models import model_of_config
+from hf_distca.patches.kinds import attention_kinds
+from hf_distca.patches.model import checked_attentions
+from hf_distca.planner.micro_batch import PlanSettings
+
+MODELS: dict[str, PreTrainedConfig] = {
+    "Llama-3.2-1B": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    ),
+    "Llama-3.1-8B": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "Qwen3-32B": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+}
+"""The shapes of their config.json."""
+RANKS = {"Llama-3.2-1B": (8,), "Llama-3.1-8B": (8, 32), "Qwen3-32B": (32,)}
+STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero2", "fsdp2")
+MEMORY, OWN = (24, 40, 80, 141), 2
+"""GB of GPUs, and what CUDA and NCCL take of it."""
+GB = 10**9
+
+
+def main() -> None:
+    """Count, print a table and one JSON object."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    found: list[dict[str, Any]] = []
+    for name, config in MODELS.items():
+        model = model_of_config(config, torch.float32, without_numbers())
+        kinds = attention_kinds(model, checked_attentions(model))
+        for ranks in RANKS[name]:
+            settings = PlanSettings(
+                ranks, 8192, kinds=kinds, document_layout="joint", ping_pong=True, kernel="torch_varlen"
+            )
+            memory = ConfigMemory(config, settings, DistCAConfig())
+            for strategy in STRATEGIES:
+                longest = {
+                    size: memory.longest((size - OWN) * GB, strategy, mixed=True, checkpointing=True)
+                    for size in MEMORY
+                }
+                found.append({"model": name, "ranks": ranks, "strategy": strategy, "longest": longest})
+    columns = ("model", "ranks", "strategy", *(f"{size} GB" for size in MEMORY))
+    table(columns, [(*map(str, list(row.values())[:3]), *map(str, row["longest"].values())) for row in found])
+    print_json(guide=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -49,15 +49,18 @@ lint: $(SETUP)
 types: $(SETUP)
 	$(BIN)/mypy
 
+# Two processes, since many tests wait for others: for launches, time-outs, servers that are gone.
 tests: $(SETUP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Every causal language model of transformers; `python -m tests.survey.page` writes docs/compatibility.md anew.
 survey: $(SETUP)
 	$(BIN)/python -m pytest -m survey
 
-# What users turn on; `python -m tests.trainer.features_page` writes docs/features.md anew.
+# What users turn on; `python -m tests.trainer.features_page` writes docs/features.md anew. With bitsandbytes, bases in
+# 4 bits too: it is not among what is set up, because peft imports it, and with it torch's compiler, in every process.
 features: $(SETUP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quantized]'
 	$(BIN)/python -m pytest -m features
 
 # What calls into other libraries, and trains under accelerate as users launch it.

@@ -30,6 +30,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -133,7 +134,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of transformers' trainer, for all ways: one epoch is one optimizer step."""
+        """Of transformers' trainer; one epoch is one optimizer step."""
         return {
             "output_dir": self.folder,
             "num_train_epochs": self.steps,
@@ -198,9 +199,18 @@ def rebalanced_padded(case: Case, ranks: int) -> "Halted":
 
 
 def planned(case: Case, ranks: int) -> "Halted":
-    """hf_distca with its defaults."""
-    args = DistCATrainingArguments(**case.arguments, use_cpu=True, tokens_per_rank=-(-sum(case.lengths) // ranks))
-    return Halted(DistCATrainer(model=case.model("distca"), args=args, train_dataset=case.data), None)
+    """hf_distca with its defaults, documents in the order of the data, which fill each step.
+
+    An epoch has all steps: the process that loads ahead, which is a default, starts once an epoch.
+    """
+    args = DistCATrainingArguments(
+        **{**case.arguments, "num_train_epochs": 1},
+        use_cpu=True,
+        train_sampling_strategy="sequential",
+        tokens_per_rank=-(-sum(case.lengths) // ranks),
+    )
+    data = case.data * (case.steps + 1)
+    return Halted(DistCATrainer(model=case.model("distca"), args=args, train_dataset=data), None)
 
 
 def use_deepspeed() -> None:
@@ -275,6 +285,7 @@ class Halted(TrainerCallback):
         self._go: queue.Queue[None] = queue.Queue()
         self._said: queue.Queue[dict[str, float] | BaseException] = queue.Queue()
         trainer.add_callback(self)
+        trainer.remove_callback(PrinterCallback)
         self._thread = threading.Thread(target=self._train, daemon=True)
 
     def _train(self) -> None:

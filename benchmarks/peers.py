@@ -2,8 +2,8 @@
 
 Each way is a trainer (transformers' Trainer, or DistCATrainer) of the same 2-layer LLaMA of hidden size 256, float32,
 AdamW, gradients clipped at 1, one thread a rank, gloo. A step has 16 documents, by default of 16384 tokens together:
-one of half of the tokens with short ones, or a long tail. It is one epoch of them, with loading, collating, planning,
-both passes, the update and its log.
+one of half of the tokens with short ones, or a long tail. It takes loading, collating, planning, both passes, the
+update and its log; it is an epoch where documents are shuffled, and else one of an epoch's equal steps.
 
   flattened           DDP, DataCollatorWithFlattening; a rank gets its share of the documents at random, the default
   rebalanced          the same with train_sampling_strategy="batch_rebalance"

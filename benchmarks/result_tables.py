@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/simulation.md that come from committed results.
+"""Writes the tables of README.md, docs/simulation.md and docs/peers.md that come from committed results.
 
 python benchmarks/result_tables.py
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "simulation.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "simulation.md", ROOT / "docs" / "peers.md")
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?")
 
@@ -124,9 +124,55 @@ def memory_guide() -> str:
     return lines(("model", "GPUs", "strategy", *(f"{size} GB" for size in sizes)), rows)
 
 
+def peers() -> str:
+    """The same documents by five ways."""
+    found = result("peers")
+    rows = []
+    for name, way in found["ways"].items():
+        setting, mix, *words = name.split(", ")
+        speed, imbalance = (found["figures"][f"{name}, {figure}"] for figure in ("tokens/s", "imbalance"))
+        ratio = found["derived"].get(f"{setting}, {mix}: hf_distca / {', '.join(words)}")
+        rows.append(
+            (
+                setting.removesuffix(" ranks"),
+                mix,
+                ", ".join(words),
+                way["first_loss"],
+                f"{way['largest_difference_of_losses']:.0e}",
+                f"{imbalance['median']:.2f}",
+                f"{way['MiB']:.0f}",
+                f"{speed['median']:.0f} ({speed['lower']:.0f} to {speed['upper']:.0f})",
+                f"{ratio['median']:.2f} ({ratio['lower']:.2f} to {ratio['upper']:.2f})" if ratio else "",
+            )
+        )
+    header = ("ranks", "documents", "way", "first loss", "losses differ by", "m", "MiB", "tokens/s", "gain")
+    return lines(header, rows)
+
+
+def peers_ulysses() -> str:
+    """What Ulysses says to what it does not take, and other losses of the same documents."""
+    found = result("peers")
+    rows = [(what, f"`{said}`") for what, said in found["ulysses_refuses"].items()]
+    rows += [
+        ("one long, all documents in one row", found["ways"]["2 ranks, one long, Ulysses"]["first_loss"]),
+        ("the same in two rows of equal tokens", found["ulysses_two_rows_first_loss"]),
+        ('the same in one row, "sdpa"', found["ulysses_sdpa_first_loss"]),
+    ]
+    return lines(("tried, two ranks", "error, or loss of the first step"), rows)
+
+
 TABLES = {
     make.__name__: make
-    for make in (expectations, memory_guide, typical_data, predicted_steps, reference_steps, paper_tables)
+    for make in (
+        expectations,
+        memory_guide,
+        typical_data,
+        predicted_steps,
+        reference_steps,
+        paper_tables,
+        peers,
+        peers_ulysses,
+    )
 }
 
 

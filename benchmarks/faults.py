@@ -43,6 +43,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.server import AttentionServer
+from hf_distca.pool.transport.tcp import HostMemory
 
 TOKEN = bytes(range(32))
 ALIVE = 3
@@ -170,7 +171,8 @@ def train(port: int | None, steps: int | None, enough: str) -> tuple[list[float]
     logging.getLogger("hf_distca.pool").addHandler(seen)
     if port is not None:
         directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
-        pool = use_servers(dispatcher, TOKEN, directory, ranks_serve=True, timeout_s=30)
+        memory = HostMemory(torch.device("cpu"))
+        pool = use_servers(dispatcher, TOKEN, directory, memory, ranks_serve=True, timeout_s=30)
         pool.wait_for(1, 60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []

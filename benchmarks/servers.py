@@ -46,6 +46,7 @@ from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.rank.speeds import OBSERVED, observe
 from hf_distca.pool.server import AttentionServer
+from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire import make_token
 
 LEARNING = 4
@@ -106,7 +107,8 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
         gather_cost=kernel.gather_cost,
     )
     dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("alone", "server")}
-    pool = use_servers(dispatchers["server"], token, directory, ranks_serve=True, timeout_s=60)
+    memory = HostMemory(torch.device("cpu"))
+    pool = use_servers(dispatchers["server"], token, directory, memory, ranks_serve=True, timeout_s=60)
     pool.wait_for(1, 60)
     if len(pool.servers) != 1:
         raise RuntimeError("the server did not join")

@@ -19,6 +19,7 @@ from torch.cuda import device_count, is_available
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import Pool, use_servers
+from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.address import parse_address
 from hf_distca.pool.wire.token import make_token, read_token, write_token
 
@@ -204,7 +205,8 @@ def open_pool(
             logger.warning(
                 "attention servers join with: hf-distca serve --join %s --token-file %s", reached, token_file
             )
-    pool = use_servers(dispatcher, token, directory, ranks_serve=ranks_serve, timeout_s=timeout_s)
+    memory = HostMemory(dispatcher.device)
+    pool = use_servers(dispatcher, token, directory, memory, ranks_serve=ranks_serve, timeout_s=timeout_s)
     if launch is not None:
         pool.wait_for(launch.servers, timeout_s)
     return pool

@@ -108,12 +108,15 @@ class ServerProcess:
         port: of the directory.
         fault: what becomes of it; None: it works.
         join_when: file without which it does not begin.
+        transport: what carries rows.
     """
 
-    def __init__(self, port: int, fault: Fault | None = None, join_when: Path | None = None) -> None:
+    def __init__(
+        self, port: int, fault: Fault | None = None, join_when: Path | None = None, transport: str = "tcp"
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "transformers", "hf_distca"])
-        self._process = context.Process(target=_serve, args=(port, fault, join_when), daemon=True)
+        self._process = context.Process(target=_serve, args=(port, fault, join_when, transport), daemon=True)
         self._process.start()
 
     @property
@@ -140,11 +143,12 @@ def wait_until(condition: Any, timeout_s: float = 30) -> None:
         time.sleep(0.01)
 
 
-def _serve(port: int, fault: Fault | None, join_when: Path | None) -> None:
+def _serve(port: int, fault: Fault | None, join_when: Path | None, transport: str) -> None:
     import torch
 
     from hf_distca.kernels import get_kernel
     from hf_distca.pool.server.server import AttentionServer
+    from hf_distca.pool.transport.choice import Choice
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -152,7 +156,8 @@ def _serve(port: int, fault: Fault | None, join_when: Path | None) -> None:
         wait_until(join_when.exists, 60)
     device = torch.device("cpu")
     in_a_call = fault is not None and fault.where != "by itself"
-    server = AttentionServer(TOKEN, device, FaultyKernel(fault) if in_a_call else get_kernel("cpu", device))
+    kernel = FaultyKernel(fault) if in_a_call else get_kernel("cpu", device)
+    server = AttentionServer(TOKEN, device, kernel, transport=Choice(transport))
     if fault is not None and not in_a_call:
         threading.Thread(target=fault.strike_when_told, daemon=True).start()
     server.run("127.0.0.1", port, 60, lambda line: None)

@@ -22,9 +22,11 @@ from hf_distca.planner.cost import Workers
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
+from hf_distca.pool.transport.choice import Choice
 from tests.dispatch.test_equality import cut_rows
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 from tests.pool.servers import TOKEN, Fault, ServerProcess, wait_until
+from tests.pool.transport.ends import memory_of, needs_nixl
 from tests.ranks import free_port
 
 STEPS = 4
@@ -88,7 +90,12 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     logger.addHandler(log)
     logger.setLevel(logging.INFO)
     pool = use_servers(
-        dispatcher, TOKEN, directory, ranks_serve=options.get("ranks_serve", True), timeout_s=options["timeout_s"]
+        dispatcher,
+        TOKEN,
+        directory,
+        memory_of(options.get("transport", Choice.TCP), "rank"),
+        ranks_serve=options.get("ranks_serve", True),
+        timeout_s=options["timeout_s"],
     )
     # Measured speeds and ways may leave a server without tasks, where no fault would strike it.
     pool.workers = lambda nano_batches: Workers.uniform(ranks + len(pool.servers))
@@ -214,7 +221,8 @@ class Run:
         """
         port, join_when = free_port(), self._folder / "join"
         made = [fault and Fault(*fault, self._folder / f"trigger{number}") for number, fault in enumerate(faults)]
-        self.servers += [ServerProcess(port, fault) for fault in made]
+        transport = options.get("transport", Choice.TCP)
+        self.servers += [ServerProcess(port, fault, transport=transport) for fault in made]
         if join_step is not None:
             self.servers.append(ServerProcess(port, None, join_when))
         hung = any(fault and fault[0] == "hung" for fault in faults)
@@ -318,3 +326,14 @@ def test_server_that_comes_back_takes_part_from_the_next_step(run):
     assert all(result["at_servers"])
     assert "no server left" in warnings(result)[0]
     assert any(line.startswith("INFO attention server 1 ") and "takes part" in line for line in result["log"])
+
+
+@needs_nixl
+@pytest.mark.parametrize(("kind", "where"), [("killed", "forward"), ("hung", "backward"), ("cut off", "forward")])
+def test_in_a_call_over_nixl(run, kind, where):
+    result = run([(kind, where), None], "in a step", {**LLAMA, "ping_pong": True, "transport": Choice.NIXL})
+    assert result["members"][FAULTY_STEP] == 2
+    (warning,) = warnings(result)
+    assert "computed by the ranks" in warning
+    assert "1 servers left" in warning
+    assert all("NIXL (both ends have it)" in line for line in result["log"] if "takes part" in line)

@@ -11,6 +11,7 @@ from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
+from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.errors import LinkLost
 from tests.dispatch.test_equality import planned_step
 from tests.models import SMALL_LLAMA4, random_documents, reference_step, relative_error, small_kinds, small_model
@@ -45,6 +46,7 @@ def pooled_steps(
         dispatcher,
         TOKEN,
         directory,
+        HostMemory(torch.device("cpu")),
         ranks_serve=options.get("ranks_serve", True),
         timeout_s=options.get("timeout_s", 20),
     )

@@ -12,8 +12,8 @@ from torch import Tensor
 from hf_distca.pool.messages.call import Call, Reply
 from hf_distca.pool.messages.hello import RankHello, Refusal
 from hf_distca.pool.messages.kinds import SERVER_SERVICE, Kind
-from hf_distca.pool.transport.contract import Transport
-from hf_distca.pool.transport.tcp import TcpTransport
+from hf_distca.pool.transport.contract import Memory, Transport
+from hf_distca.pool.transport.negotiation import offer, taken
 from hf_distca.pool.wire.channel import Buffer, Channel
 from hf_distca.pool.wire.errors import LinkLost, ProtocolError
 from hf_distca.pool.wire.handshake import connect
@@ -77,17 +77,27 @@ class ServerLink:
         ranks: number of ranks.
         connect_s: for connecting, the handshake and the server's welcome.
         rows_s: rows on their way there or back may stand still for so long.
+        memory: where the rows of all calls lie.
 
     Attributes:
         name: HOST:PORT, for messages.
         within_host: whether the server is on this rank's host.
+        carried_by: which transport carries rows, and why, for messages.
 
     Raises:
         LinkLost: the server cannot be reached, has another token, or refuses.
     """
 
     def __init__(
-        self, host: str, port: int, token: bytes, rank: int, ranks: int, connect_s: float, rows_s: float
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        rank: int,
+        ranks: int,
+        connect_s: float,
+        rows_s: float,
+        memory: Memory,
     ) -> None:
         self.name = f"{host}:{port}"
         self._rows_s = rows_s
@@ -98,7 +108,7 @@ class ServerLink:
         self._channel = Channel(connect(host, port, token, SERVER_SERVICE, connect_s), Kind)
         try:
             self._channel.set_timeout(connect_s)
-            self._channel.send(Kind.HELLO, RankHello(rank, ranks).header())
+            self._channel.send(Kind.HELLO, {**RankHello(rank, ranks).header(), **offer(memory)})
             frame = self._channel.receive()
             if frame.kind is Kind.REFUSED:
                 raise LinkLost(f"the server does not take this rank: {Refusal.read(frame.header).reason}")
@@ -106,10 +116,11 @@ class ServerLink:
                 raise ProtocolError(f"the server answers {frame.kind.name}, expected WELCOME")
             self._channel.set_timeout(None)
             self.within_host = self._channel.within_host
+            self._transport: Transport
+            self._transport, self.carried_by = taken(self._channel, memory, frame.header)
         except LinkLost as error:
             self._channel.close()
             raise type(error)(f"server {self.name}: {error}") from error
-        self._transport: Transport = TcpTransport(self._channel)
         self._outbox = Outbox(self._channel, f"send {self.name}")
         self._closing = threading.Lock()
         self._receiver = threading.Thread(target=self._receive, name=f"receive {self.name}", daemon=True)
@@ -164,7 +175,7 @@ class ServerLink:
             self._check()
             sequence = next(self._sequence)
             self._pending[sequence] = reply
-            send = partial(self._transport.send, Kind.CALL, call.header(), rows, sequence, self._rows_s)
+            send = partial(self._transport.send, Kind.CALL, call.header(), rows, sequence, self._rows_s, results)
             self._outbox.put(send, ready=depart)
         return reply
 
@@ -185,6 +196,7 @@ class ServerLink:
         with self._closing:
             self._outbox.finish(0)
             self._receiver.join()
+            self._transport.close()
             self._channel.close()
 
     def _check(self) -> None:

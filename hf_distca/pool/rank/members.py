@@ -70,6 +70,10 @@ class Members:
         info = self._infos[server]
         return f"{server} ({info.host}:{info.port}, {info.device})"
 
+    def carried_by(self, server: int) -> str:
+        """Which transport carries this rank's rows to a server that takes part, and why, for messages."""
+        return self._links[server].carried_by
+
     def tell(self, message: str, level: int = logging.INFO) -> None:
         """Log on rank 0."""
         if self._groups.rank == 0:
@@ -106,7 +110,14 @@ class Members:
         for info in joined:
             try:
                 links[info.id] = ServerLink(
-                    info.host, info.port, self._token, self._groups.rank, self._groups.ranks, connect_s, self.timeout_s
+                    info.host,
+                    info.port,
+                    self._token,
+                    self._groups.rank,
+                    self._groups.ranks,
+                    connect_s,
+                    self.timeout_s,
+                    self.memory,
                 )
             except LinkLost as error:
                 failures[info.id] = str(error)

@@ -27,7 +27,7 @@ from hf_distca.pool.messages.plan import encode_plan
 from hf_distca.pool.rank.call import PlanAtServers
 from hf_distca.pool.rank.members import Members
 from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
-from hf_distca.pool.transport.tcp import HostMemory
+from hf_distca.pool.transport.contract import Memory
 from hf_distca.pool.wire.errors import LinkLost
 
 POLL_S = 0.2
@@ -70,7 +70,8 @@ class Pool:
         self._speeds.learn([observed for _, observed in told])
         for info in self.members.update([news for news, _ in told]):
             speed = self._speeds.joined(info.id, info.pairs_per_second)
-            self.members.tell(f"attention server {self.members.name(info.id)} takes part: speed {speed:.2f}")
+            name, carried_by = self.members.name(info.id), self.members.carried_by(info.id)
+            self.members.tell(f"attention server {name} takes part: speed {speed:.2f}, rows travel over {carried_by}")
 
     def wait_for(self, servers: int, timeout_s: float) -> None:
         """Refresh until so many servers take part, or go on without the rest. A collective."""
@@ -139,6 +140,7 @@ def use_servers(
     dispatcher: Dispatcher,
     token: bytes,
     directory: Directory | None,
+    memory: Memory,
     *,
     ranks_serve: bool = True,
     timeout_s: float = 60.0,
@@ -149,10 +151,11 @@ def use_servers(
         dispatcher: whose micro-batches they are to work on.
         token: the run's token.
         directory: where servers join; on rank 0 only.
+        memory: where rows are sent from and received.
         ranks_serve: whether ranks compute core attention too while there are servers.
         timeout_s: a server that does not answer for so long is lost.
     """
-    members = Members(dispatcher.groups, HostMemory(dispatcher.device), token, directory, timeout_s)
+    members = Members(dispatcher.groups, memory, token, directory, timeout_s)
     own_speed = measure_speed(dispatcher.kernel, dispatcher.device)
     pool = Pool(dispatcher.groups, members, dispatcher.recorder, own_speed, ranks_serve=ranks_serve)
     dispatcher.remote = pool

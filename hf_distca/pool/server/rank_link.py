@@ -8,8 +8,8 @@ from torch import Tensor
 from hf_distca.pool.messages.call import Reply
 from hf_distca.pool.messages.hello import RankHello, Refusal
 from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.transport.contract import Transport
-from hf_distca.pool.transport.tcp import TcpTransport
+from hf_distca.pool.transport.contract import Memory, Transport
+from hf_distca.pool.transport.negotiation import accept
 from hf_distca.pool.wire import Channel, Outbox, Peer
 
 _FLUSH_S = 1.0
@@ -21,6 +21,7 @@ class RankLink:
     Args:
         peer: the rank, after its hello.
         rows_s: rows on their way here or back may stand still for so long.
+        memory: where the rows of all calls lie.
 
     Attributes:
         rank: which one it is.
@@ -35,11 +36,12 @@ class RankLink:
         ProtocolError: the hello is not sane.
     """
 
-    def __init__(self, peer: Peer, rows_s: float) -> None:
+    def __init__(self, peer: Peer, rows_s: float, memory: Memory) -> None:
         self.rank = RankHello.read(peer.hello.header).rank
         self.name = f"rank {self.rank} ({peer.name})"
         self.channel: Channel = peer.channel
-        self.transport: Transport = TcpTransport(peer.channel)
+        self.transport: Transport
+        self.transport, self._accepted = accept(peer.channel, memory, peer.hello.header)
         self.rows_s = rows_s
         self.in_flight = 0
         self.gone = False
@@ -47,7 +49,7 @@ class RankLink:
 
     def welcome(self) -> None:
         """Tell the rank that it is connected."""
-        self._outbox.put(partial(self.channel.send, Kind.WELCOME, {}))
+        self._outbox.put(partial(self.channel.send, Kind.WELCOME, self._accepted))
 
     def reply(self, reply: Reply, rows: Sequence[Tensor], sequence: int, sent: Callable[[], None]) -> None:
         """Queue a reply; `sent` is called when it has left, or never will."""
@@ -68,3 +70,4 @@ class RankLink:
         """Send what is queued, within reason, and end the connection."""
         self.gone = True
         self._outbox.finish(_FLUSH_S)
+        self.transport.close()

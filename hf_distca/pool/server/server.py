@@ -20,7 +20,7 @@ from hf_distca.pool.server.calls import Assembly, Calls
 from hf_distca.pool.server.compute import compute, params_of
 from hf_distca.pool.server.plans import PlanStore, ServedPlan
 from hf_distca.pool.server.rank_link import RankLink
-from hf_distca.pool.transport.tcp import HostMemory
+from hf_distca.pool.transport.choice import Choice, make_memory
 from hf_distca.pool.wire import Frame, LinkLost, Listener, Peer, PeerLeft, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class AttentionServer:
         port: TCP port; 0 for any that is free.
         plan_wait_s: how long a call may wait for its plan.
         rows_s: rows of a call or a reply may stand still on their way for so long.
+        transport: what carries rows.
 
     Attributes:
         host: where it listens.
@@ -54,6 +55,7 @@ class AttentionServer:
 
     Raises:
         OSError: the address cannot be listened on.
+        ValueError: the transport cannot be used.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class AttentionServer:
         port: int = 0,
         plan_wait_s: float = 30.0,
         rows_s: float = 60.0,
+        transport: Choice = Choice.TCP,
     ) -> None:
         self._token = token
         self._device = device
@@ -76,7 +79,7 @@ class AttentionServer:
         self._plan_wait_s = plan_wait_s
         self._rows_s = rows_s
         self._plans = PlanStore()
-        self._memory = HostMemory(device)
+        self._memory = make_memory(transport, device, host)
         self._calls = Calls(self._memory)
         self._stopping = threading.Event()
         self.tasks = 0
@@ -152,7 +155,7 @@ class AttentionServer:
 
     def _serve(self, peer: Peer) -> None:
         """The thread of one rank."""
-        link = RankLink(peer, self._rows_s)
+        link = RankLink(peer, self._rows_s, self._memory)
         self._calls.join(link)
         if link.rank == 0:
             self._plans.clear()  # it may begin anew

@@ -37,7 +37,8 @@ class Memory(Protocol):
 class Transport(Protocol):
     """One end of what carries rows between a rank and a server. One thread may send while another receives.
 
-    Every error but a wrong use leaves it unusable. Rows lie in a `Memory` of the same make.
+    Every error but a wrong use leaves it unusable. Rows lie in a `Memory` of the same make. The rank's end makes calls
+    and the server's end answers them.
     """
 
     def send(
@@ -47,8 +48,11 @@ class Transport(Protocol):
         rows: Sequence[Tensor],
         sequence: int,
         timeout_s: float,
+        answer: Sequence[Tensor] = (),
     ) -> None:
-        """Send a message with the rows that belong to it; returns when they may change again.
+        """Send a message with the rows that belong to it.
+
+        Returns when the rows may change again; those of a message with an answer must not before that is received.
 
         Args:
             kind: what the message is.
@@ -56,6 +60,8 @@ class Transport(Protocol):
             rows: [N, …] each, contiguous; no rows are nothing to send.
             sequence: number that a reply repeats.
             timeout_s: it may stand still for so long.
+            answer: [N, …] each, contiguous: what the rows of the message with the same sequence that comes back are
+                received into.
 
         Raises:
             LinkLost: the other end is gone, or stood still.
@@ -77,3 +83,6 @@ class Transport(Protocol):
             ProtocolError: the message has another number of bytes; nothing was written.
             LinkLost: the other end is gone, or stood still.
         """
+
+    def close(self) -> None:
+        """Let go of the other end; nobody uses this one any more, and its connection is down."""

@@ -19,9 +19,14 @@ class HostMemory:
 
     Args:
         device: where rows are computed with.
+        why: rows travel over TCP, for messages.
+
+    Attributes:
+        why: rows travel over TCP, for messages.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, why: str = "TCP was asked for") -> None:
+        self.why = why
         self._device = device
         self._pinned = device.type == "cuda"
 
@@ -51,7 +56,15 @@ class TcpTransport:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def send(self, kind: int, header: dict[str, Any], rows: Sequence[Tensor], sequence: int, timeout_s: float) -> None:
+    def send(
+        self,
+        kind: int,
+        header: dict[str, Any],
+        rows: Sequence[Tensor],
+        sequence: int,
+        timeout_s: float,
+        answer: Sequence[Tensor] = (),
+    ) -> None:
         """See `Transport.send`."""
         self._channel.send(kind, header, _buffers(rows), sequence, timeout_s=timeout_s)
 
@@ -65,6 +78,9 @@ class TcpTransport:
         if message.payload != expected:
             raise ProtocolError(f"the rows of a {message.kind.name} have {message.payload} bytes, expected {expected}")
         self._channel.receive_into(_buffers(rows), timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
 
 
 def _buffers(rows: Sequence[Tensor]) -> list[Buffer]:

@@ -34,11 +34,11 @@ class FakeLink:
         closed: whether it is closed.
     """
 
-    def __init__(self, host, port, token, rank, ranks, connect_s, rows_s):
+    def __init__(self, host, port, token, rank, ranks, connect_s, rows_s, memory):
         if port == 1:
             raise LinkLost("nobody answers")
         self.calls, self.sent, self.lost, self.closed = [], [], "", False
-        self.within_host = port == 4000
+        self.within_host, self.carried_by = port == 4000, "TCP (TCP was asked for)"
 
     def send(self, kind, header, buffers):
         self.sent.append((kind, header))

@@ -10,9 +10,11 @@ import torch
 from hf_distca.pool.messages.call import Call, Reply
 from hf_distca.pool.messages.kinds import SERVER_SERVICE, Kind
 from hf_distca.pool.rank.link import ServerLink
+from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire import AuthenticationError, LinkLost, Listener, make_token
 from tests.pool.servers import wait_until
 
+MEMORY = HostMemory(torch.device("cpu"))
 HEAD = struct.Struct("!4sB3xIQQ")
 CALL = Call(0, 0, 0, None, "forward", 0.5, None, 4, 2, 16, 16, "float32")
 REPLY = Reply(call_id=0, seconds=0.5, pairs=10)
@@ -70,7 +72,7 @@ def server(token):
 
 @pytest.fixture
 def link(server, token):
-    link = ServerLink("127.0.0.1", server.listener.port, token, 1, 2, 60, 60)
+    link = ServerLink("127.0.0.1", server.listener.port, token, 1, 2, 60, 60, MEMORY)
     yield link
     link.close()
 
@@ -280,7 +282,7 @@ def test_closing_ends_what_is_pending(server, link):
 
 def test_a_wrong_token_is_said_at_once(server):
     with pytest.raises(AuthenticationError, match="another token"):
-        ServerLink("127.0.0.1", server.listener.port, make_token(), 0, 1, 5, 5)
+        ServerLink("127.0.0.1", server.listener.port, make_token(), 0, 1, 5, 5, MEMORY)
 
 
 def test_a_refusal_of_the_rank_is_said(token):
@@ -289,5 +291,5 @@ def test_a_refusal_of_the_rank_is_said(token):
 
     listener = Listener("127.0.0.1", 0, token, SERVER_SERVICE, Kind, serve)
     with pytest.raises(LinkLost, match="rank 5 of 2"):
-        ServerLink("127.0.0.1", listener.port, token, 5, 2, 5, 5)
+        ServerLink("127.0.0.1", listener.port, token, 5, 2, 5, 5, MEMORY)
     listener.close()

@@ -21,6 +21,7 @@ from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.messages.plan import encode_plan
 from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.server.compute import params_of
+from hf_distca.pool.transport.tcp import HostMemory
 
 FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
 KINDS = (FULL, replace(FULL, window=40), replace(FULL, chunk=32))
@@ -128,10 +129,11 @@ class FakeRank:
         replies: what the server said beside the rows so far.
     """
 
-    def __init__(self, port, token, rank, ranks, worker):
+    def __init__(self, port, token, rank, ranks, worker, memory=None):
         self.rank = rank
         self.worker = worker
-        self.link = ServerLink("127.0.0.1", port, token, rank, ranks, 10, 60)
+        self._memory = memory or HostMemory(torch.device("cpu"))
+        self.link = ServerLink("127.0.0.1", port, token, rank, ranks, 10, 60, self._memory)
         self.replies = []
 
     def send_plan(self, plan_id, nano_batches):

@@ -2,15 +2,22 @@
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 
+import pytest
 import torch
 
 from hf_distca.pool.messages.kinds import Kind
+from hf_distca.pool.transport.choice import Choice, make_memory
 from hf_distca.pool.transport.contract import Memory, Transport
-from hf_distca.pool.transport.tcp import HostMemory, TcpTransport
+from hf_distca.pool.transport.negotiation import accept, offer, taken
+from hf_distca.pool.transport.nixl.agent import is_installed
 from hf_distca.pool.wire.channel import Channel
+
+CPU = torch.device("cpu")
+needs_nixl = pytest.mark.skipif(not is_installed(), reason="needs nixl-cu12 or nixl-cu13")
 
 
 @dataclass
@@ -28,15 +35,39 @@ class End:
     transport: Transport
 
 
+@cache
+def memory_of(choice: Choice, _end: str) -> Memory:
+    """One for each end of all tests: an agent takes a second to start."""
+    return make_memory(choice, CPU, "127.0.0.1")
+
+
 @contextmanager
-def tcp_ends() -> Iterator[tuple[End, End]]:
+def channels() -> Iterator[tuple[Channel, Channel]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         left = socket.create_connection(server.getsockname())
         right, _ = server.accept()
-    channels = Channel(left, Kind), Channel(right, Kind)
-    yield tuple(End(HostMemory(torch.device("cpu")), channel, TcpTransport(channel)) for channel in channels)
-    for channel in channels:
+    both = Channel(left, Kind), Channel(right, Kind)
+    yield both
+    for channel in both:
         channel.close()
 
 
-MAKERS: dict[str, Callable[[], Iterator[tuple[End, End]]]] = {"tcp": tcp_ends}
+@contextmanager
+def ends(choice: Choice) -> Iterator[tuple[End, End]]:
+    """A rank's and a server's end."""
+    left, right = memory_of(choice, "rank"), memory_of(choice, "server")
+    with channels() as (near, far):
+        server, welcome = accept(far, right, offer(left))
+        rank, carried_by = taken(near, left, welcome)
+        assert carried_by.startswith(choice.upper())
+        yield End(left, near, rank), End(right, far, server)
+        for channel in (near, far):
+            channel.shut_down()
+        rank.close()
+        server.close()
+
+
+MAKERS: dict[Choice, Callable[[], AbstractContextManager[tuple[End, End]]]] = {
+    Choice.TCP: lambda: ends(Choice.TCP),
+    Choice.NIXL: lambda: ends(Choice.NIXL),
+}

@@ -1,0 +1,216 @@
+"""This process's NIXL agent: registered memory, and one-sided transfers to and from that of peers.
+
+NIXL's helpers for descriptors pickle; here addresses and sizes are numbers and metadata is NIXL's own binary form.
+
+What accepts strangers. Where a host has RDMA devices, UCX is told to do without TCP, and nothing listens. Elsewhere
+UCX listens on a TCP port of one interface, and its protocol has no proof of anything: who reaches that port can write
+to any address of this process. Such an agent is made only where NIXL was asked for by name.
+"""
+
+import contextlib
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import psutil
+
+from hf_distca.pool.wire.errors import LinkLost
+
+CHUNK_BYTES = 32 << 20
+"""Of one transfer, at most: longer ones are made one after another, each with its own time-out."""
+
+_MODULES = ("nixl_cu12", "nixl_cu13")
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_POLL_S = (0.0001, 0.002)
+_HUNG_UP_S = 0.05
+
+
+class Piece(NamedTuple):
+    """Memory on a host: address and number of bytes."""
+
+    address: int
+    size: int
+
+
+def is_installed() -> bool:
+    """Whether this Python has NIXL."""
+    return any(find_spec(name) for name in _MODULES)
+
+
+def has_rdma() -> bool:
+    """Whether this host has RDMA devices."""
+    return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface that has an address.
+
+    Raises:
+        ValueError: none has it.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return str(name)
+    raise ValueError(f"no network interface of this host has the address {address}; NIXL's port is bound to one")
+
+
+class NixlAgent:
+    """NIXL in this process. Its methods may be called by several threads.
+
+    Args:
+        address: of the interface on which UCX may listen; of no use where there are RDMA devices.
+
+    Attributes:
+        name: known to peers; never the same again.
+        listens_on: the interface on which UCX accepts TCP; empty: on none.
+
+    Raises:
+        ImportError: NIXL is not installed.
+        ValueError: no interface has the address.
+        LinkLost: UCX cannot be started.
+    """
+
+    def __init__(self, address: str) -> None:
+        api = _api()
+        self.name = uuid.uuid4().hex
+        self.listens_on = "" if has_rdma() else interface_of(address)
+        config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
+        found = vars(import_module(api.__name__.replace("._api", "._bindings"))).values()
+        self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
+        sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
+        try:
+            self._agent.create_backend("UCX", {"engine_config": config})
+        except self._errors as error:
+            raise LinkLost(f"NIXL could not start UCX with {config}: {error}") from error
+
+    def register(self, memory: Piece) -> None:
+        """Let peers reach some memory of this process from now on.
+
+        Raises:
+            LinkLost: it cannot be registered.
+        """
+        try:
+            self._agent.register_memory([(*memory, 0, "")], "DRAM")
+        except self._errors as error:
+            raise LinkLost(f"NIXL could not register {memory.size} bytes: {error}") from error
+
+    def metadata(self) -> bytes:
+        """What a peer needs to reach this process and all memory registered so far."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def learn(self, metadata: bytes, expected: str) -> None:
+        """Get to know a peer, or memory that it has registered since.
+
+        Args:
+            metadata: the peer's.
+            expected: the name that it has.
+
+        Raises:
+            LinkLost: the metadata cannot be used.
+        """
+        try:
+            found = self._agent.add_remote_agent(metadata)
+        except self._errors as error:
+            raise LinkLost(f"NIXL could not use the peer's metadata: {error}") from error
+        found = found.decode() if isinstance(found, bytes) else found
+        if found != expected:
+            raise LinkLost("the peer's metadata has another name than the peer")
+
+    def forget(self, peer: str) -> None:
+        """Make no more transfers with a peer; nothing happens if it is not known."""
+        with contextlib.suppress(*self._errors):
+            self._agent.remove_remote_agent(peer)
+
+    def transfer(
+        self,
+        operation: Literal["READ", "WRITE"],
+        local: Sequence[Piece],
+        remote: Sequence[Piece],
+        peer: str,
+        timeout_s: float,
+        gone: Callable[[], bool],
+    ) -> None:
+        """Read a peer's memory into that of this process, or write it there; returns when that is done.
+
+        Args:
+            operation: which.
+            local: registered here.
+            remote: registered by the peer, the same sizes; NIXL refuses other memory.
+            peer: its name.
+            timeout_s: it may stand still for so long.
+            gone: whether the peer has left, asked now and then.
+
+        Raises:
+            LinkLost: it failed. Rows may still arrive in the memory of both ends later: nobody may use it again.
+        """
+        for own, other in zip(_chunks(local), _chunks(remote), strict=True):
+            handle: Any = None
+            try:
+                handle = self._agent.initialize_xfer(
+                    operation,
+                    self._agent.get_xfer_descs([(*own, 0)], "DRAM"),
+                    self._agent.get_xfer_descs([(*other, 0)], "DRAM"),
+                    peer,
+                )
+                self._wait(handle, timeout_s, gone)
+            except self._errors as error:
+                raise LinkLost(f"NIXL: {operation.lower()} failed: {error}") from error
+            finally:
+                if handle is not None:
+                    self._release(handle)
+
+    def _wait(self, handle: Any, timeout_s: float, gone: Callable[[], bool]) -> None:
+        state = self._agent.transfer(handle)
+        begin = asked = time.monotonic()
+        pause, longest = _POLL_S
+        while state == "PROC":
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+            state = self._agent.check_xfer_state(handle)
+            now = time.monotonic()
+            if now - begin > timeout_s:
+                raise LinkLost(f"no rows moved for {timeout_s:g} s")
+            if now - asked > _HUNG_UP_S:
+                asked = now
+                if gone():
+                    raise LinkLost("the peer left")
+        if state != "DONE":
+            raise LinkLost(f"NIXL: a transfer ended as {state}")
+
+    def _release(self, handle: Any) -> None:
+        with contextlib.suppress(*self._errors):  # it is under way still: NIXL keeps it
+            self._agent.release_xfer_handle(handle)
+
+
+def _chunks(pieces: Sequence[Piece]) -> list[Piece]:
+    return [
+        Piece(piece.address + start, min(CHUNK_BYTES, piece.size - start))
+        for piece in pieces
+        for start in range(0, piece.size, CHUNK_BYTES)
+    ]
+
+
+def _api() -> ModuleType:
+    for name in _MODULES:
+        if find_spec(name):
+            return import_module(f"{name}._api")
+    raise ImportError("NIXL is not installed; install nixl-cu12 or nixl-cu13, as PyTorch's CUDA is")
+
+
+def address_towards(host: str, port: int) -> str:
+    """This host's own address on the way to another one. Nothing is sent.
+
+    Raises:
+        OSError: there is no way.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port or 1))
+        return str(sock.getsockname()[0])

@@ -1,0 +1,240 @@
+"""Rows over NIXL: what becomes of memory, of peers that fail, and of places that a peer must not name."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_distca.pool.messages.kinds import Kind
+from hf_distca.pool.messages.tensor_spec import TensorSpec
+from hf_distca.pool.transport.choice import Choice, make_memory
+from hf_distca.pool.transport.negotiation import accept, offer, taken
+from hf_distca.pool.transport.nixl import agent as nixl_agent
+from hf_distca.pool.transport.nixl import ends as nixl_ends
+from hf_distca.pool.transport.nixl.process import Process
+from hf_distca.pool.transport.tcp import HostMemory
+from hf_distca.pool.wire.channel import Channel
+from hf_distca.pool.wire.errors import LinkLost, ProtocolError
+from tests.pool.servers import wait_until
+from tests.pool.transport.ends import CPU, MAKERS, channels, memory_of, needs_nixl
+
+ROWS = TensorSpec("q", "queries", (1024,), "float32")
+"""4096 bytes a row."""
+
+
+@pytest.fixture
+def memory():
+    return memory_of(Choice.NIXL, "server")
+
+
+@pytest.fixture
+def ends():
+    with MAKERS[Choice.NIXL]() as both:
+        yield both
+
+
+@needs_nixl
+def test_memory_is_used_again_once_nobody_has_it(memory):
+    rows = memory.empty(ROWS, 8)
+    place, part = rows.data_ptr(), rows[3:5]
+    assert memory.holds(part)
+    del rows
+    assert memory.empty(ROWS, 8).data_ptr() != place  # a part of it is still there
+    del part
+    assert memory.empty(ROWS, 8).data_ptr() == place
+
+
+@needs_nixl
+def test_blocks_do_not_overlap_and_larger_ones_are_registered_as_needed():
+    memory = make_memory(Choice.NIXL, CPU, "127.0.0.1")
+    blocks = [memory.empty(ROWS, rows).fill_(rows) for rows in (1, 100, 7, 5000, 20000)]
+    assert memory.slabs == 2
+    assert [bool((block == rows).all()) for block, rows in zip(blocks, (1, 100, 7, 5000, 20000), strict=True)] == [
+        True
+    ] * 5
+    del blocks
+    memory.empty(ROWS, 16000)  # of blocks that were apart
+    assert memory.slabs == 2
+
+
+@needs_nixl
+def test_rows_of_a_failed_transfer_are_kept_until_the_peer_has_ended(memory):
+    peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    own = Process.own()
+    started = int(Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    process = Process(own.system, peer.pid, started)
+    rows = memory.empty(ROWS, 9)
+    place = rows.data_ptr()
+    memory.keep([rows], process)
+    del rows
+    assert not process.has_ended()
+    assert memory.empty(ROWS, 9).data_ptr() != place
+    peer.kill()
+    peer.wait()
+    assert process.has_ended()
+    assert not own.has_ended()
+    assert not Process("elsewhere", 1, 1).has_ended()  # cannot be seen
+    memory.empty(ROWS, 1)  # lets go of what was kept
+    assert memory.empty(ROWS, 9).data_ptr() == place
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        (None, "nixl_rows"),
+        ([[1]], "addresses and sizes"),
+        ([[0, 4096]], "addresses and sizes"),
+        ([[4096, -1]], "addresses and sizes"),
+        ([["x", 4096]], "addresses and sizes"),
+        ([[4096, 1]] * 17, "a list of 0 to 16 lists"),
+        ([[4096, 4095]], "4095 bytes, expected 4096"),
+        ([[4096, 2048], [8192, 2048]], "cut in another way"),
+    ],
+)
+def test_places_that_are_not_sane_are_refused(ends, pieces, message):
+    rank, server = ends
+    rank.channel.send(Kind.CALL, {"nixl_rows": pieces, "nixl_answer": []})
+    with pytest.raises(ProtocolError, match=message):
+        server.transport.receive(server.channel.receive(), [server.memory.empty(ROWS, 1)], 5)
+
+
+@needs_nixl
+def test_places_that_the_rank_has_not_registered_are_refused(ends):
+    rank, server = ends
+    wild = torch.zeros(1024).data_ptr()
+    rank.channel.send(Kind.CALL, {"nixl_rows": [[wild, 4096]], "nixl_answer": [[wild, 4096]]}, sequence=3)
+    message, rows = server.channel.receive(), server.memory.empty(ROWS, 1)
+    with pytest.raises(LinkLost, match="read failed"):
+        server.transport.receive(message, [rows], 5)
+    with pytest.raises(LinkLost, match="write failed"):
+        server.transport.send(Kind.REPLY, {}, [rows], 3, 5)
+
+
+@needs_nixl
+def test_a_reply_without_a_place_is_refused(ends):
+    with pytest.raises(ProtocolError, match="room for other rows"):
+        ends[1].transport.send(Kind.REPLY, {}, [ends[1].memory.empty(ROWS, 1)], 1, 5)
+
+
+@needs_nixl
+def test_metadata_of_nobody_is_refused(memory):
+    hello = offer(memory_of(Choice.NIXL, "rank"))
+    with channels() as (_, far):
+        for name, value, message in (
+            ("metadata", "", "metadata"),
+            ("metadata", "?", "not base64"),
+            ("metadata", "x" * 2**20, "at most"),
+            ("metadata", hello["nixl"]["metadata"][:200], "metadata"),
+            ("name", "another", "another name"),
+            ("process", None, "a process"),
+        ):
+            with pytest.raises(ProtocolError, match=message):
+                accept(far, memory, {"nixl": {**hello["nixl"], name: value}})
+
+
+@needs_nixl
+def test_ends_agree_or_say_why_not(memory):
+    host = HostMemory(CPU, "no RDMA")
+    with channels() as (near, far):
+        with pytest.raises(ProtocolError, match="over NIXL only: the rank does without NIXL"):
+            accept(far, memory, offer(host))
+        _, welcome = accept(far, host, offer(memory))
+        with pytest.raises(LinkLost, match="does without NIXL, which was asked for: at the server: no RDMA"):
+            taken(near, memory, welcome)
+        _, welcome = accept(far, host, offer(host))
+        assert taken(near, host, welcome)[1] == "TCP (no RDMA)"
+
+
+def test_what_was_asked_for_and_is_not_there_is_said(monkeypatch):
+    monkeypatch.setattr(nixl_agent, "_MODULES", ())
+    assert make_memory(Choice.AUTO, CPU, "127.0.0.1").why == "NIXL is not installed"
+    with pytest.raises(ValueError, match="install nixl-cu12"):
+        make_memory(Choice.NIXL, CPU, "127.0.0.1")
+
+
+@needs_nixl
+def test_auto_opens_no_port_of_ucx(monkeypatch, tmp_path):
+    monkeypatch.setattr(nixl_agent, "_RDMA_DEVICES", tmp_path / "none")
+    assert make_memory(Choice.AUTO, CPU, "127.0.0.1").why == "the host has no RDMA device"
+    with pytest.raises(ValueError, match="no network interface of this host has the address"):
+        make_memory(Choice.NIXL, CPU, "192.0.2.77")
+
+
+@needs_nixl
+def test_ucx_listens_on_the_named_interface_alone(memory):
+    assert memory.agent.listens_on == "lo"
+    inodes = {os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_link(number)}
+    listening = [
+        line.split()[1]
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in inodes
+    ]
+    assert listening
+    assert all(address.startswith("0100007F:") for address in listening)  # 127.0.0.1
+
+
+def _is_link(number):
+    return os.path.islink(f"/proc/self/fd/{number}")
+
+
+def be_a_rank(port):
+    """A rank that makes two calls of 20 MB each and does nothing more."""
+    memory = make_memory(Choice.NIXL, CPU, "127.0.0.1")
+    channel = Channel(socket.create_connection(("127.0.0.1", port)), Kind)
+    channel.send(Kind.HELLO, offer(memory))
+    end, _ = taken(channel, memory, channel.receive().header)
+    (rows,), ready = memory.stage([torch.full((5000, 1024), 3.0)])
+    ready()
+    for sequence in (1, 2):
+        end.send(Kind.CALL, {}, [rows], sequence, 60, [memory.empty(ROWS, 5000)])
+    time.sleep(600)
+
+
+@needs_nixl
+def test_a_rank_that_stands_still_or_dies_costs_its_time_out(memory, monkeypatch):
+    monkeypatch.setattr(nixl_ends, "PROBE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = multiprocessing.get_context("forkserver").Process(
+            target=be_a_rank, args=listener.getsockname()[1:2], daemon=True
+        )
+        process.start()
+        try:
+            channel = Channel(listener.accept()[0], Kind)
+            hello = channel.receive().header
+            os.kill(process.pid, signal.SIGSTOP)
+            begin = time.monotonic()
+            with pytest.raises(ProtocolError, match=r"no rows moved for 0\.5 s"):
+                accept(channel, memory, hello)
+            assert time.monotonic() - begin < 10
+            os.kill(process.pid, signal.SIGCONT)
+            monkeypatch.setattr(nixl_ends, "PROBE_S", 20.0)
+            end, welcome = accept(channel, memory, hello)
+            channel.send(Kind.WELCOME, welcome)
+            first, rows = channel.receive(), memory.empty(ROWS, 5000)
+            end.receive(first, [rows], 20)
+            assert (rows == 3).all()
+            end.send(Kind.REPLY, {}, [rows], 1, 20)
+            second = channel.receive()
+            process.kill()
+            wait_until(channel.hung_up)
+            place = rows.data_ptr()
+            process.join()
+            with pytest.raises(LinkLost):
+                end.receive(second, [rows], 20)
+            end.close()
+            del rows
+            memory.empty(ROWS, 1)
+            assert abs(memory.empty(ROWS, 5000).data_ptr() - place) < 5000 * 4096  # nobody writes there any more
+        finally:
+            process.kill()
+            process.join()
+    with MAKERS[Choice.NIXL]():
+        pass  # others are still reached

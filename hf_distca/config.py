@@ -132,6 +132,13 @@ class DistCAConfig:
             "`hf-distca timeline`. On GPUs the host waits at the end of these steps. 0 measures and writes nothing."
         },
     )
+    device_profile: str | None = field(
+        default=None,
+        metadata={
+            "help": "Costs of the device that attention_ms_predicted in the log comes from: h100, cpu, or a file of "
+            "`hf-distca profile`. None takes what the kernels of all ranks take in this run."
+        },
+    )
     exchange_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
     )

@@ -32,7 +32,7 @@ ALLOWED = {
     "pool.directory": WORDS,
     "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
-    "trainer": DISPATCH | {"config", "collator", "patches", "memory", "timeline", "pool.launch", "pool.rank"},
+    "trainer": DISPATCH | {"config", "collator", "patches", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER | {"dispatch.schedule"},
     "timeline": {"plan", "dispatch.recorder"},
     "cli": DISPATCH | WORDS | {"config", "patches", "memory", "sim", "timeline", "pool.server", "pool.directory"},

@@ -22,8 +22,8 @@ known: it is put at the end."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-ALWAYS: frozenset[Kind] = frozenset({"wait"})
-"""Added up even if nobody listens: training logs how long ranks wait."""
+ALWAYS: frozenset[Kind] = frozenset({"wait", "kernel"})
+"""Added up even if nobody listens: training logs how long ranks wait, and how long they compute core attention."""
 
 NOT_MEASURED = nullcontext()
 

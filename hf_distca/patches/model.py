@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections import Counter
 from dis import get_instructions
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, d
 from hf_distca.patches.layers import decoder_layers, has_attention, mixing_layers
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.patches.mixing import mixing_modules, takes_keywords
+from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,13 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     inner: Any = model
     base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     return base
+
+
+def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
+    """How many attention layers of each kind a model has that can be planned."""
+    base = base_model(model)
+    attentions = checked_attentions(base)
+    return Counter(attention_kinds(base, {name: module})[0] for name, module in attentions.items())
 
 
 def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:

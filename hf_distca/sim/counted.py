@@ -83,7 +83,7 @@ def count_plan(
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
     at_ranks = plan.tasks["worker"] < ranks
-    own, prefix, visiting = _groups(plan)
+    own, prefix, visiting = grouped_tasks(plan)
     return CountedPlan(
         own,
         prefix,
@@ -98,8 +98,8 @@ def count_plan(
     )
 
 
-def _groups(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
-    """Own, prefix and visiting tasks."""
+def grouped_tasks(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
+    """Own, prefix and visiting tasks of each worker, see `CountedPlan`."""
     segments = by_document(plan.layout.segments)
     pieces = Intervals.of(plan.tasks).overlaps(Intervals.of(segments))
     worker = plan.tasks["worker"][pieces.first]

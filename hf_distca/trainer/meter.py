@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import TrainerCallback
 
 from hf_distca.dispatch.bound import BoundPlan, Ran
@@ -13,6 +15,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.pool.rank.pool import Pool
+from hf_distca.trainer.attention_time import AttentionTime
 from hf_distca.trainer.model_flops import ModelFlops
 
 GIB = 2**30
@@ -24,6 +27,7 @@ class StepMeter(TrainerCallback):
     Args:
         dispatcher: whose exchanges to watch.
         pool: the dedicated servers that take part, where there may be any.
+        attention: predicts what core attention takes.
         processes: that train, each with a device.
         flops: of the model; None where they cannot be told.
 
@@ -32,9 +36,15 @@ class StepMeter(TrainerCallback):
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, pool: Pool | None, *, processes: int, flops: ModelFlops | None = None
+        self,
+        dispatcher: Dispatcher,
+        pool: Pool | None,
+        attention: AttentionTime,
+        *,
+        processes: int,
+        flops: ModelFlops | None = None,
     ) -> None:
-        self._dispatcher, self._pool, self._processes = dispatcher, pool, processes
+        self._dispatcher, self._pool, self._attention, self._processes = dispatcher, pool, attention, processes
         device = dispatcher.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._flops, self._peak_flops = flops, peak_flops(name)
@@ -48,7 +58,7 @@ class StepMeter(TrainerCallback):
         self._counted: list[tuple[MicroBatchPlan, Ran, int]] = []
         self.steps = 0
         self._since = time.perf_counter()
-        self._waited_before = self._waited()
+        self._measured_before = self._measured()
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
         """Count the step."""
@@ -56,15 +66,15 @@ class StepMeter(TrainerCallback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time and the waits of what is done inside: an evaluation."""
-        begin, waited = time.perf_counter(), self._waited()
+        """Leave out the time, the waits and the kernel calls of what is done inside: an evaluation."""
+        begin, measured = time.perf_counter(), self._measured()
         yield
         self._since += time.perf_counter() - begin
-        self._waited_before += self._waited() - waited
+        self._measured_before += self._measured() - measured
 
-    def _waited(self) -> float:
-        """Seconds of waits so far."""
-        return self._dispatcher.recorder.seconds("wait")
+    def _measured(self) -> NDArray[np.float64]:
+        """[2] seconds of waits and of kernel calls so far."""
+        return np.array([self._dispatcher.recorder.seconds(kind) for kind in ("wait", "kernel")])
 
     def count(self, bound: BoundPlan) -> None:
         """Take note of a micro-batch that is about to run."""
@@ -92,6 +102,9 @@ class StepMeter(TrainerCallback):
                 cannot be divided in two has several, so that its exchange hides behind its computation too.
             exchange_wait_seconds: time that the rank which waited longest stood in waits, for ranks and servers.
             exposed_exchange_share: the same as a share of the time.
+            attention_ms: milliseconds a step in kernel calls of core attention, of the rank that took the longest.
+            attention_ms_predicted: what the rank with the most to compute should take by the plans, see
+                `AttentionTime`.
             attention_servers: dedicated servers that take part now, where there may be any.
             memory_peak_gib, memory_reserved_gib: on CUDA, of this rank, in GiB: most memory in use since the last
                 call, and what the allocator holds.
@@ -99,8 +112,9 @@ class StepMeter(TrainerCallback):
         if not self._counted:
             return {}
         elapsed = time.perf_counter() - self._since
-        waited_here = self._waited() - self._waited_before
-        waited = max(self._dispatcher.groups.all_gather(waited_here))
+        measured_here = (self._measured() - self._measured_before).tolist()
+        waits, attention = zip(*self._dispatcher.groups.all_gather(measured_here), strict=True)
+        waited = max(waits)
         plans, runs, stages = zip(*self._counted, strict=True)
         summaries = [plan.summary for plan in plans]
         count = len(summaries)
@@ -117,6 +131,10 @@ class StepMeter(TrainerCallback):
             "exchange_wait_seconds": waited,
             "exposed_exchange_share": waited / elapsed,
         }
+        if self.steps:
+            predicted = self._attention.predicted(plans, stages, attention)
+            figures["attention_ms"] = max(attention) * 1e3 / self.steps
+            figures["attention_ms_predicted"] = predicted * 1e3 / self.steps
         if self._flops is not None and self._peak_flops is not None:
             figures["mfu"] = sum(map(self._flops.of, plans)) / (elapsed * devices * self._peak_flops)
         if self._dispatcher.settings.nodes is not None:

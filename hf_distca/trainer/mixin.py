@@ -21,9 +21,11 @@ from hf_distca.patches.layers import mixing_layers, plan_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
+from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.ahead import UpcomingBatches
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.assembly import make_dispatcher
+from hf_distca.trainer.attention_time import AttentionTime
 from hf_distca.trainer.checkpoints import agreed_checkpoint
 from hf_distca.trainer.cpu_processes import share_on_cpu
 from hf_distca.trainer.data_order import (
@@ -39,7 +41,7 @@ from hf_distca.trainer.data_order import (
 )
 from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
-from hf_distca.trainer.memory import tell_memory_on_gpu
+from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.model_flops import ModelFlops
 from hf_distca.trainer.parallel import (
@@ -130,11 +132,15 @@ class DistCAMixin(_Trainer):
         return dispatcher
 
     def _make_meter(self) -> StepMeter:
-        processes = self.args.world_size
+        args, processes = self.args, self.args.world_size
+        with raised_together(args.exchange_timeout):
+            profile = None if args.device_profile is None else DeviceProfile.load(args.device_profile)
+        again = checkpointing_of(args, self.accelerator) is not None and not args.keep_core_attention
+        attention = AttentionTime(self.model, profile, forwards=1 + again)
         flops = None
-        if self.args.device.type == "cuda":  # no other device's peak is known
+        if args.device.type == "cuda":  # no other device's peak is known
             flops = ModelFlops(self.model, shared_by=max(processes // self.dispatcher.groups.ranks, 1))
-        return StepMeter(self.dispatcher, self.pool, processes=processes, flops=flops)
+        return StepMeter(self.dispatcher, self.pool, attention, processes=processes, flops=flops)
 
     def _open_pool(self) -> Pool | None:
         args = self.args

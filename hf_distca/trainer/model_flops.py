@@ -1,12 +1,9 @@
 """Floating point operations that a model needs for a micro-batch, whatever is computed again."""
 
-from collections import Counter
-
 import numpy as np
 from torch import nn
 
-from hf_distca.patches.kinds import attention_kinds
-from hf_distca.patches.model import base_model, checked_attentions
+from hf_distca.patches.model import base_model, layers_by_kind
 from hf_distca.patches.weights import weights_met
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
@@ -23,8 +20,7 @@ class ModelFlops:
 
     def __init__(self, model: nn.Module, shared_by: int) -> None:
         base = base_model(model)
-        attentions = checked_attentions(base)
-        self._layers = Counter(attention_kinds(base, {name: module})[0] for name, module in attentions.items())
+        self._layers = layers_by_kind(model)
         self._shared_by = shared_by
         met = weights_met(base)
         head = getattr(base.get_output_embeddings(), "weight", None)

@@ -113,7 +113,7 @@ def test_on_the_cpu_the_clock_is_that_of_the_process(monkeypatch):
     monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: next(times))
     recorder = Recorder(CPU)
     recording = recorder.listen("wait")
-    with recorder.span("kernel", "own"):
+    with recorder.span("phase", "first"):
         pass  # nobody asked: no clock is read
     with recorder.span("wait", "q", WORK):
         pass

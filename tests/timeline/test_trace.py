@@ -11,6 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_distca.cli.main import main
+from hf_distca.dispatch.recorder import ALWAYS
 from hf_distca.timeline.trace import TraceError, parse, read_traces
 from tests.trainer.small_trainers import make_trainer
 
@@ -125,13 +126,13 @@ def test_times_add_up_to_the_step(traced):
 
 def test_nothing_is_measured_when_nobody_asks(rank_pools, tmp_path):
     for *_, kinds in rank_pools[2].run(_trained, str(tmp_path), 0, BEFORE + 1):
-        assert kinds == {"wait"}
+        assert kinds == ALWAYS
     assert not list(tmp_path.glob("trace*"))
 
 
 def test_a_training_that_ends_early_says_so(rank_pools, tmp_path):
     (_, _, _, kinds), *_ = rank_pools[1].run(_trained, str(tmp_path), 3, BEFORE + 1)
-    assert kinds == {"wait"}
+    assert kinds == ALWAYS
     (step,) = parse(joined_of(tmp_path)).steps(0)
     assert step.name == "step 4"
 

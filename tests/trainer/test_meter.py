@@ -18,7 +18,8 @@ from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 
 class Clock(TrainerCallback):
-    """A step takes 2 seconds, one of them in waits; a batch of an evaluation 100 seconds, all in waits."""
+    """A step takes 2 seconds, one of them in waits and half of one in kernel calls; a batch of an evaluation 100
+    seconds, all in waits and kernel calls."""
 
     now = waited = 0.0
 
@@ -26,8 +27,7 @@ class Clock(TrainerCallback):
         return self.now
 
     def seconds(self, kind: str) -> float:
-        assert kind == "wait"
-        return self.waited
+        return {"wait": self.waited, "kernel": self.waited / 2}[kind]
 
     def on_step_begin(self, *args, **kwargs) -> None:
         self.now += 2.0
@@ -61,6 +61,9 @@ def test_only_training_counts(tmp_path, monkeypatch):
         figures = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert [entry["tokens_per_second"] for entry in figures] == pytest.approx([sum(LENGTHS) / 2.0] * 2)
         assert [entry["exchange_wait_seconds"] for entry in figures] == [2.0] * 2
+        # One rank: what it takes is the speed that it is predicted by.
+        assert [entry["attention_ms"] for entry in figures] == [500.0] * 2
+        assert [entry["attention_ms_predicted"] for entry in figures] == pytest.approx([500.0] * 2)
 
 
 OF_NODES = {
@@ -79,7 +82,7 @@ def test_bytes_of_nodes_are_logged_where_ranks_share_nodes(nodes, logged):
         groups=SimpleNamespace(all_gather=lambda value: [value]),
         device=torch.device("cpu"),
     )
-    meter = StepMeter(dispatcher, None, processes=1)
+    meter = StepMeter(dispatcher, None, None, processes=1)
     for first in (0, 1):
         exchange = ExchangeFigures(*range(first, first + 9))
         plan = SimpleNamespace(tokens=np.array([1]), summary=PlanSummary(1.0, 1.0, exchange))
@@ -116,7 +119,8 @@ def test_figures_of_devices(monkeypatch, peak, mfu):
         device=torch.device("cpu"),
     )
     pool = SimpleNamespace(servers=[7])
-    meter = StepMeter(dispatcher, pool, processes=2, flops=SimpleNamespace(of=lambda plan: 50.0))
+    attention = SimpleNamespace(predicted=lambda plans, stages, seen: 1e-3 * len(plans) + sum(stages) + sum(seen))
+    meter = StepMeter(dispatcher, pool, attention, processes=2, flops=SimpleNamespace(of=lambda plan: 50.0))
     for _ in range(2):
         clock.on_step_begin()
         plan = SimpleNamespace(tokens=np.array([20, 4]), summary=PlanSummary(1.5, 1.0, ExchangeFigures(*[0] * 9)))
@@ -130,3 +134,4 @@ def test_figures_of_devices(monkeypatch, peak, mfu):
     assert figures["exposed_exchange_share"] == 0.5
     assert figures["imbalance_degree_packed"] == 1.5
     assert figures.get("mfu") == mfu
+    assert (figures["attention_ms"], figures["attention_ms_predicted"]) == (500.0, (0.002 + 2 + 1) * 1e3 / 2)

@@ -56,8 +56,11 @@ def test_stock_sampling_strategies_hold_with_a_collator_of_the_users(rank_pools,
 
 
 def test_logs_of_a_step(rank_pools, tmp_path):
-    (history, _, _), _ = rank_pools[2].run(_one_step_of_everything, str(tmp_path), "packed", 0)
+    (history, _, _), (others, _, _) = rank_pools[2].run(_one_step_of_everything, str(tmp_path), "packed", 0)
     figures = history[0]
+    # Planned evenly, so that the busiest rank should take hardly more than the mean.
+    assert 0.5 * figures["attention_ms"] <= figures["attention_ms_predicted"] < 1.05 * figures["attention_ms"]
+    assert others[0]["attention_ms"] == figures["attention_ms"]
     assert figures["tokens_per_second"] > 0
     assert 1.0 <= figures["imbalance_degree"] < 1.05 < figures["imbalance_degree_packed"]
     assert figures["exchange_bytes"] > 0

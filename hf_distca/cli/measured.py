@@ -16,8 +16,8 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
 from hf_distca.sim.costs import Accuracy, FloatArray, KernelCost, LinkCost, Tasks, held_out
 
-QUERIES = {"cpu": (16, 32, 64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
-"""Query rows of the tasks that are measured, by the type of the device."""
+QUERIES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
+"""Query rows of the tasks that are measured, by the type of the device: plans hardly make shorter ones."""
 KEYS = (1, 2, 5)
 """K/V rows of them, for each query row."""
 REPEATS = 5
@@ -68,10 +68,20 @@ def measured_kernel(
             times.append((seconds_of(forward, device), seconds_of(backward, device)))
     forward_s, backward_s = np.array(times).T
     fitted, others = map(list, held_out(len(calls)))
-    first = KernelCost.fitted(_tasks(calls, fitted), forward_s[fitted])
+    first = _fitted(_tasks(calls, fitted), forward_s[fitted])
     accuracy = Accuracy.of(first.seconds(_tasks(calls, others)), forward_s[others])
     every = _tasks(calls, range(len(calls)))
-    return KernelCost.fitted(every, forward_s), KernelCost.fitted(every, backward_s), accuracy
+    return _fitted(every, forward_s), _fitted(every, backward_s), accuracy
+
+
+def _fitted(tasks: Tasks, seconds: FloatArray) -> KernelCost:
+    """Costs to which each call counts by what a query row takes in it: as much as of a step with equally many rows in
+    calls of each kind.
+
+    With all calls alike, short ones, of which the kernel makes less than four numbers can tell, would bend what long
+    ones cost; and these are what a step spends its time on.
+    """
+    return KernelCost.fitted(tasks, seconds, seconds / tasks.rows)
 
 
 def _tasks(calls: Sequence[tuple[int, int, int]], chosen: Sequence[int]) -> Tasks:

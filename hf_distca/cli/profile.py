@@ -74,7 +74,8 @@ def run(options: argparse.Namespace) -> None:
     flops = measured_matrices(options.hidden, dtype, device)
     profile = DeviceProfile(
         name=f"{_device_name(device)}, {name}",
-        source=f"measured by hf-distca profile with the kernel {kernel.name}, torch {torch.__version__}",
+        source=f"Measured by hf-distca profile with the kernel {kernel.name} and torch {torch.__version__}; "
+        + (f"links between {world} ranks." if groups else "links not measured, but taken as those of an H100."),
         dtype=name,
         measured=kind,
         forward=forward,

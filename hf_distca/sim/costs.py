@@ -66,7 +66,7 @@ class KernelCost:
         return KernelCost(self.call, self.row * queries, self.key * keys, self.pair * queries)
 
     @classmethod
-    def fitted(cls, tasks: Tasks, seconds: FloatArray) -> "KernelCost":
+    def fitted(cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None) -> "KernelCost":
         """The costs, none of them negative, that miss measured times by the least, in relation to each time.
 
         Of each subset of the four the least-squares solution is taken, if it has no negative number, and of these the
@@ -75,15 +75,16 @@ class KernelCost:
         Args:
             tasks: [n] calls that were measured.
             seconds: [n] what each took.
+            weights: [n] how much the squared error of each counts; None for all alike.
         """
-        columns = np.stack([tasks.calls, tasks.rows, tasks.keys, tasks.pairs], axis=1) / seconds[:, None]
-        ones = np.ones(len(seconds))
+        counts = np.sqrt(np.ones_like(seconds) if weights is None else weights)
+        columns = np.stack([tasks.calls, tasks.rows, tasks.keys, tasks.pairs], axis=1) * (counts / seconds)[:, None]
         best, least = np.zeros(4), np.inf
         for count in range(1, 5):
             for chosen in combinations(range(4), count):
                 part = columns[:, chosen]
-                found, *_ = np.linalg.lstsq(part, ones, rcond=None)
-                error = float(np.square(part @ found - ones).sum())
+                found, *_ = np.linalg.lstsq(part, counts, rcond=None)
+                error = float(np.square(part @ found - counts).sum())
                 if found.min() >= 0 and error < least:
                     best, least = np.zeros(4), error
                     best[list(chosen)] = found

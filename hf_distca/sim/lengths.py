@@ -12,7 +12,7 @@ IntArray = NDArray[np.int64]
 Draw = Callable[[np.random.Generator, int], IntArray]
 """Draws so many lengths."""
 
-CORPORA = Path(__file__).parent / "profiles" / "document_lengths.json"
+CORPORA = Path(__file__).parent / "document_lengths.json"
 """Histograms of the document lengths of public corpora, see the file's own note."""
 SHORT_DOCUMENTS = 2048
 """Tokens of the short documents beside a long one, at the median."""

@@ -27,6 +27,7 @@ def test_a_device_is_measured_and_simulated(tmp_path, capsys, few_calls):
     found = DeviceProfile.load(str(path))
     assert found.measured == AttentionKind(None, 2, 1, 16, 16)
     assert found.dtype == "float32"
+    assert "links not measured" in found.source
     assert found.accuracy.count == 3
     assert min(found.flops_per_second, found.bytes_per_second) > 1e6
     setting = ["--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "2048", "--batches", "1"]

@@ -24,6 +24,12 @@ def test_costs_are_found_again():
     assert list(vars(found).values()) == pytest.approx(list(vars(cost).values()), rel=1e-6)
 
 
+def test_weights_say_which_calls_count():
+    calls = tasks((1, 0, 0), (2, 0, 0))
+    assert KernelCost.fitted(calls, np.array([1.0, 4.0]), np.array([1.0, 0.0])).row == pytest.approx(1.0)
+    assert KernelCost.fitted(calls, np.array([1.0, 4.0]), np.array([0.0, 1.0])).row == pytest.approx(2.0)
+
+
 def test_no_cost_is_negative():
     calls = tasks((1, 1, 1), (2, 2, 4), (3, 3, 9))
     found = KernelCost.fitted(calls, np.array([1.0, 1.0, 0.5]))
@@ -53,12 +59,16 @@ def test_what_is_held_out_lies_between_what_is_fitted_to():
     assert held_out(8) == ([0, 2, 3, 5, 6, 7], [1, 4])
 
 
-@pytest.mark.parametrize("name", [path.stem for path in PROFILES.glob("*.json") if path.stem != "document_lengths"])
-def test_profiles_that_come_along_predict_what_they_were_not_fitted_to(name):
+@pytest.mark.parametrize(("name", "worst_ratio"), [("h100", 1.35), ("cpu", 2.0)])
+def test_profiles_that_come_along_predict_what_they_were_not_fitted_to(name, worst_ratio):
     profile = DeviceProfile.load(name)
-    assert profile.accuracy.r2 > 0.99
-    assert profile.accuracy.worst_ratio < 1.35
+    assert profile.accuracy.r2 > 0.98
+    assert profile.accuracy.worst_ratio < worst_ratio
     assert len(profile.source) > 40
+
+
+def test_profiles_that_come_along_are_named():
+    assert {path.stem for path in PROFILES.glob("*.json")} == {"h100", "cpu"}
 
 
 def test_a_profile_is_saved_and_read(tmp_path):

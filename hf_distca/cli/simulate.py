@@ -16,16 +16,19 @@ from hf_distca.cli.settings import add_setting, config_of
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.planner.nodes import node_sizes
 from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.figures import Simulation
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches, of_documents
+from hf_distca.sim.memory import Memory
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.scaling import scaling
-from hf_distca.sim.simulate import FIXED, Simulation, simulate
+from hf_distca.sim.simulate import simulate
 from hf_distca.sim.ways import Setup
 
 LONG_AND_SHORT = "one-long"
 BUILT_IN = "lognormal:MEDIAN,SIGMA"
 FEWER_BATCHES = 4
 """For each of the other numbers of ranks in a report, one in so many of the micro-batches is drawn."""
+GB = 1e9
 SHOWN = (
     "lengths", "model", "ranks_per_node", "tensor_parallel", "checkpointing", "batches", "seed", "servers",
 )  # fmt: skip
@@ -41,7 +44,8 @@ lengths or input_ids (--split, --column), the name of a distribution that comes 
 half of all ranks' tokens beside short ones), or {BUILT_IN}.
 
 Steps are those of one micro-batch on each rank. Gradient synchronisation and the optimizer, which are the same in all
-ways, are not in them.
+ways, are not in them. Memory is counted as hf-distca plan --model does, with the model's state divided as by FSDP2;
+with --tensor-parallel it is reckoned from shapes, and is the least.
 """
 
 
@@ -100,8 +104,9 @@ def run(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     check_report_options(options)
     try:
-        result = _simulation(options, options.ranks, options.batches, options.servers)
         setup = _setup(options, options.ranks)
+        memory = None if options.tensor_parallel > 1 else _memory(options, setup)
+        result = _simulation(options, options.ranks, options.batches, options.servers, memory)
         figures = {**result.as_dict(), "profile": setup.profile.name}
         if options.report or options.png:
             batches = -(-options.batches // FEWER_BATCHES)
@@ -134,10 +139,23 @@ def _write_reports(figures: Mapping[str, Any], options: argparse.Namespace) -> N
         write_report(options.png, simulation_png(figures))
 
 
-def _simulation(options: argparse.Namespace, ranks: int, batches: int, servers: int) -> Simulation:
+def _simulation(
+    options: argparse.Namespace, ranks: int, batches: int, servers: int, memory: Memory | None = None
+) -> Simulation:
     """What so many ranks come to."""
     setup = _setup(options, ranks)
-    return simulate(_micro_batches(options, ranks), setup, _settings(options, setup), count=batches, servers=servers)
+    drawn, settings = _micro_batches(options, ranks), _settings(options, setup)
+    return simulate(drawn, setup, settings, count=batches, servers=servers, memory=memory)
+
+
+def _memory(options: argparse.Namespace, setup: Setup) -> Memory:
+    """What counts a step's memory on the model itself."""
+    from hf_distca.cli.counted_memory import CountedMemory, config_of_shape  # with all of transformers
+    from hf_distca.cli.model_memory import read_config
+
+    config = config_of_shape(setup.model) if options.model in MODELS else read_config(options.model)
+    settings = _settings(options, setup)
+    return CountedMemory(config, settings, config_of(options), checkpointing=options.checkpointing)
 
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
@@ -148,11 +166,11 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
         for setting in fields(config)
         if getattr(config, setting.name) != setting.default and setting.name != "ranks_per_node"  # a launch tells
     }
-    layout = "fixed" if result.best_planned == FIXED else "joint"
+    best = next(way for way in result.ways if way.name == result.best_planned)
     precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(setup.profile.dtype, {})
     return {
         "tokens_per_rank": options.tokens_per_rank,
-        "document_layout": layout,
+        "document_layout": best.document_layout,
         **changed,
         "gradient_checkpointing": options.checkpointing,
         **precision,
@@ -251,7 +269,8 @@ def _of_data_set(source: str, options: argparse.Namespace, known: list[str]) -> 
 
 
 def _table(result: Simulation, setup: Setup, seconds: float) -> str:
-    header = ("", "step, s", "attention, s", "other, s", "waits, s", "idle", "tokens/s", "MFU", "cut")
+    memory = "GB" if result.memory_counted else "GB, least"
+    header = ("", "step, s", "attention, s", "other, s", "waits, s", "idle", "tokens/s", "MFU", memory, "cut")
     rows = [
         (
             way.name,
@@ -262,6 +281,7 @@ def _table(result: Simulation, setup: Setup, seconds: float) -> str:
             f"{way.idle:.0%}",
             f"{way.tokens_per_second:,.0f}",
             f"{way.mfu:.1%}",
+            "" if way.rows_bytes is None else f"{(way.rows_bytes + way.state_bytes) / GB:.1f}",
             f"{way.documents_cut:.1%}",
         )
         for way in result.ways

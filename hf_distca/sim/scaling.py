@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_distca.sim.simulate import Simulation
+from hf_distca.sim.figures import Simulation
 
 LEAST_RANKS = 8
 

@@ -5,8 +5,9 @@ does; planned ones are walked through the schedule that runs.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +118,56 @@ class StepTime:
     tokens_most: int
     attention_by_rank: tuple[float, ...]
     documents_cut: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """A way to train.
+
+    Attributes:
+        name: for people.
+        step: what the documents of a micro-batch take, and their plan, if there is one.
+        context: ranks that share each document.
+        document_layout: that plans have; None where nothing is planned.
+        servers: dedicated attention servers besides the ranks.
+    """
+
+    name: str
+    step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
+    context: int = 1
+    document_layout: str | None = None
+    servers: int = 0
+
+
+PLAIN = "plain packing"
+
+
+def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Way, ...]:
+    """All ways that are compared.
+
+    Args:
+        setup: who trains what.
+        settings: of plans; the layout is taken from each way.
+        servers: dedicated attention servers; above 0 a further way is tried with them.
+    """
+
+    def by_plans(name: str, layout: str, servers: int = 0) -> Way:
+        of_way = replace(settings, document_layout=layout)
+        step = partial(planned, setup=setup, settings=of_way, servers=servers)
+        return Way(name, step, document_layout=layout, servers=servers)
+
+    def in_groups(name: str, context: int) -> Way:
+        return Way(name, lambda lengths: (data_and_context_parallel(lengths, setup, context), None), context)
+
+    ways = [Way(PLAIN, lambda lengths: (plain(lengths, setup), None)), in_groups("whole documents balanced", 1)]
+    context = 2
+    while setup.ranks % context == 0:
+        ways.append(in_groups(f"context parallel, {setup.ranks // context} × {context}", context))
+        context *= 2
+    ways += [by_plans("hf_distca, fixed", "fixed"), by_plans("hf_distca, joint", "joint")]
+    if servers:
+        ways.append(by_plans(f"hf_distca, joint, {servers} servers", "joint", servers))
+    return tuple(ways)
 
 
 def plain(lengths: IntArray, setup: Setup) -> StepTime:
@@ -254,6 +305,11 @@ def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
     return pieces, int((lengths > most).sum())
 
 
+def _keys_read(length: int, parts: int) -> float:
+    """K/V rows that a document's parts of equal length read, each those up to its own end."""
+    return length * (min(parts, length) + 1) / 2
+
+
 def _pair_weight(setup: Setup) -> float:
     """Seconds of a query-key pair in all layers, forward and backward."""
     total = 0.0
@@ -286,7 +342,7 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
         gpu = setup.on_a_gpu(kind)
         tasks = Tasks(
             tokens,
-            np.array([sum(min(parts, length) * (length + 1) / 2 for length in group) for group in groups]) / context,
+            np.array([sum(_keys_read(length, parts) for length in group) for group in groups]) / context,
             np.array([sum(pairs(0, length, kind.window) for length in group) for group in groups], float) / context,
             np.ones(len(groups)),
         )

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,6 +61,40 @@ def test_lengths_of_a_data_set_and_a_model_of_ones_own(tmp_path, capsys):
     config.save_pretrained(tmp_path / "model")
     options = ("--lengths", str(tmp_path / "data"), "--model", str(tmp_path / "model"), "--batches", "1")
     assert figures(capsys, *options)["documents"] > 100
+
+
+def test_memory_is_that_of_a_step_that_is_counted(tmp_path, capsys):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    lengths = [512] * 64
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    options = ["--lengths", str(tmp_path / "lengths.json"), "--model", str(tmp_path)]
+    ways = {way["name"]: way for way in figures(capsys, *options, "--batches", "1")["ways"]}
+    whole = [*SETTING[:4], *options, "--json", "--document-layout", "joint"]
+    assert main(["plan", *whole]) == 0
+    counted = json.loads(capsys.readouterr().out)["memory"]["fsdp2"]
+    joint = ways["hf_distca, joint"]
+    assert joint["state_bytes"] + joint["rows_bytes"] == counted["with_checkpointing"]["total"]
+    # Full rows without an exchange take less, and K and V of a group more by what is gathered.
+    assert 0.5 * joint["rows_bytes"] < ways["plain packing"]["rows_bytes"] < joint["rows_bytes"]
+    gathered = ways["context parallel, 2 × 4"]["rows_bytes"] - ways["plain packing"]["rows_bytes"]
+    assert gathered == 2 * 3 * 4096 * 2 * 32 * 2
+
+
+def test_rows_take_memory_along_a_line(tmp_path):
+    from hf_distca.cli.counted_memory import CountedMemory, config_of_shape
+    from hf_distca.config import DistCAConfig
+    from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+    from hf_distca.sim.model import ModelShape
+
+    shape = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
+    settings = PlanSettings(1, 1024, kinds=tuple(shape.layers))
+    memory = CountedMemory(config_of_shape(shape), settings, DistCAConfig(), checkpointing=True)
+    plan = plan_micro_batch([1536], replace(settings, tokens_per_rank=1536))
+    assert memory.of_rows(1536) == pytest.approx(memory.of_plan(plan, 1536), rel=0.01)
 
 
 def test_the_shape_of_a_model(tmp_path):

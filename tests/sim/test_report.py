@@ -67,7 +67,7 @@ def at(figures, path):
 
 def scale_of(path: str, text: str) -> float:
     """What 1 of the number that is shown is."""
-    if re.search("kept_bytes|state_bytes", path):
+    if re.search("rows_bytes|state_bytes", path):
         return 1e9
     if re.search("bytes|exchange_buffers|pairs", path):
         return 1e6
@@ -160,7 +160,7 @@ def test_a_table_is_beside_every_picture(simulated):
         assert "<svg" not in section or "<table" in section
     paths = {attributes["data-path"] for attributes, _ in Page(text).cells}
     for index in range(len(figures["ways"])):
-        assert {f"ways/{index}/{field}" for field in ("step_seconds", "attention_seconds", "kept_bytes")} <= paths
+        assert {f"ways/{index}/{field}" for field in ("step_seconds", "attention_seconds", "rows_bytes")} <= paths
     assert {"speed_up", "attention_speed_up"} <= paths
 
 
@@ -201,9 +201,18 @@ def test_figures_of_a_plan_are_those_of_its_ranks(planned):
     assert sum(ranks["bytes_sent"]) == sum(ranks["bytes_received"]) == figures["bytes_total"]
 
 
+def test_memory_is_counted_where_it_can_be(simulated):
+    text, figures = simulated
+    assert figures["memory_counted"]
+    assert "run on tensors without numbers and counted" in text
+    gathered = {way["name"]: way["rows_bytes"] for way in figures["ways"]}["context parallel, 1 × 16"]
+    assert gathered > min(way["rows_bytes"] for way in figures["ways"])
+
+
 def test_a_report_that_does_not_pay_says_so(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text(json.dumps([512] * 10))
     options = ["--ranks", "2", "--tokens-per-rank", "4096", "--batches", "1", "--no-checkpointing"]
+    options += ["--tensor-parallel", "2"]  # which is not counted
     report = str(tmp_path / "report.html")
     assert main(["simulate", "--lengths", str(tmp_path / "lengths.json"), *options, "--report", report]) == 0
     text = (tmp_path / "report.html").read_text(encoding="utf-8")

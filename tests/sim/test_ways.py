@@ -68,6 +68,14 @@ def test_servers_take_their_share():
     assert helped.seconds < alone.seconds
 
 
+def test_keys_are_read_by_each_part_of_a_document():
+    keys = replace(PROFILE, forward=KernelCost(0, 0, 1.0, 0), backward=KernelCost(0, 0, 0, 0))
+    setup = replace(SETUP, profile=keys, tokens_per_rank=16)
+    assert plain(np.array([16, 8]), setup).seconds == 3 * 16
+    # Four parts of 4 rows read 4, 8, 12 and 16 keys.
+    assert data_and_context_parallel(np.array([16]), setup, 2).attention == 3 * (4 + 8 + 12 + 16) / 2
+
+
 def test_gpus_that_share_a_layer_each_compute_a_part():
     profile = DeviceProfile.load("h100")
     one, eight = (

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from hf_distca.sim.advice import NOT_WORTH
 from hf_distca.sim.report import pictures
 from hf_distca.sim.report.lengths import lengths_section
 from hf_distca.sim.report.page import code, facts, figure, folded, key_figures, page, section
 from hf_distca.sim.report.pictures import Panel, Part, Series
 from hf_distca.sim.report.tables import MOST_RANKS, Column, side_by_side, table
 from hf_distca.sim.report.units import COUNT, GIGABYTES, MEGABYTES, RATIO, SECONDS, SHARE, TIMES
-from hf_distca.sim.simulate import NOT_WORTH
 
 STEP_PARTS = (
     ("attention_mean_seconds", "attention", "core attention"),
@@ -20,7 +20,7 @@ STEP_PARTS = (
     ("idle_seconds", "idle", "idle, until the slowest rank is done"),
 )
 """Of the mean rank's step: field, class and name."""
-MEMORY_PARTS = (("state_bytes", "other", "model state"), ("kept_bytes", "attention", "kept rows"))
+MEMORY_PARTS = (("state_bytes", "other", "model state"), ("rows_bytes", "attention", "rows"))
 
 
 def simulation_report(figures: Mapping[str, Any]) -> str:
@@ -233,17 +233,9 @@ def _memory(figures: Mapping[str, Any]) -> str:
         (way["name"], [Part(way[field] or 0, style, name) for field, style, name in MEMORY_PARTS])
         for way in figures["ways"]
     ]
-    kept = "the input of every layer, O and its log-sum-exp"
-    if not figures["setting"]["checkpointing"]:
-        kept = "not reckoned without checkpointing"
     return section(
         "Memory",
-        [
-            "The least that a GPU has in memory: weights, gradients and optimizer, 16 bytes a parameter divided over "
-            "all GPUs as by FSDP2 or ZeRO-3, and what is kept of the rows for the backward "
-            f"({kept}). A layer at work, the exchange and the loss come on top: "
-            "hf-distca plan --model counts them on the model itself."
-        ],
+        [_counted() if figures["memory_counted"] else _at_least(figures["setting"]["checkpointing"])],
         figure(
             "Gigabytes of a GPU, by way to train",
             partial(pictures.stacks, rows, GIGABYTES, " GB", strong=_compared(figures)),
@@ -255,12 +247,32 @@ def _memory(figures: Mapping[str, Any]) -> str:
             [
                 Column("", "name"),
                 Column("most rows of a rank", "tokens_most", COUNT),
-                Column("kept rows, GB", "kept_bytes", GIGABYTES),
+                Column("rows, GB", "rows_bytes", GIGABYTES),
                 Column("model state, GB", "state_bytes", GIGABYTES),
             ],
             "Rows and memory of the rank that holds the most",
             _compared(figures),
         ),
+    )
+
+
+def _counted() -> str:
+    return (
+        "What a GPU has in memory: weights, gradients and optimizer, divided over all GPUs as by FSDP2, and "
+        "what rows take at the moment when that is the most. The model's step was run on tensors without numbers and "
+        "counted: of planned ways with the plan of the micro-batch that exchanges the most, of the others without an "
+        "exchange and along a line through two numbers of rows; under context parallelism K and V of the group, and "
+        "their gradients, are added. All have hf_distca's loss, which makes no whole logits. Memory of CUDA, NCCL and "
+        "of gaps between tensors, some 2 GB, is not in it."
+    )
+
+
+def _at_least(checkpointing: bool) -> str:
+    kept = "the input of every layer, O and its log-sum-exp" if checkpointing else "not reckoned without checkpointing"
+    return (
+        "The least that a GPU has in memory: weights, gradients and optimizer, 16 bytes a parameter divided over all "
+        f"GPUs as by FSDP2 or ZeRO-3, and what is kept of the rows for the backward ({kept}). A layer at work, the "
+        "exchange and the loss come on top. GPUs that share layers are not counted."
     )
 
 

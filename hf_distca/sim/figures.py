@@ -1,0 +1,207 @@
+"""What a simulation found: figures of each way to train, and of all together."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.cost import pairs
+from hf_distca.sim.lengths import LengthBin
+from hf_distca.sim.ways import Setup, StepTime, Way
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class WayFigures:
+    """What a way to train comes to over many micro-batches.
+
+    Attributes:
+        name: of the way.
+        document_layout: that plans have; None where nothing is planned.
+        servers: dedicated attention servers besides the ranks.
+        gpus: how many it takes, servers included.
+        step_seconds: mean of a step.
+        step_seconds_quartiles: half of the steps lie between these.
+        attention_seconds: mean of the busiest rank's core attention.
+        attention_mean_seconds: mean over ranks.
+        other_seconds: mean of everything else, of the busiest rank.
+        other_mean_seconds: mean over ranks.
+        exchange_seconds: mean of the waits of the rank that waits the longest.
+        exchange_mean_seconds: mean over ranks.
+        idle_seconds: mean over ranks of what is left of the step: waits for the slowest rank.
+        idle: mean share of the ranks' time in which they compute nothing, waits for exchanges included.
+        tokens_per_second: of all ranks.
+        mfu: model FLOPs utilization: operations of the model over what the GPUs could do in the same time.
+        bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
+        tokens_most: the most rows that a rank ever holds.
+        rows_bytes: what a GPU has in memory for rows, of the rank with the most; None where it is not known.
+        state_bytes: weights, gradients and optimizer of a GPU.
+        documents_cut: share of documents that lose context.
+    """
+
+    name: str
+    document_layout: str | None
+    servers: int
+    gpus: int
+    step_seconds: float
+    step_seconds_quartiles: tuple[float, float]
+    attention_seconds: float
+    attention_mean_seconds: float
+    other_seconds: float
+    other_mean_seconds: float
+    exchange_seconds: float
+    exchange_mean_seconds: float
+    idle_seconds: float
+    idle: float
+    tokens_per_second: float
+    mfu: float
+    bytes_bottleneck: float
+    tokens_most: int
+    rows_bytes: int | None
+    state_bytes: int
+    documents_cut: float
+
+    @classmethod
+    def of(
+        cls,
+        way: Way,
+        steps: Sequence[StepTime],
+        every: Sequence[IntArray],
+        setup: Setup,
+        rows_bytes: int | None,
+        state_bytes: int,
+    ) -> "WayFigures":
+        """Figures of a way.
+
+        Args:
+            way: to train.
+            steps: what each micro-batch took.
+            every: lengths of the documents of each micro-batch.
+            setup: who trains what.
+            rows_bytes: see there.
+            state_bytes: see there.
+        """
+        seconds = np.array([step.seconds for step in steps])
+        gpus = (setup.ranks + way.servers) * setup.tensor_parallel
+        low, high = np.quantile(seconds, (0.25, 0.75)).tolist()
+
+        def mean(field: str) -> float:
+            return float(np.mean([getattr(step, field) for step in steps]))
+
+        busy = mean("attention_mean") + mean("other_mean") + mean("waited_mean")
+        flops = sum(_flops(lengths, setup) for lengths in every)
+        return cls(
+            name=way.name,
+            document_layout=way.document_layout,
+            servers=way.servers,
+            gpus=gpus,
+            step_seconds=float(seconds.mean()),
+            step_seconds_quartiles=(low, high),
+            attention_seconds=mean("attention"),
+            attention_mean_seconds=mean("attention_mean"),
+            other_seconds=mean("other"),
+            other_mean_seconds=mean("other_mean"),
+            exchange_seconds=mean("waited"),
+            exchange_mean_seconds=mean("waited_mean"),
+            idle_seconds=max(float(seconds.mean()) - busy, 0.0),
+            idle=mean("idle"),
+            tokens_per_second=float(sum(int(lengths.sum()) for lengths in every) / seconds.sum()),
+            mfu=float(flops / seconds.sum() / gpus / setup.profile.peak_flops),
+            bytes_bottleneck=mean("bytes_bottleneck"),
+            tokens_most=max(step.tokens_most for step in steps),
+            rows_bytes=rows_bytes,
+            state_bytes=state_bytes,
+            documents_cut=float(sum(step.documents_cut for step in steps) / sum(map(len, every))),
+        )
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """Core attention of each rank in the first micro-batch.
+
+    Attributes:
+        name: of the way to train.
+        attention_seconds: [ranks] what each computes, to the microsecond.
+        attention_most: of the busiest rank.
+        attention_mean: the mean over ranks.
+        max_over_mean: the busiest rank's over the mean.
+    """
+
+    name: str
+    attention_seconds: tuple[float, ...]
+    attention_most: float
+    attention_mean: float
+    max_over_mean: float
+
+    @classmethod
+    def of(cls, name: str, step: StepTime) -> "RankLoad":
+        """The load of a way's step."""
+        mean = step.attention_mean
+        return cls(
+            name,
+            tuple(round(seconds, 6) for seconds in step.attention_by_rank),
+            step.attention,
+            mean,
+            step.attention / mean if mean else 1.0,
+        )
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The result.
+
+    Attributes:
+        ranks: how many train.
+        tokens_per_rank: the most rows of a rank.
+        documents: documents of all micro-batches.
+        tokens: tokens of all micro-batches.
+        lengths: of the documents of all micro-batches.
+        histogram: of these lengths.
+        ways: figures of each.
+        best_plain: name of the fastest way without plans, of those that cut the fewest documents.
+        best_planned: name of the fastest planned way on as many GPUs.
+        memory_counted: whether a step was counted for memory; else figures of it are the least, reckoned from shapes.
+        load: before and after, of plain packing, of the best way without plans and of the best planned one.
+        imbalance: pairs of the busiest rank over the mean, as documents are packed in order; the mean over steps.
+        speed_up: step of `best_plain` over that of `best_planned`.
+        attention_speed_up: the same of core attention alone.
+        advice: what to do, in sentences.
+    """
+
+    ranks: int
+    tokens_per_rank: int
+    documents: int
+    tokens: int
+    lengths: tuple[int, ...]
+    histogram: tuple[LengthBin, ...]
+    ways: tuple[WayFigures, ...]
+    best_plain: str
+    best_planned: str
+    memory_counted: bool
+    load: tuple[RankLoad, ...]
+    imbalance: float
+    speed_up: float
+    attention_speed_up: float
+    advice: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; without the lengths of every document."""
+        return {name: value for name, value in asdict(self).items() if name != "lengths"}
+
+
+def _flops(lengths: IntArray, setup: Setup) -> float:
+    """Operations of the model for a micro-batch, forward and backward, nothing computed twice."""
+    model = setup.model
+    matrices = 6.0 * (model.depth * (model.before + model.after) + model.head) * float(lengths.sum())
+    attention = sum(
+        2.0
+        * count
+        * kind.q_heads
+        * (kind.dim_qk + kind.dim_v)
+        * float(np.sum(pairs(np.zeros_like(lengths), lengths, kind.window)))
+        for kind, count in model.layers.items()
+    )
+    return matrices + 3.0 * attention

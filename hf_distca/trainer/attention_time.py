@@ -51,7 +51,7 @@ class AttentionTime:
     def _pairs(self, plan: MicroBatchPlan) -> FloatArray:
         """[workers] query-key pairs of all layers, by the width of their heads."""
         every: list[FloatArray] = [
-            loads_of(of_kind) * float(self._layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v))
+            loads_of(of_kind).astype(np.float64) * (self._layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v))
             for nano in plan.nano_batches
             for kind, of_kind in nano.plans.items()
         ]

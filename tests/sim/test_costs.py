@@ -25,9 +25,11 @@ def test_costs_are_found_again():
 
 
 def test_weights_say_which_calls_count():
-    calls = tasks((1, 0, 0), (2, 0, 0))
-    assert KernelCost.fitted(calls, np.array([1.0, 4.0]), np.array([1.0, 0.0])).row == pytest.approx(1.0)
-    assert KernelCost.fitted(calls, np.array([1.0, 4.0]), np.array([0.0, 1.0])).row == pytest.approx(2.0)
+    calls, times = tasks((1, 0, 0), (2, 0, 0)), np.array([1.0, 4.0])  # which no two costs above 0 give
+    for index in (0, 1):
+        found = KernelCost.fitted(calls, times, np.eye(2)[index]).seconds(calls)
+        assert found[index] == pytest.approx(times[index])
+        assert found[1 - index] != pytest.approx(times[1 - index])
 
 
 def test_no_cost_is_negative():

@@ -78,8 +78,8 @@ def test_memory_is_that_of_a_step_that_is_counted(tmp_path, capsys):
     counted = json.loads(capsys.readouterr().out)["memory"]["fsdp2"]
     joint = ways["hf_distca, joint"]
     assert joint["state_bytes"] + joint["rows_bytes"] == counted["with_checkpointing"]["total"]
-    # Full rows without an exchange take less, and K and V of a group more by what is gathered.
-    assert 0.5 * joint["rows_bytes"] < ways["plain packing"]["rows_bytes"] < joint["rows_bytes"]
+    # Rows that are not exchanged need no buffers, but are computed all at once, not one nano-batch after another.
+    assert 0.8 < ways["plain packing"]["rows_bytes"] / joint["rows_bytes"] < 1.2
     gathered = ways["context parallel, 2 × 4"]["rows_bytes"] - ways["plain packing"]["rows_bytes"]
     assert gathered == 2 * 3 * 4096 * 2 * 32 * 2
 

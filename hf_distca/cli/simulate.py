@@ -34,6 +34,8 @@ SHOWN = (
 )  # fmt: skip
 """Options that a report names."""
 
+COUNTED_RANKS = 1024
+"""Of more, rows come from so many ranks that counting takes as long as all the rest."""
 DESCRIPTION = f"""\
 Predict what a training step takes on a cluster, for documents like yours, by each way to train: documents packed with
 equal tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and core attention disaggregated
@@ -45,7 +47,7 @@ half of all ranks' tokens beside short ones), or {BUILT_IN}.
 
 Steps are those of one micro-batch on each rank. Gradient synchronisation and the optimizer, which are the same in all
 ways, are not in them. Memory is counted as hf-distca plan --model does, with the model's state divided as by FSDP2;
-with --tensor-parallel it is reckoned from shapes, and is the least.
+with --tensor-parallel, or on more than {COUNTED_RANKS} ranks, it is reckoned from shapes, and is the least.
 """
 
 
@@ -105,7 +107,8 @@ def run(options: argparse.Namespace) -> None:
     check_report_options(options)
     try:
         setup = _setup(options, options.ranks)
-        memory = None if options.tensor_parallel > 1 else _memory(options, setup)
+        counted = options.tensor_parallel == 1 and options.ranks <= COUNTED_RANKS
+        memory = _memory(options, setup) if counted else None
         result = _simulation(options, options.ranks, options.batches, options.servers, memory)
         figures = {**result.as_dict(), "profile": setup.profile.name}
         if options.report or options.png:

@@ -49,9 +49,8 @@ lint: $(SETUP)
 types: $(SETUP)
 	$(BIN)/mypy
 
-# Two processes, since many tests wait for others: for launches, time-outs, servers that are gone.
 tests: $(SETUP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest
 
 # Every causal language model of transformers; `python -m tests.survey.page` writes docs/compatibility.md anew.
 survey: $(SETUP)

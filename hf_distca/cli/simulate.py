@@ -34,8 +34,8 @@ SHOWN = (
 )  # fmt: skip
 """Options that a report names."""
 
-COUNTED_RANKS = 1024
-"""Of more, rows come from so many ranks that counting takes as long as all the rest."""
+COUNTED_RANKS = 128
+"""Of more, rows come from so many ranks that counting takes longer than all the rest."""
 DESCRIPTION = f"""\
 Predict what a training step takes on a cluster, for documents like yours, by each way to train: documents packed with
 equal tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and core attention disaggregated

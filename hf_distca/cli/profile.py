@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,10 +22,13 @@ from hf_distca.dispatch.nodes import ranks_per_node
 from hf_distca.kernels import get_kernel
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
+from hf_distca.planner.cost import pairs
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
-from hf_distca.sim.costs import DeviceProfile, LinkCost
+from hf_distca.sim.costs import DeviceProfile, LinkCost, Tasks
 
 TIMEOUT_S = 60.0
+TOLD_TOKENS = 16384
+"""Of the document whose attention tells how fast the kernel is."""
 
 DESCRIPTION = """\
 Time the attention kernel over numbers of query and K/V rows, matrices and memory, and, launched on several ranks, the
@@ -131,10 +135,14 @@ def _device_name(device: torch.device) -> str:
 
 def _told(profile: DeviceProfile) -> str:
     accuracy = profile.accuracy
-    tflops = 2.0 * profile.measured.q_heads * (profile.measured.dim_qk + profile.measured.dim_v) / profile.forward.pair
+    rows = float(TOLD_TOKENS)
+    amount = pairs(0, TOLD_TOKENS)
+    (seconds,) = profile.forward.seconds(Tasks(*(np.array([number]) for number in (rows, rows, amount, 1.0))))
+    kind = profile.measured
+    tflops = 2.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * amount / seconds / 1e12
     lines = [
         ("device", profile.name),
-        ("core attention, at most", f"{tflops / 1e12:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call"),
+        (f"{TOLD_TOKENS} tokens' attention", f"{tflops:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call"),
         ("matrices", f"{profile.flops_per_second / 1e12:.3g} TFLOP/s"),
         ("memory", f"{profile.bytes_per_second / 1e9:.3g} GB/s"),
         ("links within nodes", _link(profile.within)),

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_distca.cli import measured
+from hf_distca.cli import measured, profile
 from hf_distca.cli.main import main
 from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels.speed import PEAK_FLOPS
 from hf_distca.plan import AttentionKind
-from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.costs import Accuracy, DeviceProfile, KernelCost
 
 SMALL = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16", "--hidden", "64"]
 
@@ -33,6 +33,15 @@ def test_a_device_is_measured_and_simulated(tmp_path, capsys, few_calls):
     setting = ["--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "2048", "--batches", "1"]
     assert main(["simulate", *setting, "--profile", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["profile"] == "CPU, float32"
+
+
+def test_pairs_that_cost_nothing(tmp_path, capsys, monkeypatch):
+    """As a fit of a few short calls may find."""
+    cost = KernelCost(0.0, 1e-3, 0.0, 0.0)
+    monkeypatch.setattr(profile, "measured_kernel", lambda *_: (cost, cost, Accuracy(1.0, 1.0, 1)))
+    assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL]) == 0
+    flops = 2 * 2 * (16 + 16) * (16384 * 16385 / 2)
+    assert f"16384 tokens' attention    {flops / 16.384 / 1e12:.3g} TFLOP/s" in capsys.readouterr().out
 
 
 def test_costs_follow_what_calls_take(monkeypatch):

@@ -23,33 +23,26 @@ from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.model import checked_attentions
 from hf_distca.planner.micro_batch import PlanSettings
 
-MODELS: dict[str, PreTrainedConfig] = {
-    "Llama-3.2-1B": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
+
+def _config(
+    of: type[PreTrainedConfig], vocabulary: int, hidden: int, mlp: int, layers: int, heads: int, **others: Any
+) -> PreTrainedConfig:
+    """With 8 key-value heads, which all have."""
+    return of(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=8,
-        tie_word_embeddings=True,
-    ),
-    "Llama-3.1-8B": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-    "Qwen3-32B": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-    ),
+        **others,
+    )
+
+
+MODELS = {
+    "Llama-3.2-1B": _config(LlamaConfig, 128256, 2048, 8192, 16, 32, tie_word_embeddings=True),
+    "Llama-3.1-8B": _config(LlamaConfig, 128256, 4096, 14336, 32, 32),
+    "Qwen3-32B": _config(Qwen3Config, 151936, 5120, 25600, 64, 64, head_dim=128),
 }
 """The shapes of their config.json."""
 RANKS = {"Llama-3.2-1B": (8,), "Llama-3.1-8B": (8, 32), "Qwen3-32B": (32,)}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from harness.models import KernelNode, documents_of, llama
+from harness.models import attend_packed, documents_of, llama
 from harness.resident import begin_peak, follow_tensors, peak
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from hf_distca import DistCATrainer, DistCATrainingArguments
-from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
+from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.planner.cost import pairs
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -69,10 +69,8 @@ def attention_of_documents(
     position_ids: Tensor,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document of a packed row; q, k, v are [1, H, T, D]."""
-    qkv = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    shapes = _shapes(document_lengths(position_ids[0]))
-    return KernelNode.apply(KERNEL, shapes, AttentionParams(scale=scaling), *qkv).unsqueeze(0), None
+    """Causal attention within each document of a packed row, which positions tell."""
+    return attend_packed(KERNEL, _shapes(document_lengths(position_ids[0])), scaling, query, key, value)
 
 
 AttentionInterface.register(PACKED, attention_of_documents)

@@ -121,6 +121,23 @@ class KernelNode(torch.autograd.Function):
         return None, None, None, *ctx.kernel.backward(do_THD, *ctx.saved_tensors, ctx.shapes, ctx.params)
 
 
+def attend_packed(
+    kernel: Kernel, shapes: TaskShapes, scaling: float, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, None]:
+    """Causal attention within each document of a packed row, in one kernel call; what transformers' layers expect.
+
+    Args:
+        kernel: what computes.
+        shapes: rows of each document.
+        scaling: of scores.
+        query: Q [1, H, T, D].
+        key: K [1, G, T, D].
+        value: V [1, G, T, D].
+    """
+    qkv = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return KernelNode.apply(kernel, shapes, AttentionParams(scale=scaling), *qkv).unsqueeze(0), None
+
+
 class PlainAttention:
     """Core attention of a rank's own documents, packed, in one kernel call: what a plan is to be better than.
 
@@ -154,8 +171,7 @@ class PlainAttention:
         plain_shapes: TaskShapes,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        qkv = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-        return KernelNode.apply(self._kernel, plain_shapes, AttentionParams(scale=scaling), *qkv).unsqueeze(0), None
+        return attend_packed(self._kernel, plain_shapes, scaling, query, key, value)
 
 
 class _Timed:

@@ -10,6 +10,7 @@ AUTO = "auto"
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
 EXTERNAL = "external"
 """Attention servers that are started apart."""
+TRANSPORTS = (AUTO, "tcp", "nixl")
 AS_LAUNCHED = "auto"
 """Ranks per node as the launcher of the processes says."""
 LongDocuments = Literal["error", "truncate", "split"]
@@ -171,8 +172,21 @@ class DistCAConfig:
         default=60.0, metadata={"help": "Seconds after which an attention server that does not answer is lost."}
     )
 
+    attention_server_transport: str = field(
+        default="auto",
+        metadata={
+            "help": "What carries rows to attention servers and back: tcp; nixl, which both must have; or "
+            "auto, which is nixl where both ends have it and an RDMA device, and tcp elsewhere."
+        },
+    )
+
     def __post_init__(self) -> None:
         self.attention_servers = str(self.attention_servers)
+        if self.attention_server_transport not in TRANSPORTS:
+            raise ValueError(
+                f"attention_server_transport must be one of {', '.join(TRANSPORTS)}, "
+                f"got {self.attention_server_transport!r}"
+            )
         if self.attention_servers != EXTERNAL and not self.attention_servers.isdecimal():
             raise ValueError(
                 f"attention_servers must be a number of processes or 'external', got {self.attention_servers!r}"

@@ -56,3 +56,8 @@ def test_ranks_per_node_on_the_command_line_and_in_yaml(tmp_path, written, setti
     assert parser.parse_yaml_file(str(file))[0].ranks_per_node == setting
     if "[" not in written:
         assert parser.parse_args_into_dataclasses(["--ranks_per_node", written])[0].ranks_per_node == setting
+
+
+def test_a_transport_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="must be one of auto, tcp, nixl, got 'rdma'"):
+        DistCAConfig(attention_server_transport="rdma")

@@ -35,7 +35,9 @@ ALLOWED = {
     "trainer": DISPATCH | {"config", "collator", "patches", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER | {"dispatch.schedule"},
     "timeline": {"plan", "dispatch.recorder"},
-    "cli": DISPATCH | WORDS | {"config", "patches", "memory", "sim", "timeline", "pool.server", "pool.directory"},
+    "cli": DISPATCH
+    | WORDS
+    | {"config", "patches", "memory", "sim", "timeline", "pool.server", "pool.directory", "pool.transport"},
 }
 PURE = {"plan", "planner", "sim", "dispatch.schedule", "pool.messages", "pool.wire"}
 

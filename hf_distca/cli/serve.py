@@ -73,6 +73,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="NAME",
         help="what computes core attention (default: auto, the fastest that can do it)",
     )
+    add(
+        "--transport",
+        default="auto",
+        choices=("auto", "tcp", "nixl"),
+        help="what carries rows (default: auto, nixl where both ends have it and an RDMA device, else tcp); nixl "
+        "without an RDMA device lets UCX listen on the interface of --bind, where it believes whoever comes",
+    )
     add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
         "--wait",
@@ -94,6 +101,7 @@ def run(options: argparse.Namespace) -> None:
 
     from hf_distca.kernels import get_kernel
     from hf_distca.pool.server import AttentionServer
+    from hf_distca.pool.transport.choice import Choice
     from hf_distca.pool.wire import LinkLost, TokenError, parse_token, read_token
 
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -108,7 +116,17 @@ def run(options: argparse.Namespace) -> None:
     # What ranks need is known when they call: "auto" may be another kernel then.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
     try:
-        server = AttentionServer(token, device, kernel, choose=choose, host=options.bind, port=options.port)
+        server = AttentionServer(
+            token,
+            device,
+            kernel,
+            choose=choose,
+            host=options.bind,
+            port=options.port,
+            transport=Choice(options.transport),
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port") from error
     before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}

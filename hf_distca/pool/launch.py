@@ -19,7 +19,9 @@ from torch.cuda import device_count, is_available
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import Pool, use_servers
-from hf_distca.pool.transport.tcp import HostMemory
+from hf_distca.pool.transport.choice import Choice, make_memory
+from hf_distca.pool.transport.contract import Memory
+from hf_distca.pool.transport.nixl.agent import address_towards
 from hf_distca.pool.wire.address import parse_address
 from hf_distca.pool.wire.token import make_token, read_token, write_token
 
@@ -145,9 +147,9 @@ def _serve(store: dist.Store, timeout_s: float, device: str) -> None:
     """
     # Ranks load their model first; if they fail instead, the launcher ends this process.
     store.set_timeout(timedelta(days=1))
-    address, token = (store.get(name).decode() for name in ("address", "token"))
+    address, token, transport = (store.get(name).decode() for name in ("address", "token", "transport"))
     command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
-    command += ["--device", device, "--wait", f"{timeout_s:g}"]
+    command += ["--device", device, "--wait", f"{timeout_s:g}", "--transport", transport]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -171,6 +173,7 @@ def open_pool(
     token_file: str,
     ranks_serve: bool,
     timeout_s: float,
+    transport: str,
 ) -> Pool:
     """Take servers in: those of this launch, for which it waits, or any that join from outside. A collective.
 
@@ -181,31 +184,44 @@ def open_pool(
         token_file: for servers from outside: file with the run's token, made if there is none.
         ranks_serve: whether ranks compute core attention too.
         timeout_s: a server that does not answer for so long is lost.
+        transport: what carries rows: auto, tcp or nixl.
 
     Raises:
-        ValueError: on every rank, where the address or the token cannot be used.
+        ValueError: on every rank, where the address, the token or the transport cannot be used.
     """
     groups = dispatcher.groups
     token, directory, error = b"", None, None
+    place: tuple[str, int] = ("", 0)
     if groups.rank == 0:
         try:
             host, port = _address(address)
             token = make_token() if launch is not None else _file_token(Path(token_file))
             directory = Directory(host, port, token)
+            place = directory.host, directory.port
         except (OSError, ValueError) as caught:
             error = caught
     groups.raise_together(error)
-    token = groups.all_gather(token)[0]
+    (token, place), *_ = groups.all_gather((token, place))
+    memory: Memory | None = None
+    try:
+        choice = Choice(transport)
+        # Of use to NIXL where it must open a port: on the interface by which this rank reaches the directory.
+        address = address_towards(*place) if choice is Choice.NIXL else ""
+        memory = make_memory(choice, dispatcher.device, address)
+    except (OSError, ValueError) as caught:
+        error = caught
+    groups.raise_together(error)
+    assert memory is not None
     if directory is not None:
         reached = f"{directory.host}:{directory.port}"
         if launch is not None and launch.store is not None:
+            launch.store.set("transport", transport)
             launch.store.set("token", token.hex())
             launch.store.set("address", reached)
         else:
             logger.warning(
                 "attention servers join with: hf-distca serve --join %s --token-file %s", reached, token_file
             )
-    memory = HostMemory(dispatcher.device)
     pool = use_servers(dispatcher, token, directory, memory, ranks_serve=ranks_serve, timeout_s=timeout_s)
     if launch is not None:
         pool.wait_for(launch.servers, timeout_s)

@@ -153,6 +153,7 @@ class DistCAMixin(_Trainer):
             token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
             ranks_serve=args.ranks_serve,
             timeout_s=args.attention_server_timeout,
+            transport=args.attention_server_transport,
         )
 
     # Data

@@ -4,7 +4,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -109,7 +111,8 @@ class AttentionServer:
             AuthenticationError: the directory has another token.
             LinkLost: the directory was not reached in time.
         """
-        speed = measure_speed(self._kernel, self._device)
+        with self._on_device():
+            speed = measure_speed(self._kernel, self._device)
         report(f"listening on {self.host}:{self.port}; {self._device} computes {speed / 1e6:.1f} M pairs/s")
         hello = ServerHello("" if self.host in _WILDCARDS else self.host, self.port, str(self._device), speed)
         where = f"{join_host}:{join_port}"
@@ -155,6 +158,10 @@ class AttentionServer:
 
     def _serve(self, peer: Peer) -> None:
         """The thread of one rank."""
+        with self._on_device():
+            self._serve_rank(peer)
+
+    def _serve_rank(self, peer: Peer) -> None:
         link = RankLink(peer, self._rows_s, self._memory)
         self._calls.join(link)
         if link.rank == 0:
@@ -226,14 +233,19 @@ class AttentionServer:
 
     def _compute_calls(self) -> None:
         """The computing thread."""
-        while (assembly := self._calls.next()) is not None:
-            try:
-                self._compute_call(assembly)
-            except Exception as error:  # of the kernel, for instance out of memory: the server goes on
-                logger.exception("call %d failed", assembly.call.call_id)
-                for link, _ in assembly.links.values():
-                    link.refuse(f"call {assembly.call.call_id} failed: {error}")
-            del assembly  # nothing is kept while there is nothing to do
+        with self._on_device():
+            while (assembly := self._calls.next()) is not None:
+                try:
+                    self._compute_call(assembly)
+                except Exception as error:  # of the kernel, for instance out of memory: the server goes on
+                    logger.exception("call %d failed", assembly.call.call_id)
+                    for link, _ in assembly.links.values():
+                        link.refuse(f"call {assembly.call.call_id} failed: {error}")
+                del assembly  # nothing is kept while there is nothing to do
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """For what a thread does on the server's GPU: each thread begins with the first one, and Triton takes that."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _compute_call(self, assembly: Assembly) -> None:
         call, tasks = assembly.call, assembly.tasks

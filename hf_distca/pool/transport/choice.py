@@ -5,6 +5,7 @@ from enum import StrEnum
 import torch
 
 from hf_distca.pool.transport.contract import Memory
+from hf_distca.pool.transport.gpu import SideCopies
 from hf_distca.pool.transport.nixl.agent import NixlAgent, has_rdma, is_installed
 from hf_distca.pool.transport.nixl.arena import Arena
 from hf_distca.pool.transport.tcp import HostMemory
@@ -37,7 +38,8 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
     if choice is Choice.AUTO and not has_rdma():
         return HostMemory(device, "the host has no RDMA device")
     try:
-        return Arena(NixlAgent(address), device, required=choice is Choice.NIXL)
+        copies = SideCopies(device) if device.type == "cuda" else None
+        return Arena(NixlAgent(address), device, copies, required=choice is Choice.NIXL)
     except (ImportError, ValueError, LinkLost) as error:
         if choice is Choice.AUTO:
             return HostMemory(device, str(error))

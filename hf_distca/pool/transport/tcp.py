@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.pool.messages.tensor_spec import TensorSpec
+from hf_distca.pool.transport.gpu import SideCopies
 from hf_distca.pool.wire.channel import Buffer, Channel, Frame
 from hf_distca.pool.wire.errors import ProtocolError
 
@@ -27,19 +28,20 @@ class HostMemory:
 
     def __init__(self, device: torch.device, why: str = "TCP was asked for") -> None:
         self.why = why
-        self._device = device
-        self._pinned = device.type == "cuda"
+        self._copies = SideCopies(device) if device.type == "cuda" else None
 
     def empty(self, spec: TensorSpec, rows: int) -> Tensor:
         """See `Memory.empty`."""
-        return torch.empty((rows, *spec.shape), dtype=getattr(torch, spec.dtype), pin_memory=self._pinned)
+        dtype, pinned = getattr(torch, spec.dtype), self._copies is not None
+        return torch.empty((rows, *spec.shape), dtype=dtype, pin_memory=pinned)
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """See `Memory.stage`: dense tensors on the host stay as they are, of others copies are made."""
-        staged = [x_N.detach().contiguous().to("cpu", non_blocking=True) for x_N in tensors]
-        if not self._pinned:
-            return staged, _ready
-        return staged, torch.cuda.current_stream(self._device).record_event().synchronize
+        given = [x_N.detach().contiguous() for x_N in tensors]
+        if self._copies is None:
+            return given, _ready
+        staged = [torch.empty(x_N.shape, dtype=x_N.dtype, pin_memory=True) for x_N in given]
+        return staged, self._copies.start(zip(staged, given, strict=True))
 
 
 def _ready() -> None:

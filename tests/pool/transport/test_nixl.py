@@ -18,6 +18,7 @@ from hf_distca.pool.transport.choice import Choice, make_memory
 from hf_distca.pool.transport.negotiation import accept, offer, taken
 from hf_distca.pool.transport.nixl import agent as nixl_agent
 from hf_distca.pool.transport.nixl import ends as nixl_ends
+from hf_distca.pool.transport.nixl.arena import Arena
 from hf_distca.pool.transport.nixl.process import Process
 from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.channel import Channel
@@ -62,6 +63,33 @@ def test_blocks_do_not_overlap_and_larger_ones_are_registered_as_needed():
     del blocks
     memory.empty(ROWS, 16000)  # of blocks that were apart
     assert memory.slabs == 2
+
+
+class Gpu:
+    """Stands for the copies of a GPU that is behind by whatever has been asked of it."""
+
+    def __init__(self):
+        self.done = False
+
+    def fence(self):
+        return lambda: self.done
+
+
+@needs_nixl
+def test_memory_is_not_used_again_before_the_gpu_has_read_it():
+    gpu = Gpu()
+    memory = Arena(memory_of(Choice.NIXL, "server").agent, CPU, gpu, required=True)
+    place = memory.empty(ROWS, 8).data_ptr()
+    assert memory.empty(ROWS, 8).data_ptr() != place
+    gpu.done = True
+    assert memory.empty(ROWS, 8).data_ptr() == place
+
+
+@needs_nixl
+def test_an_agent_takes_no_core_while_nothing_moves(ends):
+    begin = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - begin < 0.1
 
 
 @needs_nixl
@@ -135,6 +163,7 @@ def test_metadata_of_nobody_is_refused(memory):
             ("metadata", hello["nixl"]["metadata"][:200], "metadata"),
             ("name", "another", "another name"),
             ("process", None, "a process"),
+            ("space", {"kind": "FILE", "device": 0}, "one of DRAM, VRAM"),
         ):
             with pytest.raises(ProtocolError, match=message):
                 accept(far, memory, {"nixl": {**hello["nixl"], name: value}})

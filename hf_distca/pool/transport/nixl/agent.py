@@ -25,6 +25,9 @@ from hf_distca.pool.wire.errors import LinkLost
 CHUNK_BYTES = 32 << 20
 """Of one transfer, at most: longer ones are made one after another, each with its own time-out."""
 
+WAKE_US = 100_000
+"""After so many microseconds without an event UCX's thread looks for itself."""
+
 _MODULES = ("nixl_cu12", "nixl_cu13")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _POLL_S = (0.0001, 0.002)
@@ -32,10 +35,32 @@ _HUNG_UP_S = 0.05
 
 
 class Piece(NamedTuple):
-    """Memory on a host: address and number of bytes."""
+    """Memory: address and number of bytes."""
 
     address: int
     size: int
+
+
+class Space(NamedTuple):
+    """Memory of which addresses are, as NIXL names it: DRAM of a host, or VRAM of a GPU by its number."""
+
+    kind: str
+    device: int
+
+
+class Region(NamedTuple):
+    """Pieces of one space."""
+
+    space: Space
+    pieces: Sequence[Piece]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece."""
+        return [piece.size for piece in self.pieces]
+
+
+HOST = Space("DRAM", 0)
 
 
 def is_installed() -> bool:
@@ -78,28 +103,34 @@ class NixlAgent:
 
     def __init__(self, address: str) -> None:
         api = _api()
+        bindings = import_module(api.__name__.replace("._api", "._bindings"))
         self.name = uuid.uuid4().hex
         self.listens_on = "" if has_rdma() else interface_of(address)
         config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
-        found = vars(import_module(api.__name__.replace("._api", "._bindings"))).values()
-        self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
+        self._errors = tuple(
+            one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)
+        )
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
+        # Of its own making it has a thread that asks for news without a pause, and takes a core from whoever computes.
+        settings = bindings.nixlAgentConfig()
+        settings.useProgThread, settings.syncMode, settings.pthrDelay = True, sync.value, WAKE_US
+        self._agent.agent = bindings.nixlAgent(self.name, settings)
         try:
             self._agent.create_backend("UCX", {"engine_config": config})
         except self._errors as error:
             raise LinkLost(f"NIXL could not start UCX with {config}: {error}") from error
 
-    def register(self, memory: Piece) -> None:
+    def register(self, memory: Piece, space: Space) -> None:
         """Let peers reach some memory of this process from now on.
 
         Raises:
             LinkLost: it cannot be registered.
         """
         try:
-            self._agent.register_memory([(*memory, 0, "")], "DRAM")
+            self._agent.register_memory([(*memory, space.device, "")], space.kind)
         except self._errors as error:
-            raise LinkLost(f"NIXL could not register {memory.size} bytes: {error}") from error
+            raise LinkLost(f"NIXL could not register {memory.size} bytes of {space.kind}: {error}") from error
 
     def metadata(self) -> bytes:
         """What a peer needs to reach this process and all memory registered so far."""
@@ -131,8 +162,8 @@ class NixlAgent:
     def transfer(
         self,
         operation: Literal["READ", "WRITE"],
-        local: Sequence[Piece],
-        remote: Sequence[Piece],
+        local: Region,
+        remote: Region,
         peer: str,
         timeout_s: float,
         gone: Callable[[], bool],
@@ -150,13 +181,13 @@ class NixlAgent:
         Raises:
             LinkLost: it failed. Rows may still arrive in the memory of both ends later: nobody may use it again.
         """
-        for own, other in zip(_chunks(local), _chunks(remote), strict=True):
+        for own, other in zip(_chunks(local.pieces), _chunks(remote.pieces), strict=True):
             handle: Any = None
             try:
                 handle = self._agent.initialize_xfer(
                     operation,
-                    self._agent.get_xfer_descs([(*own, 0)], "DRAM"),
-                    self._agent.get_xfer_descs([(*other, 0)], "DRAM"),
+                    self._agent.get_xfer_descs([(*own, local.space.device)], local.space.kind),
+                    self._agent.get_xfer_descs([(*other, remote.space.device)], remote.space.kind),
                     peer,
                 )
                 self._wait(handle, timeout_s, gone)

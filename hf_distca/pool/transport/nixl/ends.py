@@ -10,13 +10,13 @@ import base64
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from hf_distca.pool.messages.fields import Fields
 from hf_distca.pool.messages.tensor_spec import TensorSpec
-from hf_distca.pool.transport.nixl.agent import Piece
+from hf_distca.pool.transport.nixl.agent import Piece, Region, Space
 from hf_distca.pool.transport.nixl.arena import PROBE_BYTES, Arena
 from hf_distca.pool.transport.nixl.process import Process
 from hf_distca.pool.wire.channel import Channel, Frame
@@ -42,23 +42,25 @@ class Introduction:
         name: of the agent.
         metadata: of the agent, in base64.
         probe: address of its `Arena.probe`.
+        space: which memory its rows are in.
         process: which process it is in.
     """
 
     name: str
     metadata: str
     probe: int
+    space: Space
     process: Process
 
     @classmethod
     def of(cls, memory: Arena) -> "Introduction":
         """Of this process's agent."""
         metadata = base64.b64encode(memory.agent.metadata()).decode()
-        return cls(memory.agent.name, metadata, memory.probe.data_ptr(), Process.own())
+        return cls(memory.agent.name, metadata, memory.probe.data_ptr(), memory.space, Process.own())
 
     def header(self) -> dict[str, Any]:
         """As a part of a message's header."""
-        return asdict(self)
+        return asdict(self) | {"space": self.space._asdict()}
 
     @classmethod
     def read(cls, header: Any) -> "Introduction":
@@ -72,6 +74,7 @@ class Introduction:
             name=fields.text("name", 64),
             metadata=fields.text("metadata", METADATA_LIMIT),
             probe=fields.whole("probe", 1),
+            space=_read_space(header.get("space")),
             process=read_process(header.get("process")),
         )
 
@@ -84,6 +87,11 @@ def read_process(header: Any) -> Process:
     """
     fields = Fields("a process", header if isinstance(header, dict) else {})
     return Process(fields.text("system", 128), fields.whole("number", 1), fields.whole("started"))
+
+
+def _read_space(header: Any) -> Space:
+    fields = Fields("a space of memory", header if isinstance(header, dict) else {})
+    return Space(fields.one_of("kind", ("DRAM", "VRAM")), fields.whole("device"))
 
 
 class NixlRankEnd:
@@ -159,7 +167,7 @@ class NixlServerEnd:
         self._answers: dict[int, list[Piece]] = {}
         self._learn(peer.metadata)
         probe = memory.empty(TensorSpec("probe", "keys", (PROBE_BYTES // 2,), "bfloat16"), 1)
-        self._move("READ", _pieces([probe]), [Piece(peer.probe, PROBE_BYTES)], [probe], PROBE_S)
+        self._move("READ", self._local([probe]), self._remote([Piece(peer.probe, PROBE_BYTES)]), [probe], PROBE_S)
 
     def send(
         self,
@@ -173,12 +181,11 @@ class NixlServerEnd:
         """See `Transport.send`."""
         with self._lock:
             places = self._answers.pop(sequence, [])
-        local = _pieces(rows)
-        if [piece.size for piece in local] != [piece.size for piece in places]:
+        local, remote = self._local(rows), self._remote(places)
+        if local.sizes != remote.sizes:
             raise ProtocolError("the rank has room for other rows than those of the reply")
-        self._move("WRITE", local, places, rows, timeout_s)
-        size = sum(piece.size for piece in local)
-        self._channel.send(kind, {**header, _BYTES: size}, sequence=sequence, timeout_s=timeout_s)
+        self._move("WRITE", local, remote, rows, timeout_s)
+        self._channel.send(kind, {**header, _BYTES: sum(local.sizes)}, sequence=sequence, timeout_s=timeout_s)
 
     def size(self, message: Frame) -> int:
         """See `Transport.size`."""
@@ -186,23 +193,33 @@ class NixlServerEnd:
 
     def receive(self, message: Frame, rows: Sequence[Tensor], timeout_s: float) -> None:
         """See `Transport.receive`."""
-        places = _read_pieces(message, _ROWS)
-        _check_size(message, sum(piece.size for piece in places), rows)
-        local = _pieces(rows)
-        if [piece.size for piece in local] != [piece.size for piece in places]:
+        local, remote = self._local(rows), self._remote(_read_pieces(message, _ROWS))
+        _check_size(message, sum(remote.sizes), rows)
+        if local.sizes != remote.sizes:
             raise ProtocolError(f"the rows of a {message.kind.name} are cut in another way than its tensors")
         if _MEMORY in message.header:
             self._learn(Fields("a call", message.header).text(_MEMORY, METADATA_LIMIT))
         with self._lock:
             self._answers[message.sequence] = _read_pieces(message, _ANSWER)
-        self._move("READ", local, places, rows, timeout_s)
+        self._move("READ", local, remote, rows, timeout_s)
 
     def close(self) -> None:
         """See `Transport.close`."""
         self._memory.agent.forget(self._peer.name)
 
+    def _local(self, rows: Sequence[Tensor]) -> Region:
+        return Region(self._memory.space, _pieces(rows))
+
+    def _remote(self, pieces: list[Piece]) -> Region:
+        return Region(self._peer.space, pieces)
+
     def _move(
-        self, operation: Any, local: list[Piece], remote: list[Piece], rows: Sequence[Tensor], timeout_s: float
+        self,
+        operation: Literal["READ", "WRITE"],
+        local: Region,
+        remote: Region,
+        rows: Sequence[Tensor],
+        timeout_s: float,
     ) -> None:
         try:
             self._memory.agent.transfer(operation, local, remote, self._peer.name, timeout_s, self._channel.hung_up)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.browser import Browser
 from tests.ranks import RankPool
 
 # How long an example takes says how busy the machine is.
@@ -18,6 +19,14 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
     yield pools
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser with one page; for tests that `needs_chromium` marks."""
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
 
 
 def pytest_collection_finish() -> None:

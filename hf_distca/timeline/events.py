@@ -35,6 +35,11 @@ class Place(NamedTuple):
     world: int
     members: Sequence[int]
 
+    def event(self, track: int) -> dict[str, int]:
+        """What an event on a track has. Viewers take the track of the process's own number, or 0, for its main thread:
+        tracks have numbers of their own."""
+        return {"pid": self.rank, "tid": self.world + 1 + track}
+
 
 class Zero(NamedTuple):
     """The moment that all ranks count from.
@@ -101,7 +106,7 @@ def _named(place: Place, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     for track, name in enumerate(names):
         told += [("thread_name", track, {"name": name}), ("thread_sort_index", track, {"sort_index": track})]
     for name, track, arguments in told:
-        yield {"ph": "M", "name": name, "pid": place.rank, "tid": track, "args": arguments}
+        yield {"ph": "M", "name": name, **place.event(track), "args": arguments}
 
 
 def _slice(span: Span, place: Place, zero: Zero) -> dict[str, Any]:
@@ -130,7 +135,7 @@ def _complete(
 ) -> dict[str, Any]:
     """A slice. Begin and end are whole nanoseconds, so that what lies within another still does as it is written."""
     return {
-        **{"ph": "X", "name": name, "cat": category, "pid": place.rank, "tid": track},
+        **{"ph": "X", "name": name, "cat": category, **place.event(track)},
         **{"ts": begin / 1000, "dur": (end - begin) / 1000, "args": arguments},
     }
 
@@ -154,7 +159,7 @@ def _arrows(exchanged: Exchanged, place: Place, zero: Zero) -> Iterator[dict[str
 def _arrow(phase: str, exchanged: Exchanged, way: tuple[int, int], place: Place, at: int) -> dict[str, Any]:
     sender, receiver = way
     return {
-        **{"ph": phase, "name": exchanged.send.part, "cat": "rows", "pid": place.rank, "tid": COMPUTE},
+        **{"ph": phase, "name": exchanged.send.part, "cat": "rows", **place.event(COMPUTE)},
         **{"ts": at / 1000, "id": (exchanged.number * place.world + sender) * place.world + receiver},
     }
 

@@ -1,19 +1,13 @@
 """Reports in a real browser: at desktop and phone width, light and dark, on paper, by keyboard."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 from hf_distca.cli.main import main
+from tests.browser import needs_chromium
 
-# Tests are imported one by one, without packages.
-spec = importlib.util.spec_from_file_location("browser", Path(__file__).with_name("browser.py"))
-browser = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(browser)
-
-pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+pytestmark = needs_chromium
 TOLD = {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}
 ASKED = "Network.requestWillBeSent"
 OUTSIDE = """[...document.querySelectorAll('svg text')].filter((each) => {
@@ -50,19 +44,12 @@ def reports(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    opened = browser.Browser(tmp_path_factory.mktemp("profile"))
-    yield opened
-    opened.close()
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("name", ["simulate", "plan"])
 def test_it_opens_and_fits(reports, chromium, tmp_path, name, width, dark):
     path = reports / f"{name}.html"
-    chromium.open(path, width, dark)
+    chromium.open(path.as_uri(), width, dark)
     assert [event for event in chromium.events if event[0] in TOLD] == []
     assert [told["request"]["url"] for method, told in chromium.events if method == ASKED] == [path.as_uri()]
     assert chromium.value("innerWidth") == width
@@ -79,7 +66,7 @@ def test_it_opens_and_fits(reports, chromium, tmp_path, name, width, dark):
 
 
 def test_marks_are_told_by_arrow_keys(reports, chromium):
-    chromium.open(reports / "simulate.html", 1280, False)
+    chromium.open((reports / "simulate.html").as_uri(), 1280, False)
     chromium.value("document.querySelector('.wide svg').focus()")
     chromium.key("ArrowRight")
     first = chromium.value("document.querySelector('.readout').textContent")
@@ -89,14 +76,14 @@ def test_marks_are_told_by_arrow_keys(reports, chromium):
 
 
 def test_settings_are_copied(reports, chromium):
-    chromium.open(reports / "simulate.html", 1280, False)
+    chromium.open((reports / "simulate.html").as_uri(), 1280, False)
     chromium.value("document.querySelector('.code button').click()")
     told = "new Promise((done) => setTimeout(() => done(document.querySelector('.code button').textContent), 300))"
     assert chromium.value(told) in ("Copied", "Selected")
 
 
 def test_it_prints(reports, chromium, tmp_path):
-    chromium.open(reports / "simulate.html", 1280, True)
+    chromium.open((reports / "simulate.html").as_uri(), 1280, True)
     chromium.pdf(tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
     assert chromium.value("[...document.querySelectorAll('details')].every((each) => each.open)")
@@ -105,6 +92,6 @@ def test_it_prints(reports, chromium, tmp_path):
 def test_what_a_page_tells_is_heard(chromium, tmp_path):
     path = tmp_path / "loud.html"
     path.write_text("<script>console.error('no'); fetch('http://127.0.0.1:9/'); nothing()</script>")
-    chromium.open(path, 390, False)
+    chromium.open(path.as_uri(), 390, False)
     assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown"} <= {method for method, _ in chromium.events}
     assert len([told for method, told in chromium.events if method == ASKED]) == 2

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +14,8 @@ from transformers import TrainerCallback
 from hf_distca.cli.main import main
 from hf_distca.dispatch.recorder import ALWAYS
 from hf_distca.timeline.trace import TraceError, parse, read_traces
+from tests.browser import needs_chromium
+from tests.timeline.perfetto_engine import perfetto
 from tests.trainer.small_trainers import make_trainer
 
 BEFORE, TRACED = 3, 2
@@ -122,6 +125,49 @@ def test_times_add_up_to_the_step(traced):
                 assert took / 1e9 == pytest.approx(by_clock, rel=0.02)
             of_waits = sum(inner.end - inner.begin for inner in step.all_within() if inner.category == "wait")
             assert of_waits / 1e9 == pytest.approx(waited, rel=0.02)
+
+
+@needs_chromium
+def test_perfetto_opens_it(traced, chromium, tmp_path):
+    """Its own parser finds nothing wrong, and the slices and arrows that are there."""
+    content = joined_of(traced[0])
+    path = tmp_path / "joined.json"
+    path.write_text(json.dumps(content))
+    trace, slices = parse(content), [event for event in content["traceEvents"] if event["ph"] == "X"]
+    with perfetto(chromium, path) as opened:
+        assert opened.query("select name, value from stats where severity != 'info' and value > 0") == []
+        (counted,) = opened.query(
+            """select (select count() from slice) as slices, (select count() from flow) as arrows,
+            (select count() from slice join slice as outside on slice.parent_id = outside.id
+             where slice.ts < outside.ts or slice.ts + slice.dur > outside.ts + outside.dur) as sticking_out"""
+        )
+        assert counted == {"slices": len(slices), "arrows": len(trace.arrows), "sticking_out": 0}
+        ends = opened.query(
+            """select leaving.category as sent, coming.category as came, leaving_process.pid as sender,
+            coming_process.pid as receiver, count() as arrows from flow
+            join slice as leaving on flow.slice_out = leaving.id join slice as coming on flow.slice_in = coming.id
+            join thread_track as leaving_track on leaving.track_id = leaving_track.id
+            join thread_track as coming_track on coming.track_id = coming_track.id
+            join thread as leaving_thread on leaving_track.utid = leaving_thread.utid
+            join thread as coming_thread on coming_track.utid = coming_thread.utid
+            join process as leaving_process on leaving_thread.upid = leaving_process.upid
+            join process as coming_process on coming_thread.upid = coming_process.upid
+            group by 1, 2, 3, 4 order by 3"""
+        )
+        # Where clocks differ by more than the rows' way took, an arrow is drawn from the end to the beginning.
+        found = Counter()
+        for end in ends:
+            ways = {end["sent"]: end["sender"], end["came"]: end["receiver"]}
+            found[ways["send"], ways["wait"]] += end["arrows"]
+        assert found == Counter((arrow.sender, arrow.receiver) for arrow in trace.arrows)
+        steps = opened.query(
+            """select step.name as name, step.dur as took, sum(section.dur) as parts from slice as step
+            join slice as section on section.parent_id = step.id where step.category = 'step' group by step.id
+            order by step.name"""
+        )
+    assert [step["name"] for step in steps] == ["step 4", "step 4", "step 5", "step 5"]
+    for step in steps:
+        assert step["parts"] == pytest.approx(step["took"], rel=0.02)
 
 
 def test_nothing_is_measured_when_nobody_asks(rank_pools, tmp_path):

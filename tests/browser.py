@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 """Its path, or None."""
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 LOADED = "Page.loadEventFired"
 SECONDS = 120
 
@@ -61,13 +64,13 @@ class Browser:
                 return answer["result"]
             self._keep(answer)
 
-    def open(self, path: Path, width: int, dark: bool) -> None:
-        """Load a file in a page of a width in pixels, light or dark."""
+    def open(self, url: str, width: int = 1280, dark: bool = False) -> None:
+        """Load a page of a width in pixels, light or dark."""
         self.events.clear()
         self.do("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.do("Emulation.setEmulatedMedia", features=[scheme])
-        self.do("Page.navigate", url=path.as_uri())
+        self.do("Page.navigate", url=url)
         while LOADED not in [method for method, _ in self.events]:
             self._keep(self._message())
 

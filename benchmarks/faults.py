@@ -8,12 +8,13 @@ Over so many steps rounding must not hide what is lost: the model and its loss a
 rounds the logits to float32), and descent is without momentum. With a momentum of 0.9 a difference of 1e-9 at step 20
 grew to 0.5 by step 500; without, to 5e-8.
 
+  transport     what carries rows
   kills         servers killed after they had joined
   in_a_call     losses that ranks noticed while a server owed them results, which they computed themselves
   lost          steps whose loss is not that of the training without servers, to 1e-9
   max_rel_diff  over the parameters at the end: largest difference over the largest magnitude
 
-Run: python benchmarks/faults.py [--kills 100]
+Run: python benchmarks/faults.py [--kills 100] [--transport tcp]
 """
 
 import argparse
@@ -43,7 +44,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.server import AttentionServer
-from hf_distca.pool.transport.tcp import HostMemory
+from hf_distca.pool.transport.choice import Choice, make_memory
 
 TOKEN = bytes(range(32))
 ALIVE = 3
@@ -73,11 +74,11 @@ class Losses(logging.Handler):
         self.in_a_call += "computed by the ranks" in message
 
 
-def serve(port: int, joined: Connection) -> None:
+def serve(port: int, transport: Choice, joined: Connection) -> None:
     """A server's process; says when it has joined."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    server = AttentionServer(TOKEN, device, get_kernel("cpu", device))
+    server = AttentionServer(TOKEN, device, get_kernel("cpu", device), transport=transport)
 
     def report(line: str) -> None:
         if line.startswith("joined"):
@@ -92,6 +93,7 @@ class Killer(threading.Thread):
 
     Args:
         port: where they join.
+        transport: what carries their rows.
         kills: how many to kill.
         seed: of victims and moments.
         enough: file that it makes at the end.
@@ -100,10 +102,10 @@ class Killer(threading.Thread):
         killed: how many so far.
     """
 
-    def __init__(self, port: int, kills: int, seed: int, enough: Path) -> None:
+    def __init__(self, port: int, transport: Choice, kills: int, seed: int, enough: Path) -> None:
         super().__init__(daemon=True)
         self.killed = 0
-        self._port, self._kills, self._enough = port, kills, enough
+        self._port, self._transport, self._kills, self._enough = port, transport, kills, enough
         self._random = random.Random(seed)
         self._context = get_context("forkserver")
         # What this file imports; else every server does it anew, which takes seconds.
@@ -134,16 +136,19 @@ class Killer(threading.Thread):
 
     def _start(self) -> None:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=serve, args=(self._port, theirs), daemon=True)
+        process = self._context.Process(target=serve, args=(self._port, self._transport, theirs), daemon=True)
         process.start()
         self._servers.append((process, ours))
 
 
-def train(port: int | None, steps: int | None, enough: str) -> tuple[list[float], list[Tensor], tuple[int, int]]:
+def train(
+    port: int | None, transport: Choice, steps: int | None, enough: str
+) -> tuple[list[float], list[Tensor], tuple[int, int]]:
     """Train on every rank.
 
     Args:
         port: where servers join; None: without servers.
+        transport: what carries rows to servers.
         steps: how many; None: until the file `enough` is there.
         enough: its name.
 
@@ -171,7 +176,7 @@ def train(port: int | None, steps: int | None, enough: str) -> tuple[list[float]
     logging.getLogger("hf_distca.pool").addHandler(seen)
     if port is not None:
         directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
-        memory = HostMemory(torch.device("cpu"))
+        memory = make_memory(transport, torch.device("cpu"), "127.0.0.1")
         pool = use_servers(dispatcher, TOKEN, directory, memory, ranks_serve=True, timeout_s=30)
         pool.wait_for(1, 60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,16 +221,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="servers to kill")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments")
+    parser.add_argument("--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP)
     options = parser.parse_args()
-    port = free_port()
+    port, transport = free_port(), options.transport
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         enough = Path(folder) / "enough"
-        killer = Killer(port, options.kills, options.seed, enough)
+        killer = Killer(port, transport, options.kills, options.seed, enough)
         killer.start()
-        losses, parameters, (in_a_call, noticed) = run_ranks(2, train, port, None, str(enough))[0]
+        losses, parameters, (in_a_call, noticed) = run_ranks(2, train, port, transport, None, str(enough))[0]
         killer.close()
-        expected, reference, _ = run_ranks(2, train, None, len(losses), str(enough))[0]
+        expected, reference, _ = run_ranks(2, train, None, transport, len(losses), str(enough))[0]
     seconds = time.monotonic() - begin
     lost = sum(abs(got - loss) > 1e-9 * abs(loss) for got, loss in zip(losses, expected, strict=True))
     diff = max(
@@ -241,7 +247,13 @@ def main() -> None:
     ]
     table(["", "2 ranks, up to 3 servers"], rows)
     print_json(
-        kills=killer.killed, lost=lost, max_rel_diff=diff, in_a_call=in_a_call, noticed=noticed, steps=len(losses)
+        transport=transport,
+        kills=killer.killed,
+        lost=lost,
+        max_rel_diff=diff,
+        in_a_call=in_a_call,
+        noticed=noticed,
+        steps=len(losses),
     )
 
 

@@ -18,8 +18,9 @@ over the half of the steps in which the slower of these readings was smallest. T
                 the phases of an attention that the server has rows of, over the server's time in its kernel and,
                 where nothing else is computed meanwhile (one document), the time in which rows travel. 1.0: both
                 are done at once; the median over the counted steps
+  of_rounds     of every round, in which each way has one step: its speed-up and finish_ratio, median and quartiles
 
-Run: python benchmarks/servers.py [--rounds 6] [--documents 16384]
+Run: python benchmarks/servers.py [--rounds 6] [--documents 16384] [--transport tcp]
 """
 
 import argparse
@@ -34,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Probe, print_json, table
+from harness import Probe, print_json, spread, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
@@ -46,18 +47,18 @@ from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.rank.speeds import OBSERVED, observe
 from hf_distca.pool.server import AttentionServer
-from hf_distca.pool.transport.tcp import HostMemory
+from hf_distca.pool.transport.choice import Choice, make_memory
 from hf_distca.pool.wire import make_token
 
 LEARNING = 4
 """Steps with the server that are left out."""
 
 
-def serve(port: int, token: bytes, readings: Connection) -> None:
+def serve(port: int, token: bytes, transport: Choice, readings: Connection) -> None:
     """The server's process: serves on threads, and takes a reading when it is told to."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    server = AttentionServer(token, device, get_kernel("cpu", device))
+    server = AttentionServer(token, device, get_kernel("cpu", device), transport=transport)
     threading.Thread(target=server.run, args=("127.0.0.1", port, 60, lambda line: None), daemon=True).start()
     calm = Probe()
     while readings.recv():
@@ -75,12 +76,12 @@ def plan_of(lengths: list[int], settings: PlanSettings) -> MicroBatchPlan:
     return MicroBatchPlan(tuple(nano_batches), plans[0].summary)
 
 
-def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
+def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any]:
     """Steps of both ways on the rank."""
     token = make_token()
     directory = Directory("127.0.0.1", 0, token)
     ours, theirs = Pipe()
-    process = get_context("spawn").Process(target=serve, args=(directory.port, token, theirs))
+    process = get_context("spawn").Process(target=serve, args=(directory.port, token, transport, theirs))
     process.start()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -107,7 +108,7 @@ def measure(lengths: list[int], rounds: int) -> dict[str, Any]:
         gather_cost=kernel.gather_cost,
     )
     dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("alone", "server")}
-    memory = HostMemory(torch.device("cpu"))
+    memory = make_memory(transport, torch.device("cpu"), "127.0.0.1")
     pool = use_servers(dispatchers["server"], token, directory, memory, ranks_serve=True, timeout_s=60)
     pool.wait_for(1, 60)
     if len(pool.servers) != 1:
@@ -167,9 +168,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="steps of each kind")
     parser.add_argument("--documents", type=int, nargs="+", default=[16384], help="1 or 2 lengths, in tokens")
+    parser.add_argument("--transport", type=Choice, choices=(Choice.TCP, Choice.NIXL), default=Choice.TCP)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    steps = measure(options.documents, options.rounds)
+    steps = measure(options.documents, options.rounds, options.transport)
     figures = {way: summary(calmest(taken)) for way, taken in steps.items()}
     everything = {way: statistics.median(step["seconds"] for step in taken) for way, taken in steps.items()}
     table(
@@ -195,11 +197,19 @@ def main() -> None:
     )
     served = calmest(steps["server"])
     print_json(
+        transport=options.transport,
         speedup=figures["alone"]["seconds"] / figures["server"]["seconds"],
         speedup_all=everything["alone"] / everything["server"],
-        finish_ratio=statistics.median(
-            (step["own"] + step["between"]) / (step["served"] + step["way"]) for step in served
-        ),
+        finish_ratio=statistics.median(map(finish_ratio, served)),
+        of_rounds={
+            "speedup": spread(
+                [
+                    alone["seconds"] / server["seconds"]
+                    for alone, server in zip(steps["alone"], steps["server"], strict=True)
+                ]
+            ),
+            "finish_ratio": spread([finish_ratio(step) for step in steps["server"]]),
+        },
         alone_s=figures["alone"]["seconds"],
         server_s=figures["server"]["seconds"],
         **{f"{name}_s": figures["server"][name] for name in PARTS},
@@ -215,6 +225,11 @@ PARTS = ("waited", "own", "between", "served", "way")
 def calmest(steps: list[dict[str, float]]) -> list[dict[str, float]]:
     """The half of the steps around which the small kernel was fastest."""
     return sorted(steps, key=lambda step: step["reading"])[: (len(steps) + 1) // 2]
+
+
+def finish_ratio(step: dict[str, float]) -> float:
+    """When the rank is done over when the server is."""
+    return (step["own"] + step["between"]) / (step["served"] + step["way"])
 
 
 def summary(steps: list[dict[str, float]]) -> dict[str, float]:

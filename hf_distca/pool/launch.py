@@ -210,7 +210,12 @@ def open_pool(
         memory = make_memory(choice, dispatcher.device, address)
     except (OSError, ValueError) as caught:
         error = caught
-    groups.raise_together(error)
+    try:
+        groups.raise_together(error)
+    except ValueError:
+        if directory is not None:
+            directory.close()
+        raise
     assert memory is not None
     if directory is not None:
         reached = f"{directory.host}:{directory.port}"

@@ -5,7 +5,6 @@ it after every second one. Each rank sees the fault as training does: nobody tel
 """
 
 import io
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.transport.choice import Choice
 from tests.dispatch.test_equality import cut_rows
+from tests.logged import Messages
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 from tests.pool.servers import TOKEN, Fault, ServerProcess, wait_until
 from tests.pool.transport.ends import memory_of, needs_nixl
@@ -41,17 +41,6 @@ GEMMA: dict[str, Any] = {
     "windows": (24, None),
     "config": {"sliding_window": 24, "query_pre_attn_scalar": 8},
 }
-
-
-class Messages(logging.Handler):
-    """Keeps what is logged while it is attached."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
 
 
 def new_model(kind: dict[str, Any], implementation: str = "distca") -> PreTrainedModel:
@@ -86,9 +75,7 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     )
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
-    log, logger = Messages(), logging.getLogger("hf_distca.pool")
-    logger.addHandler(log)
-    logger.setLevel(logging.INFO)
+    log = Messages("hf_distca.pool")
     pool = use_servers(
         dispatcher,
         TOKEN,
@@ -155,7 +142,7 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
                 moment("during saving")
             dist.barrier()
     pool.close()
-    logger.removeHandler(log)
+    log.end()
     return {
         "parameters": parameters(model),
         "evaluated": evaluated.item(),

@@ -1,21 +1,30 @@
 """Training with dedicated attention servers under `accelerate launch`, against one process with "sdpa"."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
 from hf_distca import DistCATrainingArguments
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.pool import launch as launches
-from hf_distca.pool.launch import TOKEN_FILE, Launch, serve_if_server, split_launch
+from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
+from hf_distca.pool.transport.nixl import agent as nixl_agent
 from hf_distca.pool.wire.token import make_token, write_token
 from tests.launch import ROOT, launch
+from tests.models import small_kinds
 from tests.pool.servers import wait_until
+from tests.pool.transport.ends import needs_nixl
 from tests.ranks import free_port
 from tests.trainer.launches import ARGUMENTS, LENGTHS, SCRIPT, STEPS, reference_losses
 from tests.trainer.small_trainers import make_trainer
@@ -30,10 +39,14 @@ def attention_servers(result: dict) -> list[int]:
     return [entry["attention_servers"] for entry in result["history"] if "attention_servers" in entry]
 
 
-@pytest.mark.parametrize(("strategy", "servers", "serve"), [("ddp", 2, False), ("zero2", 1, True)])
-def test_servers_of_the_same_launch(strategy, servers, serve, expected, tmp_path):
+@pytest.mark.parametrize(
+    ("strategy", "servers", "serve", "transport"),
+    [("ddp", 2, False, "auto"), pytest.param("zero2", 1, True, "nixl", marks=needs_nixl)],
+)
+def test_servers_of_the_same_launch(strategy, servers, serve, transport, expected, tmp_path):
     arguments = ARGUMENTS | {
         "attention_servers": servers,
+        "attention_server_transport": transport,
         "ranks_serve": serve,
         "save_strategy": "steps",  # the arguments are saved too
         "dataloader_num_workers": servers - 1,
@@ -42,6 +55,10 @@ def test_servers_of_the_same_launch(strategy, servers, serve, expected, tmp_path
     assert result["world_size"] == 2
     assert result["losses"] == pytest.approx(expected, rel=2e-5)
     assert attention_servers(result) == [servers] * STEPS
+    carried_by = [line.partition("rows travel over ")[2] for line in result["pool_log"] if "takes part" in line]
+    assert len(carried_by) == servers
+    if transport == "nixl":
+        assert carried_by == ["NIXL (both ends have it)"]
 
 
 class Served:
@@ -107,6 +124,30 @@ def test_more_servers_than_processes(tmp_path):
     arguments = ARGUMENTS | {"attention_servers": 2}
     result = launch("ddp", SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path)
     assert "attention_servers=2 of 2 processes leaves no rank" in result["error"]
+
+
+def opened_where_rank_1_lacks_nixl(port: int) -> str | None:
+    """What `open_pool` says on this rank when it is asked for NIXL."""
+    settings = PlanSettings(dist.get_world_size(), tokens_per_rank=64, kinds=small_kinds(None))
+    dispatcher = Dispatcher(settings, torch.device("cpu"))
+    options = {"token_file": "", "ranks_serve": True, "timeout_s": 20, "transport": "nixl"}
+    lacking = patch.object(nixl_agent, "_MODULES", ()) if dist.get_rank() == 1 else nullcontext()
+    try:
+        with lacking:
+            open_pool(dispatcher, Launch(1, None), address=f"127.0.0.1:{port}", **options)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@needs_nixl
+def test_nixl_that_one_rank_lacks_is_an_error_on_every_rank(rank_pools):
+    port = free_port()
+    for said in rank_pools[2].run(opened_where_rank_1_lacks_nixl, port):
+        assert "rank 1: ValueError: attention_server_transport='nixl' cannot be used: NIXL is not installed" in said
+        assert "install nixl-cu12" in said
+        assert "rank 0" not in said
+    socket.create_server(("127.0.0.1", port)).close()  # no directory is left there
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_distca
+from tests.logged import Messages
 from tests.models import random_documents, small_model
 from tests.trainer.chats import tokenizer
 from tests.whole_logits import WholeLogits
@@ -169,6 +170,7 @@ def train(model: nn.Module, run: dict[str, Any], folder: Path) -> dict[str, Any]
     result: dict[str, Any] = {"losses": [], "evaluations": [], "kernel_forwards": 0}
     watched = WholeLogits(VOCABULARY, rows=48) if run.get("watched") else nullcontext()
     resume = str(folder / run["resume"]) if "resume" in run else None
+    pool_log = Messages("hf_distca.pool")
     try:
         trainer = make_trainer(model, run, result)
         for call in run.get("calls", ["train", "evaluate"]):
@@ -186,6 +188,8 @@ def train(model: nn.Module, run: dict[str, Any], folder: Path) -> dict[str, Any]
             trainer.save_model(str(Path(trainer.args.output_dir) / "saved"))
     except ValueError as error:  # raised on all ranks together: the next run can start
         return {**result, "error": str(error)}
+    finally:
+        pool_log.end()
     return {
         **result,
         "history": trainer.state.log_history,
@@ -194,6 +198,7 @@ def train(model: nn.Module, run: dict[str, Any], folder: Path) -> dict[str, Any]
         "parameters": trainer.dispatcher.groups.all_gather(parameters_hash(model)),
         "whole_logits": getattr(watched, "shapes", None),
         "read": getattr(trainer, "read", None),
+        "pool_log": pool_log.lines,
     }
 
 

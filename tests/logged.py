@@ -1,0 +1,29 @@
+"""What is logged, for tests that ask for it."""
+
+import logging
+
+
+class Messages(logging.Handler):
+    """Keeps what a logger is told from INFO on, until `end`.
+
+    Args:
+        name: of the logger.
+
+    Attributes:
+        lines: of each message its level and its text.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._logger = logging.getLogger(name)
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a message."""
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+    def end(self) -> None:
+        """Keep no more."""
+        self._logger.removeHandler(self)

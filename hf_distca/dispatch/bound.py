@@ -20,7 +20,7 @@ from hf_distca.dispatch.schedule import Group, Kept, Schedule, Tasks, Turn, make
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
-from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes, tasks_at_home
+from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes
 
 IntArray = NDArray[np.int64]
 
@@ -260,16 +260,16 @@ class BoundNanoBatch:
         """The largest of the positions; -1 without rows."""
         return int(self._mine["stop"].max(initial=0)) - 1
 
-    def repair(self, kind: AttentionKind, lost: frozenset[int]) -> BoundRoutes:
+    def repair(self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan) -> BoundRoutes:
         """Routes by which the ranks compute what some lost servers were to compute.
 
         Args:
             kind: of the layer.
             lost: the plan's servers that are lost.
+            remote: the plan at its servers.
         """
         if (kind, lost) not in self._repairs:
-            plan = self._plans[kind]
-            rest = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
+            rest = remote.repair(self._plans[kind], kind, lost)
             buffer = IndexBuffer(self._device)
             self._repairs[kind, lost] = BoundRoutes(rest, self._rank, "alone", buffer)
             buffer.send()

@@ -56,7 +56,7 @@ class CoreAttention:
         params: scale, window and softcap of the layer.
         layer: index of the layer, for the recorder; None where it has none.
         kept: what the forward leaves to the backward.
-        lost: servers of the plan: their tasks alone are computed, by the ranks that hold the rows.
+        lost: servers of the plan: their tasks alone are computed, by the ranks.
 
     Attributes:
         routes: of this rank.
@@ -77,7 +77,10 @@ class CoreAttention:
     ) -> None:
         self.bound, self.nano, self.kind, self.params, self.layer, self.kept = bound, nano, kind, params, layer, kept
         self.repairs = bool(lost)
-        self.routes: BoundRoutes = nano.repair(kind, lost) if lost else nano.routes[kind]
+        self.routes: BoundRoutes = nano.routes[kind]
+        if lost:
+            assert bound.remote is not None  # who plans for servers reaches them
+            self.routes = nano.repair(kind, lost, bound.remote)
         # Autograd's nodes find here what those before them began; nothing stays between forward and backward.
         self.forward: Forward | None = None
         self.backward: Backward | None = None

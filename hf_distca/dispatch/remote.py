@@ -14,7 +14,7 @@ from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Work
 from hf_distca.dispatch.rows import row_index
 from hf_distca.kernels import AttentionParams
-from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.planner.routes import Messages, Routes
 
@@ -74,6 +74,15 @@ class RemotePlan(Protocol):
             kind: of the layer.
             params: its scale, window and softcap.
             rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward do, o and lse too.
+        """
+
+    def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
+        """The plan by which the ranks compute what lost servers were to compute; the same on every rank.
+
+        Args:
+            plan: of the micro-batch, for one kind of layer.
+            kind: of the layer.
+            lost: indices of the servers.
         """
 
 

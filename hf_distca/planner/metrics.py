@@ -120,6 +120,17 @@ def bytes_of_rows(queries: NDArray[np.int64], keys: NDArray[np.int64], row_bytes
     return moved
 
 
+def backward_bytes_of_rows(
+    queries: NDArray[np.int64], keys: NDArray[np.int64], row_bytes: RowBytes
+) -> NDArray[np.int64]:
+    """[2, 2, workers] int64: the same in a layer's backward: Q, O and dO go there with K and V, and dQ, dK and dV come
+    back."""
+    there = queries * (row_bytes.q + 2 * row_bytes.o) + keys * row_bytes.kv
+    back = queries[:, ::-1] * row_bytes.q + keys[:, ::-1] * row_bytes.kv
+    moved: NDArray[np.int64] = there + back
+    return moved
+
+
 def query_rows_by_link(plan: Plan, nodes: Sequence[int]) -> NDArray[np.int64]:
     """[2, 2, workers] int64: rows of Q that each worker sends and receives, see `bytes_by_link`; rows of O go back."""
     segments = by_document(plan.layout.segments)

@@ -60,6 +60,13 @@ class ShiftedRows:
         tasks["worker"] = self.segments["rank"]
         return merged(tasks)
 
+    def shifted(self, tasks: NDArray[np.void]) -> NDArray[np.void]:
+        """Tasks with rows counted from 0 on, as the view counts them."""
+        tasks = tasks.copy()
+        tasks["start"] += self.origin
+        tasks["stop"] += self.origin
+        return tasks
+
     def loads(self, tasks: NDArray[np.void], workers: int) -> NDArray[np.int64]:
         """[workers] int64: pairs of each worker."""
         loads = np.zeros(workers, np.int64)

@@ -23,7 +23,8 @@ what they saw how fast everybody is (`rank/speeds`); the next plans are made for
 
 What happens when one is lost. A link that breaks, or a server that is silent for too long, shows when a rank collects
 results. Ranks then agree (`Members.without_lost`): whom one has lost, all have lost. The rows are still with the
-ranks, which compute that call's tasks themselves; later micro-batches are planned without the server. A lost rank
+ranks, which compute that call's tasks themselves (`hf_distca.planner.lost` says which of them does); later
+micro-batches are planned without the server. A lost rank
 ends a call at the servers and nothing else of theirs. A server that comes back is a new member. Nothing here uses
 torch.distributed's groups for rows: a dead member must not end the ranks.
 """

@@ -18,6 +18,7 @@ from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
+from hf_distca.planner.lost import plan_lost
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.with_servers import plan_with_servers
@@ -49,14 +50,18 @@ class Servers:
         workers = Workers.uniform(settings.ranks + self.servers)
         plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
         self.events.append(("bind", len(plan.nano_batches)))
-        return plan, PlanAtServers(self, plan)
+        return plan, PlanAtServers(self, plan, settings)
 
 
 class PlanAtServers:
     """A plan, of which every rank sends the same servers its rows in the same order."""
 
-    def __init__(self, owner: Servers, plan: MicroBatchPlan) -> None:
-        self.owner, self.plan, self.collections = owner, plan, 0
+    def __init__(self, owner: Servers, plan: MicroBatchPlan, settings: PlanSettings) -> None:
+        self.owner, self.plan, self.settings, self.collections = owner, plan, settings, 0
+
+    def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
+        workers = [plan.layout.ranks + server for server in lost]
+        return plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
 
     def start(
         self,

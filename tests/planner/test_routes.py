@@ -10,10 +10,10 @@ from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import Intervals
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_moved
-from hf_distca.planner.routes import TaskGroup, tasks_at_home
+from hf_distca.planner.routes import TaskGroup
 from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.passed_on import pass_on
-from tests.planner.carried_out import local_rows, messages_of, routes_of
+from tests.planner.carried_out import messages_of, routes_of
 from tests.planner.drawn_plans import plans_of_all_kinds
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -101,25 +101,6 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
     queries, *keys = counts
     moved = queries * BYTES.q + queries.T * BYTES.o + sum(keys) * BYTES.kv
     assert [moved.sum(1).tolist(), moved.sum(0).tolist()] == bytes_moved(plan, BYTES).tolist()
-
-
-@given(plans_of_all_kinds())
-def test_tasks_of_lost_servers_go_to_the_ranks_that_hold_their_rows(plan):
-    lost = range(plan.layout.ranks, plan.workers)
-    home = tasks_at_home(replace(plan, stage_rows=5), lost)
-    assert (home.workers, home.window, home.stage_rows) == (plan.layout.ranks, plan.window, 5)
-    assert home.nodes == (plan.nodes and plan.nodes[: plan.layout.ranks])
-    tasks = home.tasks.tolist()
-    assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
-    rows = [(document, row, worker) for document, start, stop, worker in tasks for row in range(start, stop)]
-    held = {row: rank for rank in range(plan.layout.ranks) for row in local_rows(plan, rank).values()}
-    wanted = [
-        (document, row, held[document, row])
-        for document, start, stop, worker in plan.tasks.tolist()
-        for row in range(start, stop)
-        if worker in lost
-    ]
-    assert sorted(rows) == sorted(wanted)
 
 
 @given(plans_of_all_kinds(), st.integers(1, 12))

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.cost import Workers
+from hf_distca.planner.lost import tasks_at_home
+from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
@@ -36,6 +38,7 @@ def pooled_steps(
         ranks=dist.get_world_size(),
         tokens_per_rank=4096,
         kinds=small_kinds(*windows, chunk=options.get("config", {}).get("attention_chunk_size")),
+        document_layout=options.get("document_layout", "joint"),
         balance_block_size=8,
         ping_pong=options.get("ping_pong", False),
         exchange_buffer_bytes=512,  # of 8 rows: what ranks exchange travels in stages
@@ -56,12 +59,14 @@ def pooled_steps(
     model = small_model(options.get("model_type", "llama"), **options.get("config", {}))
     if settings.ping_pong:
         plan_layers(model)
-    results, members, stages = [], [], []
+    results, members, stages, repairs = [], [], [], []
     bind = dispatcher.bind
 
     def watched(plan):
         bound = bind(plan)
         stages.append(bound.stages)
+        if bound.remote is not None:
+            bound.remote.repair = watched_repair(bound.remote.repair, repairs)
         return bound
 
     dispatcher.bind = watched
@@ -85,7 +90,21 @@ def pooled_steps(
     members.append(len(pool.servers))
     pool.close()
     assert max(stages) > 1 or settings.ranks == 1 or not options.get("ranks_serve", True)
+    assert not options.get("spread") or any(spread < home for home, spread in repairs)
     return results, members
+
+
+def watched_repair(repair, repairs):
+    """A plan's `repair` that notes the pairs of the busiest rank: if each row were computed where it is held, and as
+    they are."""
+
+    def watched(plan, kind, lost):
+        repaired = repair(plan, kind, lost)
+        home = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
+        repairs.append((loads_of(home).max(), loads_of(repaired).max()))
+        return repaired
+
+    return watched
 
 
 def cut_in_a_call(link):
@@ -211,6 +230,8 @@ def test_server_lost_in_a_call(rank_pools, start_servers, tmp_path, direction, k
     start_servers(port, Fault(kind, direction, trigger, calls=1), *[None] * (servers - 1))
     # A server that is killed is noticed at once: its timeout is longer than the ranks have time.
     options = {"timeout_s": 2 if kind == "hung" else 600, "ping_pong": ping_pong, "trigger": trigger}
+    # Packed in order, rank 0 holds most of the attention, and of what is lost: it is not to compute that alone.
+    options |= {"document_layout": "fixed", "spread": True}
     members = assert_equal_to_single_process(rank_pools, 2, port, servers, 3, **options)[0][1]
     assert members[0] == servers
     assert members[-1] == servers - 1

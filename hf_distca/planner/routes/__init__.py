@@ -10,8 +10,7 @@ Made once per micro-batch and used by every layer. There are three kinds of row 
   position).
 """
 
-from hf_distca.planner.routes.at_home import tasks_at_home
 from hf_distca.planner.routes.make import make_routes
 from hf_distca.planner.routes.tables import LocalRows, Messages, ReceivedRows, Routes, Stage, TaskGroup
 
-__all__ = ["LocalRows", "Messages", "ReceivedRows", "Routes", "Stage", "TaskGroup", "make_routes", "tasks_at_home"]
+__all__ = ["LocalRows", "Messages", "ReceivedRows", "Routes", "Stage", "TaskGroup", "make_routes"]

@@ -13,7 +13,9 @@ from hf_distca.dispatch.recorder import Recorder, Span, Work
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.dispatch.rows import RowIndex, take
 from hf_distca.kernels import AttentionParams
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, Plan
+from hf_distca.planner.lost import plan_lost
+from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.pool.messages.call import Call
 from hf_distca.pool.messages.tensor_spec import TensorSpec
 from hf_distca.pool.rank.link import PendingReply
@@ -30,6 +32,8 @@ class PlanAtServers:
         members: who takes part.
         call_ids: ids of calls; the same on every rank.
         recorder: told what calls take, and servers to compute them.
+        settings: with which the plan was made.
+        pairs_per_second: of a rank, forward and backward together; the same on every rank.
     """
 
     def __init__(
@@ -39,12 +43,16 @@ class PlanAtServers:
         members: Members,
         call_ids: Iterator[int],
         recorder: Recorder,
+        settings: PlanSettings,
+        pairs_per_second: float,
     ) -> None:
         self._plan_id = plan_id
         self._servers = servers
         self._members = members
         self._call_ids = call_ids
         self._recorder = recorder
+        self._settings = settings
+        self._pairs_per_second = pairs_per_second
 
     def start(
         self,
@@ -81,6 +89,11 @@ class PlanAtServers:
         for asked in servers:
             under_way.ask(asked, call, rows)
         return under_way
+
+    def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
+        """See `hf_distca.dispatch.remote.RemotePlan.repair`."""
+        workers = [plan.layout.ranks + server for server in lost]
+        return plan_lost(plan, workers, kind, self._settings, self._pairs_per_second)
 
 
 class CallAtServers:

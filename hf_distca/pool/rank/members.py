@@ -155,7 +155,7 @@ class Members:
             failed = self._groups.any_of([bool(self._links[server].lost) for server in here])
             self._lose(
                 {server for server, lost in zip(here, failed, strict=True) if lost},
-                "its tasks of this micro-batch are computed by the ranks that hold their rows",
+                "its tasks of this micro-batch are computed by the ranks",
             )
         return frozenset(server for server in servers if server not in self._links)
 

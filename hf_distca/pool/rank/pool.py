@@ -2,7 +2,7 @@
 
 A server is a worker of the plan that holds no rows. Ranks send it query and K/V rows over one link per pair of rank
 and server, and collect the results after their own tasks. After every collection they tell one another which servers
-they lost: all of them go on without these, and compute at home what was lost.
+they lost: all of them go on without these, and compute what was lost.
 """
 
 import itertools
@@ -116,7 +116,15 @@ class Pool:
                 assert link is not None  # nobody is lost between two collectives
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
                     link.send(Kind.PLAN, header, [table.data for table in tables])
-        return plan, PlanAtServers(plan_id, servers, self.members, self._call_ids, self._recorder)
+        return plan, PlanAtServers(
+            plan_id,
+            servers,
+            self.members,
+            self._call_ids,
+            self._recorder,
+            settings,
+            self._speeds.pairs_per_second,
+        )
 
     def _nodes(self, servers: Sequence[int], nodes: Sequence[int] | None) -> list[int | None] | None:
         """[servers] the node of the ranks that share a server's host; None for a server on a host of its own.

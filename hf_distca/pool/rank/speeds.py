@@ -119,6 +119,11 @@ class Speeds:
         self._relative: dict[int, float] = {}  # of servers, to the ranks' mean
         self._ways: dict[int, float] = {}  # to servers and back, in pairs of a rank, for one attention
 
+    @property
+    def pairs_per_second(self) -> float:
+        """Of the ranks in the mean, as `measure_speed` counts pairs: once for forward and backward together."""
+        return self._own / DIRECTIONS
+
     def joined(self, server: int, measured: float) -> float:
         """A server takes part; returns its speed relative to a rank.
 

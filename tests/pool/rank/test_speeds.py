@@ -10,6 +10,7 @@ from hf_distca.pool.rank.speeds import Observed, Served, Speeds, observe
 def speeds() -> Speeds:
     speeds = Speeds(50.0)
     assert speeds.joined(7, 100.0) == 2.0
+    assert speeds.pairs_per_second == 50.0
     return speeds
 
 
@@ -38,6 +39,7 @@ def test_in_turns_ranks_work_besides_and_else_servers_wait_for_rows(speeds):
 
 def test_a_step_without_servers_changes_only_the_ranks_speed(speeds):
     speeds.learn([Observed(pairs=300, seconds=1.0)])
+    assert speeds.pairs_per_second == 100.0
     workers = speeds.workers(1, [7], takes_turns=False)
     assert (workers.speed, workers.base_load) == ((1.0, 2.0), (0.0, 0.0))
 

@@ -1,0 +1,147 @@
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca.plan import TASK, AttentionKind, Plan
+from hf_distca.planner.layout import fixed_layout
+from hf_distca.planner.lost import plan_lost, seconds_of, tasks_at_home
+from hf_distca.planner.metrics import loads_of
+from hf_distca.planner.micro_batch import PlanSettings
+from tests.planner.carried_out import carried_out, local_rows
+from tests.planner.drawn_plans import plans_of_all_kinds
+
+KIND = AttentionKind(q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
+"""Rows of 32 bytes of Q, 32 of O, and 32 of K and V together."""
+SLOW, FAST = 1e-3, 1e15
+"""Pairs per second of ranks that bytes, or pairs, cost nothing beside."""
+
+
+def settings_of(ranks, block, **others):
+    return PlanSettings(ranks, 64, (KIND,), balance_block_size=block, **others)
+
+
+def lost_server(plan, pairs_per_second, settings):
+    """Tasks of the plan for the ranks when its only server is lost."""
+    return plan_lost(plan, [plan.layout.ranks], KIND, settings, pairs_per_second)
+
+
+def test_a_document_s_end_is_spread_over_the_ranks():
+    # Rank 0 holds a document of 16 rows, each of the others one row; the server computes rows 8 to 15.
+    layout = fixed_layout([[16], [1], [1], [1]])
+    tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (2, 0, 1, 2), (3, 0, 1, 3), (0, 8, 16, 4)], TASK)
+    plan, settings = Plan(layout, tasks, 5), settings_of(4, 2)
+    home = lost_server(plan, FAST, settings)
+    assert home.tasks.tolist() == [(0, 8, 16, 0)]
+    assert loads_of(home).tolist() == [100, 0, 0, 0]
+    spread = lost_server(plan, SLOW, settings)
+    assert spread.tasks.tolist() == [(0, 14, 16, 0), (0, 8, 10, 1), (0, 10, 12, 2), (0, 12, 14, 3)]
+    assert loads_of(spread).tolist() == [31, 19, 23, 27]
+
+
+def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back():
+    # Rank 1 computes rows 2 and 3 of a document of rank 0: 7 pairs, and 3 pairs are computed at home.
+    tasks = np.array([(0, 0, 2, 0), (0, 2, 4, 1)], TASK)
+    plan, settings = Plan(fixed_layout([[4], []]), tasks, 2), settings_of(2, 2, row_overhead=5)
+    # Forward: 2 rows of Q and 4 of K and V go there. Backward: Q, O and dO, K and V go there.
+    assert seconds_of(plan, KIND, settings, 1e10) == pytest.approx((7 + 2 * 5) / 1e10 + (192 + 320) / 50e9)
+    on_a_node = replace(settings, ranks_per_node=2)
+    assert seconds_of(plan, KIND, on_a_node, 1e10) == pytest.approx((7 + 2 * 5) / 1e10 + (192 + 320) / 450e9)
+
+
+def test_with_nodes_tasks_may_be_spread_inside_them_alone():
+    # Two nodes of two ranks; rank 0 holds a document of 16 rows, whose rows 8 to 15 the server had.
+    layout = fixed_layout([[16], [1], [1], [1]])
+    tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (2, 0, 1, 2), (3, 0, 1, 3), (0, 8, 16, 4)], TASK)
+    plan, settings = Plan(layout, tasks, 5, nodes=(0, 0, 1, 1, 2)), settings_of(4, 2, ranks_per_node=2)
+    over_all, inside, home = (lost_server(plan, rate, settings) for rate in (SLOW, 1e10, FAST))
+    assert over_all.tasks.tolist() == [(0, 14, 16, 0), (0, 8, 10, 1), (0, 10, 12, 2), (0, 12, 14, 3)]
+    assert inside.tasks.tolist() == [(0, 12, 16, 0), (0, 8, 12, 1)]
+    assert home.tasks.tolist() == [(0, 8, 16, 0)]
+    assert over_all.nodes == inside.nodes == home.nodes == (0, 0, 1, 1)
+
+
+def test_rows_of_a_window_are_spread():
+    # Each row but the first two sees 3 keys: 24 pairs of rows 8 to 15.
+    layout = fixed_layout([[16], [1]])
+    tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (0, 8, 16, 2)], TASK)
+    spread = lost_server(Plan(layout, tasks, 3, window=3), SLOW, settings_of(2, 2))
+    assert spread.tasks.tolist() == [(0, 12, 16, 0), (0, 8, 12, 1)]
+
+
+def test_what_a_repair_exchanges_travels_in_the_stages_that_it_needs():
+    # Rank 1 holds rows 8 to 15 and reads rows 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages.
+    # In the plan nothing was exchanged between ranks.
+    layout = fixed_layout([[16]], 2)
+    plan = Plan(layout, np.array([(0, 0, 8, 0), (0, 8, 16, 2)], TASK), 3)
+    home = lost_server(plan, FAST, settings_of(2, 8, exchange_buffer_bytes=4 * 32))
+    assert (home.tasks.tolist(), home.stage_rows) == ([(0, 8, 16, 1)], 4)
+    assert lost_server(plan, FAST, settings_of(2, 8)).stage_rows is None
+
+
+def rows_of(tasks):
+    """(document, row) of all rows of some tasks."""
+    return [(document, row) for document, start, stop, _ in tasks.tolist() for row in range(start, stop)]
+
+
+@given(plans_of_all_kinds())
+def test_tasks_at_home_are_at_the_ranks_that_hold_their_rows(plan):
+    lost = range(plan.layout.ranks, plan.workers)
+    home = tasks_at_home(plan, lost)
+    assert (home.workers, home.window, home.stage_rows) == (plan.layout.ranks, plan.window, None)
+    assert home.nodes == (plan.nodes and plan.nodes[: plan.layout.ranks])
+    tasks = home.tasks.tolist()
+    assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
+    assert sorted(rows_of(home.tasks)) == sorted(rows_of(plan.tasks[plan.tasks["worker"] >= plan.layout.ranks]))
+    for rank in range(plan.layout.ranks):
+        mine = rows_of(home.tasks[home.tasks["worker"] == rank])
+        assert set(mine) <= set(local_rows(plan, rank).values())
+
+
+@given(
+    plans_of_all_kinds(),
+    st.integers(1, 4),
+    st.sampled_from([0, 7]),
+    st.integers(1, 12),
+    st.sampled_from([SLOW, 1e10, FAST]),
+)
+def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_than_at_home(
+    plan, block, row_overhead, buffer_rows, pairs_per_second
+):
+    ranks = plan.layout.ranks
+    ranks_per_node = 1
+    if plan.nodes is not None:  # those of the ranks are 0, 1, 2, …
+        nodes = np.unique(plan.nodes, return_inverse=True)[1]
+        plan = replace(plan, nodes=tuple(nodes.tolist()))
+        ranks_per_node = tuple(np.bincount(nodes[:ranks]).tolist())
+    kind = replace(KIND, window=plan.window)
+    settings = PlanSettings(
+        ranks,
+        64,
+        (kind,),
+        balance_block_size=block,
+        row_overhead=row_overhead,
+        exchange_buffer_bytes=32 * buffer_rows,
+        ranks_per_node=ranks_per_node,
+    )
+    lost = range(ranks, plan.workers)
+    repair = plan_lost(plan, lost, kind, settings, pairs_per_second)
+    home = tasks_at_home(plan, lost)
+    assert sorted(rows_of(repair.tasks)) == sorted(rows_of(home.tasks))
+    assert seconds_of(repair, kind, settings, pairs_per_second) <= seconds_of(home, kind, settings, pairs_per_second)
+    tasks = repair.tasks.tolist()
+    assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
+    borders = {(document, row) for document, *span, _ in home.tasks.tolist() for row in span}
+    assert {row % block for document, *span, _ in tasks for row in span if (document, row) not in borders} <= {0}
+    # Carried out, each of these rows sees its keys once, and other rows see nothing.
+    window = plan.window or int(plan.layout.lengths.max(initial=0))
+    held = [local_rows(plan, rank) for rank in range(ranks)]
+    seen, _ = carried_out(repair)
+    by_row = {held[rank][number]: Counter(keys) for rank in range(ranks) for number, keys in seen[rank].items()}
+    assert by_row == {
+        (document, row): Counter((document, key) for key in range(max(row - window + 1, 0), row + 1))
+        for document, row in rows_of(home.tasks)
+    }

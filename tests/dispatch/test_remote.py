@@ -18,7 +18,8 @@ from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
-from hf_distca.planner.lost import plan_lost
+from hf_distca.planner.lost import plan_lost, tasks_at_home
+from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.with_servers import plan_with_servers
@@ -61,7 +62,9 @@ class PlanAtServers:
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
         workers = [plan.layout.ranks + server for server in lost]
-        return plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
+        repaired = plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
+        self.owner.events.append(("repair", loads_of(tasks_at_home(plan, workers)).max(), loads_of(repaired).max()))
+        return repaired
 
     def start(
         self,
@@ -138,7 +141,7 @@ def compute(
 
 
 def step_with_servers(
-    ping_pong: bool, lost: tuple[int, int] | None, model: str, window: int | None
+    ping_pong: bool, lost: tuple[int, int] | None, model: str, window: int | None, others: dict[str, Any]
 ) -> tuple[float, dict[str, Tensor], list[tuple[Any, ...]]]:
     """Loss and gradients of a planned step with two servers, and what was asked of these."""
     settings = PlanSettings(
@@ -147,6 +150,7 @@ def step_with_servers(
         kinds=small_kinds(window),
         balance_block_size=8,
         ping_pong=ping_pong,
+        **others,
     )
     dispatcher = Dispatcher(settings, CPU)
     dispatcher.remote = remote = Servers(dispatcher, 2, lost)
@@ -161,10 +165,10 @@ def _config(window: int | None) -> dict[str, int]:
     return {} if window is None else {"sliding_window": window}
 
 
-def events_of(pool, ping_pong=False, lost=None, model="llama", window=None):
+def events_of(pool, ping_pong=False, lost=None, model="llama", window=None, **others):
     """What every rank asks of servers in a step; the step is that of one process without servers."""
     loss, grads = reference_step(small_model(model, "sdpa", **_config(window)), random_documents(LENGTHS))
-    results = pool.run(step_with_servers, ping_pong, lost, model, window)
+    results = pool.run(step_with_servers, ping_pong, lost, model, window, others)
     for got_loss, got, events in results:
         assert got_loss == pytest.approx(loss, rel=1e-6)
         assert got.keys() == grads.keys()
@@ -206,3 +210,12 @@ def test_windows(rank_pools):
 @pytest.mark.parametrize("lost", [None, (0, 2)], ids=["all-there", "lost"])
 def test_two_ranks(rank_pools, lost):
     events_of(rank_pools[2], ping_pong=True, lost=lost)
+
+
+@pytest.mark.parametrize(("model", "window"), [("llama", None), ("mistral", 24)])
+def test_ranks_on_nodes_share_what_a_lost_server_was_to_compute(rank_pools, model, window):
+    # Packed in order, rank 0 holds most of the attention, and of what is lost. A buffer has 8 rows: there are stages.
+    layout = {"document_layout": "fixed", "ranks_per_node": 2, "exchange_buffer_bytes": 512}
+    events = events_of(rank_pools[4], lost=(0, 1), model=model, window=window, **layout)
+    ((_, at_home, shared),) = [event for event in events if event[0] == "repair"]
+    assert shared < at_home

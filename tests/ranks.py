@@ -15,6 +15,15 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 90
+PRELOADED = [
+    "torch",
+    "transformers",
+    "hf_distca",
+    "hf_distca.dispatch.dispatcher",
+    "hf_distca.kernels.cpu",
+    "hf_distca.pool.server.server",
+    "tests.models",
+]
 
 
 class RankPool:
@@ -143,7 +152,7 @@ def become_rank(rank: int, size: int, port: int) -> None:
 def forkserver() -> Any:
     """Makes processes that have imported what takes long."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "hf_distca"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

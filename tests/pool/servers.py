@@ -1,7 +1,6 @@
 """Attention servers for tests: processes that join a run, and may fail at a moment that a test chooses."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -10,6 +9,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
+
+from tests.ranks import forkserver
 
 TOKEN = bytes(range(32))
 
@@ -114,9 +116,7 @@ class ServerProcess:
     def __init__(
         self, port: int, fault: Fault | None = None, join_when: Path | None = None, transport: str = "tcp"
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "transformers", "hf_distca"])
-        self._process = context.Process(target=_serve, args=(port, fault, join_when, transport), daemon=True)
+        self._process = forkserver().Process(target=_serve, args=(port, fault, join_when, transport), daemon=True)
         self._process.start()
 
     @property
@@ -143,6 +143,11 @@ def wait_until(condition: Any, timeout_s: float = 30) -> None:
         time.sleep(0.01)
 
 
+def alike(*_: Any) -> float:
+    """In place of `measure_speed`, which takes most of a second: all workers compute a million pairs a second."""
+    return 1e6
+
+
 def _serve(port: int, fault: Fault | None, join_when: Path | None, transport: str) -> None:
     import torch
 
@@ -160,5 +165,6 @@ def _serve(port: int, fault: Fault | None, join_when: Path | None, transport: st
     server = AttentionServer(TOKEN, device, kernel, transport=Choice(transport))
     if fault is not None and not in_a_call:
         threading.Thread(target=fault.strike_when_told, daemon=True).start()
-    server.run("127.0.0.1", port, 60, lambda line: None)
+    with patch("hf_distca.pool.server.server.measure_speed", alike):
+        server.run("127.0.0.1", port, 60, lambda line: None)
     server.close()

@@ -8,6 +8,7 @@ import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from hf_distca.pool.transport.choice import Choice
 from tests.dispatch.test_equality import cut_rows
 from tests.logged import Messages
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
-from tests.pool.servers import TOKEN, Fault, ServerProcess, wait_until
-from tests.pool.transport.ends import memory_of, needs_nixl
+from tests.pool.servers import TOKEN, Fault, ServerProcess, alike, wait_until
+from tests.pool.transport.ends import TRANSPORTS, memory_of
 from tests.ranks import free_port
 
 STEPS = 4
@@ -76,14 +77,15 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
     log = Messages("hf_distca.pool")
-    pool = use_servers(
-        dispatcher,
-        TOKEN,
-        directory,
-        memory_of(options.get("transport", Choice.TCP), "rank"),
-        ranks_serve=options.get("ranks_serve", True),
-        timeout_s=options["timeout_s"],
-    )
+    with patch("hf_distca.pool.rank.pool.measure_speed", alike):
+        pool = use_servers(
+            dispatcher,
+            TOKEN,
+            directory,
+            memory_of(options["transport"], "rank"),
+            ranks_serve=options.get("ranks_serve", True),
+            timeout_s=options["timeout_s"],
+        )
     # Measured speeds and ways may leave a server without tasks, where no fault would strike it.
     pool.workers = lambda nano_batches: Workers.uniform(ranks + len(pool.servers))
 
@@ -183,11 +185,13 @@ class Run:
     Args:
         rank_pools: the test session's ranks.
         folder: for triggers.
+        transport: what carries rows.
     """
 
-    def __init__(self, rank_pools: Any, folder: Path) -> None:
+    def __init__(self, rank_pools: Any, folder: Path, transport: Choice) -> None:
         self._ranks = rank_pools[2]
         self._folder = folder
+        self._transport = transport
         self.servers: list[ServerProcess] = []
 
     def __call__(
@@ -208,17 +212,17 @@ class Run:
         """
         port, join_when = free_port(), self._folder / "join"
         made = [fault and Fault(*fault, self._folder / f"trigger{number}") for number, fault in enumerate(faults)]
-        transport = options.get("transport", Choice.TCP)
-        self.servers += [ServerProcess(port, fault, transport=transport) for fault in made]
+        self.servers += [ServerProcess(port, fault, transport=self._transport) for fault in made]
         if join_step is not None:
-            self.servers.append(ServerProcess(port, None, join_when))
+            self.servers.append(ServerProcess(port, None, join_when, self._transport))
         hung = any(fault and fault[0] == "hung" for fault in faults)
         given = {
             **options,
+            "transport": self._transport,
             "faults": [fault for fault in made if fault],
             "moment": moment,
             # A server that is killed or cut off is noticed at once: its timeout is longer than the ranks have time.
-            "timeout_s": 2 if hung else 600,
+            "timeout_s": 1 if hung else 600,
             "join_step": join_step,
             "join_when": join_when,
         }
@@ -231,12 +235,14 @@ class Run:
             for name, parameter in before.named_parameters():
                 assert relative_error(result["parameters"][name], after[name]) < 1e-5, name
                 assert relative_error(parameter, after[name]) > 5e-4, name
+        carried = [line.partition("rows travel over ")[2] for line in results[0]["log"] if "takes part" in line]
+        assert all(name.startswith(self._transport.upper()) for name in carried)
         return results[0]
 
 
-@pytest.fixture
-def run(rank_pools, tmp_path) -> Iterator[Run]:
-    training = Run(rank_pools, tmp_path)
+@pytest.fixture(params=TRANSPORTS)
+def run(request, rank_pools, tmp_path) -> Iterator[Run]:
+    training = Run(rank_pools, tmp_path, request.param)
     yield training
     for server in training.servers:
         server.close()
@@ -313,14 +319,3 @@ def test_server_that_comes_back_takes_part_from_the_next_step(run):
     assert all(result["at_servers"])
     assert "no server left" in warnings(result)[0]
     assert any(line.startswith("INFO attention server 1 ") and "takes part" in line for line in result["log"])
-
-
-@needs_nixl
-@pytest.mark.parametrize(("kind", "where"), [("killed", "forward"), ("hung", "backward"), ("cut off", "forward")])
-def test_in_a_call_over_nixl(run, kind, where):
-    result = run([(kind, where), None], "in a step", {**LLAMA, "ping_pong": True, "transport": Choice.NIXL})
-    assert result["members"][FAULTY_STEP] == 2
-    (warning,) = warnings(result)
-    assert "computed by the ranks" in warning
-    assert "1 servers left" in warning
-    assert all("NIXL (both ends have it)" in line for line in result["log"] if "takes part" in line)

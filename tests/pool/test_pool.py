@@ -1,5 +1,7 @@
 """Trainers with dedicated attention servers against one process with "sdpa" on the same global batch."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,11 +15,11 @@ from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
-from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.errors import LinkLost
 from tests.dispatch.test_equality import planned_step
 from tests.models import SMALL_LLAMA4, random_documents, reference_step, relative_error, small_kinds, small_model
-from tests.pool.servers import TOKEN, Fault, ServerProcess
+from tests.pool.servers import TOKEN, Fault, ServerProcess, alike
+from tests.pool.transport.ends import TRANSPORTS, memory_of
 from tests.ranks import free_port
 
 LENGTHS = [120, 7, 1, 33, 64, 90]
@@ -45,14 +47,15 @@ def pooled_steps(
     )
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=options.get("keep_received", False))
     directory = Directory("127.0.0.1", port, TOKEN, silence_s=30) if dist.get_rank() == 0 else None
-    pool = use_servers(
-        dispatcher,
-        TOKEN,
-        directory,
-        HostMemory(torch.device("cpu")),
-        ranks_serve=options.get("ranks_serve", True),
-        timeout_s=options.get("timeout_s", 20),
-    )
+    with patch("hf_distca.pool.rank.pool.measure_speed", alike):
+        pool = use_servers(
+            dispatcher,
+            TOKEN,
+            directory,
+            memory_of(options["transport"], "rank"),
+            ranks_serve=options.get("ranks_serve", True),
+            timeout_s=options.get("timeout_s", 20),
+        )
     pool.wait_for(servers, 40)
     if dist.get_rank() == 0 and "trigger" in options:
         options["trigger"].touch()
@@ -126,13 +129,19 @@ def cut_in_a_call(link):
     link.call = cut
 
 
+@pytest.fixture(params=TRANSPORTS)
+def transport(request):
+    """What carries rows."""
+    return request.param
+
+
 @pytest.fixture
-def start_servers():
+def start_servers(transport):
     """Starts servers that join a port; ends what is left of them."""
     started = []
 
     def start(port: int, *faults: Fault | None) -> list[ServerProcess]:
-        started.extend(ServerProcess(port, fault) for fault in faults)
+        started.extend(ServerProcess(port, fault, transport=transport) for fault in faults)
         return started
 
     yield start
@@ -159,10 +168,10 @@ def assert_equal_to_single_process(rank_pools, ranks, port, servers, steps, **op
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["one", "ping-pong"])
 @pytest.mark.parametrize("ranks_serve", [True, False], ids=["serving", "not-serving"])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_two_ranks(rank_pools, start_servers, servers, ranks_serve, ping_pong):
+def test_two_ranks(rank_pools, start_servers, transport, servers, ranks_serve, ping_pong):
     port = free_port()
     started = start_servers(port, *[None] * servers)
-    options = {"ranks_serve": ranks_serve, "ping_pong": ping_pong, "measured": 1}
+    options = {"ranks_serve": ranks_serve, "ping_pong": ping_pong, "measured": 1, "transport": transport}
     results = assert_equal_to_single_process(rank_pools, 2, port, servers, 2, **options)
     assert results[0][1] == [servers] * 3
     seen = [per_step[1][2] for per_step, _ in results]
@@ -180,11 +189,11 @@ def served_pairs(seen: list[Observed]) -> int:
 
 
 @pytest.mark.parametrize("cut", ["in a call", "between steps"])
-def test_a_server_that_one_trainer_loses_is_lost_to_all(rank_pools, start_servers, cut):
+def test_a_server_that_one_trainer_loses_is_lost_to_all(rank_pools, start_servers, transport, cut):
     port = free_port()
     start_servers(port, None)
     steps = 1 if cut == "in a call" else 2
-    results = assert_equal_to_single_process(rank_pools, 2, port, 1, steps, cut=cut)
+    results = assert_equal_to_single_process(rank_pools, 2, port, 1, steps, cut=cut, transport=transport)
     assert results[0][1] == [1, 0] if cut == "in a call" else [1, 0, 0]
     seen = [per_step[0][2] for per_step, _ in results]
     if cut == "in a call":
@@ -209,27 +218,28 @@ def test_a_server_that_one_trainer_loses_is_lost_to_all(rank_pools, start_server
     ],
     ids=["mistral", "gemma2", "llama4", "keep-received"],
 )
-def test_other_layers(rank_pools, start_servers, options):
+def test_other_layers(rank_pools, start_servers, transport, options):
     port = free_port()
     start_servers(port, None)
-    assert_equal_to_single_process(rank_pools, 2, port, 1, 1, **options)
+    assert_equal_to_single_process(rank_pools, 2, port, 1, 1, transport=transport, **options)
 
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["one", "ping-pong"])
-def test_one_trainer(rank_pools, start_servers, ping_pong):
+def test_one_trainer(rank_pools, start_servers, transport, ping_pong):
     port = free_port()
     start_servers(port, None)
-    assert_equal_to_single_process(rank_pools, 1, port, 1, 1, ping_pong=ping_pong)
+    assert_equal_to_single_process(rank_pools, 1, port, 1, 1, ping_pong=ping_pong, transport=transport)
 
 
 @pytest.mark.parametrize("ping_pong", [False, True], ids=["one", "ping-pong"])
 @pytest.mark.parametrize(("kind", "servers"), [("killed", 1), ("killed", 2), ("hung", 2)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_server_lost_in_a_call(rank_pools, start_servers, tmp_path, direction, kind, servers, ping_pong):
+def test_server_lost_in_a_call(rank_pools, start_servers, transport, tmp_path, direction, kind, servers, ping_pong):
     port, trigger = free_port(), tmp_path / "trigger"
     start_servers(port, Fault(kind, direction, trigger, calls=1), *[None] * (servers - 1))
     # A server that is killed is noticed at once: its timeout is longer than the ranks have time.
-    options = {"timeout_s": 2 if kind == "hung" else 600, "ping_pong": ping_pong, "trigger": trigger}
+    timeout_s = 1 if kind == "hung" else 600
+    options = {"timeout_s": timeout_s, "ping_pong": ping_pong, "trigger": trigger, "transport": transport}
     # Packed in order, rank 0 holds most of the attention, and of what is lost: it is not to compute that alone.
     options |= {"document_layout": "fixed", "spread": True}
     members = assert_equal_to_single_process(rank_pools, 2, port, servers, 3, **options)[0][1]

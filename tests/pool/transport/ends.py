@@ -18,6 +18,8 @@ from hf_distca.pool.wire.channel import Channel
 
 CPU = torch.device("cpu")
 needs_nixl = pytest.mark.skipif(not is_installed(), reason="needs nixl-cu12 or nixl-cu13")
+TRANSPORTS = (Choice.TCP, pytest.param(Choice.NIXL, marks=needs_nixl))
+"""For tests of each of them."""
 
 
 @dataclass

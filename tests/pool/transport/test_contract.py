@@ -7,15 +7,14 @@ import torch
 
 from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.messages.tensor_spec import TensorSpec
-from hf_distca.pool.transport.choice import Choice
 from hf_distca.pool.wire.errors import ProtocolError
-from tests.pool.transport.ends import MAKERS, needs_nixl
+from tests.pool.transport.ends import MAKERS, TRANSPORTS
 
 Q = TensorSpec("q", "queries", (4, 16), "bfloat16")
 LSE = TensorSpec("lse", "queries", (4,), "float32")
 
 
-@pytest.fixture(params=[Choice.TCP, pytest.param(Choice.NIXL, marks=needs_nixl)])
+@pytest.fixture(params=TRANSPORTS)
 def ends(request):
     with MAKERS[request.param]() as both:
         yield both

@@ -1,5 +1,6 @@
 """Rows over NIXL: what becomes of memory, of peers that fail, and of places that a peer must not name."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -114,6 +115,40 @@ def test_rows_of_a_failed_transfer_are_kept_until_the_peer_has_ended(memory):
 
 
 @needs_nixl
+def test_rows_of_calls_under_way_are_kept_when_their_link_ends():
+    with MAKERS[Choice.NIXL]() as (rank, _):
+        rows, answer, replied = (rank.memory.empty(ROWS, 9) for _ in range(3))
+        places = [block.data_ptr() for block in (rows, answer)]
+        rank.transport.send(Kind.CALL, {}, [rows], 1, 5, [answer])
+        del rows, answer
+    del replied
+    free = [rank.memory.empty(ROWS, 9) for _ in range(4)]
+    assert not {block.data_ptr() for block in free} & set(places)
+
+
+@needs_nixl
+def test_an_end_that_closes_leaves_another_one_of_the_same_rank_alone(ends):
+    rank, server = ends
+    with channels() as (_, far):
+        older, _ = accept(far, server.memory, offer(rank.memory))
+        older.close()
+    (rows,), ready = rank.memory.stage([torch.ones(2, 1024)])
+    ready()
+    rank.transport.send(Kind.CALL, {}, [rows], 1, 5)
+    came = server.memory.empty(ROWS, 2)
+    server.transport.receive(server.channel.receive(), [came], 5)
+    assert (came == 1).all()
+
+
+@needs_nixl
+def test_a_reply_of_another_size_is_refused(ends):
+    rank, server = ends
+    server.channel.send(Kind.REPLY, {"nixl_bytes": 4095}, sequence=1)
+    with pytest.raises(ProtocolError, match="4095 bytes, expected 4096"):
+        rank.transport.receive(rank.channel.receive(), [rank.memory.empty(ROWS, 1)], 5)
+
+
+@needs_nixl
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
@@ -144,6 +179,10 @@ def test_places_that_the_rank_has_not_registered_are_refused(ends):
         server.transport.receive(message, [rows], 5)
     with pytest.raises(LinkLost, match="write failed"):
         server.transport.send(Kind.REPLY, {}, [rows], 3, 5)
+    place = rows.data_ptr()
+    del rows
+    gc.collect()  # of what the errors hold
+    assert server.memory.empty(ROWS, 1).data_ptr() != place  # it may still arrive there, as far as anybody knows
 
 
 @needs_nixl
@@ -240,6 +279,10 @@ def test_a_rank_that_stands_still_or_dies_costs_its_time_out(memory, monkeypatch
             hello = channel.receive().header
             os.kill(process.pid, signal.SIGSTOP)
             begin = time.monotonic()
+            with monkeypatch.context() as patched:
+                patched.setattr(channel, "hung_up", lambda: True)
+                with pytest.raises(ProtocolError, match="the peer left"):
+                    accept(channel, memory, hello)
             with pytest.raises(ProtocolError, match=r"no rows moved for 0\.5 s"):
                 accept(channel, memory, hello)
             assert time.monotonic() - begin < 10

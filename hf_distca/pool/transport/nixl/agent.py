@@ -9,8 +9,10 @@ to any address of this process. Such an agent is made only where NIXL was asked 
 
 import contextlib
 import socket
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -105,6 +107,8 @@ class NixlAgent:
         api = _api()
         bindings = import_module(api.__name__.replace("._api", "._bindings"))
         self.name = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._ends: Counter[str] = Counter()  # of each peer
         self.listens_on = "" if has_rdma() else interface_of(address)
         config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
         self._errors = tuple(
@@ -136,8 +140,22 @@ class NixlAgent:
         """What a peer needs to reach this process and all memory registered so far."""
         return bytes(self._agent.get_agent_metadata())
 
+    def meet(self, metadata: bytes, expected: str) -> None:
+        """Get to know a peer until it is forgotten as often as it was met: one that connects again is met twice.
+
+        Args:
+            metadata: the peer's.
+            expected: the name that it has.
+
+        Raises:
+            LinkLost: the metadata cannot be used.
+        """
+        with self._lock:
+            self.learn(metadata, expected)
+            self._ends[expected] += 1
+
     def learn(self, metadata: bytes, expected: str) -> None:
-        """Get to know a peer, or memory that it has registered since.
+        """Get to know memory that a peer has registered since it was met.
 
         Args:
             metadata: the peer's.
@@ -155,9 +173,14 @@ class NixlAgent:
             raise LinkLost("the peer's metadata has another name than the peer")
 
     def forget(self, peer: str) -> None:
-        """Make no more transfers with a peer; nothing happens if it is not known."""
-        with contextlib.suppress(*self._errors):
-            self._agent.remove_remote_agent(peer)
+        """Make no more transfers with a peer that was met."""
+        with self._lock:
+            self._ends[peer] -= 1
+            if self._ends[peer] > 0:
+                return
+            del self._ends[peer]
+            with contextlib.suppress(*self._errors):
+                self._agent.remove_remote_agent(peer)
 
     def transfer(
         self,

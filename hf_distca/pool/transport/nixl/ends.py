@@ -165,9 +165,13 @@ class NixlServerEnd:
         self._peer = peer
         self._lock = threading.Lock()
         self._answers: dict[int, list[Piece]] = {}
-        self._learn(peer.metadata)
+        memory.agent.meet(_metadata(peer.metadata), peer.name)
         probe = memory.empty(TensorSpec("probe", "keys", (PROBE_BYTES // 2,), "bfloat16"), 1)
-        self._move("READ", self._local([probe]), self._remote([Piece(peer.probe, PROBE_BYTES)]), [probe], PROBE_S)
+        try:
+            self._move("READ", self._local([probe]), self._remote([Piece(peer.probe, PROBE_BYTES)]), [probe], PROBE_S)
+        except BaseException:
+            self.close()
+            raise
 
     def send(
         self,
@@ -198,7 +202,8 @@ class NixlServerEnd:
         if local.sizes != remote.sizes:
             raise ProtocolError(f"the rows of a {message.kind.name} are cut in another way than its tensors")
         if _MEMORY in message.header:
-            self._learn(Fields("a call", message.header).text(_MEMORY, METADATA_LIMIT))
+            metadata = _metadata(Fields("a call", message.header).text(_MEMORY, METADATA_LIMIT))
+            self._memory.agent.learn(metadata, self._peer.name)
         with self._lock:
             self._answers[message.sequence] = _read_pieces(message, _ANSWER)
         self._move("READ", local, remote, rows, timeout_s)
@@ -227,11 +232,12 @@ class NixlServerEnd:
             self._memory.keep(rows, self._peer.process)
             raise
 
-    def _learn(self, metadata: str) -> None:
-        try:
-            self._memory.agent.learn(base64.b64decode(metadata, validate=True), self._peer.name)
-        except ValueError as error:
-            raise ProtocolError("the metadata of a NIXL agent is not base64") from error
+
+def _metadata(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ProtocolError("the metadata of a NIXL agent is not base64") from error
 
 
 def _pieces(rows: Sequence[Tensor]) -> list[Piece]:

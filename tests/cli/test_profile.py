@@ -65,6 +65,15 @@ def test_costs_follow_what_calls_take(monkeypatch):
     assert accuracy.worst_ratio == pytest.approx(1.0)
 
 
+def test_short_calls_do_not_bend_what_long_ones_cost():
+    """A pair takes 3 s in short calls, and 1 s in long ones."""
+    calls = [(rows, rows, rows * rows) for rows in (8, 16, 32, 512, 1024, 2048)]
+    tasks = measured._tasks(calls, range(len(calls)))
+    seconds = tasks.pairs * np.array([3.0, 3.0, 3.0, 1.0, 1.0, 1.0])
+    found = measured._fitted(tasks, seconds)
+    assert found.seconds(tasks)[3:] == pytest.approx(seconds[3:], rel=0.05)
+
+
 def _link(_: None) -> tuple[float, float]:
     link = measured.measured_link(Groups(torch.device("cpu"), 60.0), torch.device("cpu"), [1, 0])
     return link.latency, link.bandwidth

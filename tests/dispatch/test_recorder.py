@@ -127,6 +127,16 @@ def test_on_the_cpu_the_clock_is_that_of_the_process(monkeypatch):
     assert recorder.seconds("wait") == 3.5
 
 
+@pytest.mark.parametrize(("kind", "seconds"), [("wait", 2.0), ("kernel", 2.0), ("phase", 0.0)])
+def test_what_is_logged_is_added_up_without_a_listener(monkeypatch, kind, seconds):
+    clock = iter([5.0, 7.0])
+    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: next(clock))
+    recorder = Recorder(CPU)
+    with recorder.span(kind, "part", WORK):
+        pass
+    assert recorder.seconds(kind) == seconds
+
+
 def test_listeners_get_what_they_asked_for():
     recorder = Recorder(CPU)
     kernels, everything = recorder.listen("kernel"), recorder.listen()

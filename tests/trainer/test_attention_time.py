@@ -47,3 +47,17 @@ def test_with_a_profile_the_run_does_not_matter(planned, forwards):
     found = AttentionTime(model, profile, forwards=forwards).predicted(plans, [1, 1], [0.0, 0.0])
     calls = 2  # one in each micro-batch
     assert found == pytest.approx(LAYERS * (forwards * (calls + 0.5 * PAIRS[0]) + 2.0 * PAIRS[0]))
+
+
+def test_tasks_on_keys_of_others_read_all_their_queries_in_each_stage(planned):
+    model, kind, _ = planned
+    config = DistCAConfig(
+        tokens_per_rank=4, document_layout="joint", balance_tolerance=100.0, ping_pong=False, ranks_per_node=1
+    )
+    settings = plan_settings(model, config, ranks=2, device=torch.device("cpu"))
+    plan = plan_micro_batch([8], settings)
+    rows = KernelCost(0.0, 1.0, 0.0, 0.0)
+    nothing = KernelCost(0.0, 0.0, 0.0, 0.0)
+    profile = replace(DeviceProfile.load("h100"), measured=kind, forward=rows, backward=nothing)
+    found = [AttentionTime(model, profile, forwards=1).predicted([plan], [stages], [0.0, 0.0]) for stages in (1, 3)]
+    assert found == [LAYERS * (4 + 4), LAYERS * (4 + 3 * 4)]

@@ -35,13 +35,18 @@ def test_a_device_is_measured_and_simulated(tmp_path, capsys, few_calls):
     assert json.loads(capsys.readouterr().out)["profile"] == "CPU, float32"
 
 
-def test_pairs_that_cost_nothing(tmp_path, capsys, monkeypatch):
-    """As a fit of a few short calls may find."""
-    cost = KernelCost(0.0, 1e-3, 0.0, 0.0)
+@pytest.mark.parametrize(
+    ("cost", "seconds"),
+    [
+        (KernelCost(0.0, 1e-3, 0.0, 0.0), 16.384),  # as a fit of a few short calls may find
+        (KernelCost(0.0, 0.0, 0.0, 2e-8), 16384 * 16385 * 1e-8),
+    ],
+)
+def test_a_long_document_tells_how_fast_the_kernel_is(tmp_path, capsys, monkeypatch, cost, seconds):
     monkeypatch.setattr(profile, "measured_kernel", lambda *_: (cost, cost, Accuracy(1.0, 1.0, 1)))
     assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL]) == 0
     flops = 2 * 2 * (16 + 16) * (16384 * 16385 / 2)
-    assert f"16384 tokens' attention    {flops / 16.384 / 1e12:.3g} TFLOP/s" in capsys.readouterr().out
+    assert f"16384 tokens' attention    {flops / seconds / 1e12:.3g} TFLOP/s" in capsys.readouterr().out
 
 
 def test_costs_follow_what_calls_take(monkeypatch):

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, docs/simulation.md and docs/peers.md that come from committed results.
+"""Writes the tables of README.md and of pages of docs/ that come from committed results.
 
 python benchmarks/result_tables.py
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "simulation.md", ROOT / "docs" / "peers.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("simulation", "peers", "attention_servers")))
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?")
 
@@ -161,6 +161,62 @@ def peers_ulysses() -> str:
     return lines(("tried, two ranks", "error, or loss of the first step"), rows)
 
 
+def by_transport(name: str) -> list[tuple[str, Any]]:
+    """What a benchmark found with rows over each transport."""
+    return [("TCP", result(name)), ("NIXL", result(f"{name}_nixl"))]
+
+
+def quartiles(spread: dict[str, float]) -> str:
+    """A median with its quartiles."""
+    return f"{spread['median']:.2f} ({spread['lower']:.2f} to {spread['upper']:.2f})"
+
+
+def servers() -> str:
+    """A rank with one server."""
+    rows = [
+        (
+            transport,
+            f"{found['speedup']:.2f}",
+            f"{found['speedup_all']:.2f}",
+            quartiles(found["of_rounds"]["speedup"]),
+            f"{found['finish_ratio']:.2f}",
+            quartiles(found["of_rounds"]["finish_ratio"]),
+        )
+        for transport, found in by_transport("servers")
+    ]
+    header = (
+        "rows over",
+        "speed-up, calmer half of the steps",
+        "all steps",
+        "of the rounds: median (quartiles)",
+        "finishing times, calmer half",
+        "of the rounds: median (quartiles)",
+    )
+    return lines(header, rows)
+
+
+def faults() -> str:
+    """A training whose servers are killed."""
+    rows = [
+        (
+            transport,
+            *(str(found[figure]) for figure in ("kills", "noticed", "in_a_call", "steps", "lost")),
+            f"{found['max_rel_diff']:.0e}",
+        )
+        for transport, found in by_transport("faults")
+    ]
+    header = (
+        "rows over",
+        "servers killed",
+        "noticed by ranks",
+        "of these in a call",
+        "steps",
+        "steps lost",
+        "parameters differ by",
+    )
+    return lines(header, rows)
+
+
 TABLES = {
     make.__name__: make
     for make in (
@@ -172,6 +228,8 @@ TABLES = {
         paper_tables,
         peers,
         peers_ulysses,
+        servers,
+        faults,
     )
 }
 

@@ -95,6 +95,8 @@ def test_rows_take_memory_along_a_line(tmp_path):
     memory = CountedMemory(config_of_shape(shape), settings, DistCAConfig(), checkpointing=True)
     plan = plan_micro_batch([1536], replace(settings, tokens_per_rank=1536))
     assert memory.of_rows(1536) == pytest.approx(memory.of_plan(plan, 1536), rel=0.01)
+    whole = CountedMemory(config_of_shape(shape), settings, DistCAConfig(), checkpointing=False)
+    assert whole.of_rows(1536) > 1.5 * memory.of_rows(1536)
 
 
 def test_the_shape_of_a_model(tmp_path):

@@ -8,6 +8,8 @@ to any address of this process. Such an agent is made only where NIXL was asked 
 """
 
 import contextlib
+import logging
+import os
 import socket
 import threading
 import time
@@ -254,7 +256,10 @@ def _chunks(pieces: Sequence[Piece]) -> list[Piece]:
 def _api() -> ModuleType:
     for name in _MODULES:
         if find_spec(name):
-            return import_module(f"{name}._api")
+            api = import_module(f"{name}._api")
+            if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent
+                logging.getLogger("nixl").setLevel(logging.WARNING)
+            return api
     raise ImportError("NIXL is not installed; install nixl-cu12 or nixl-cu13, as PyTorch's CUDA is")
 
 

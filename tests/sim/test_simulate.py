@@ -1,0 +1,73 @@
+"""Figures of ways to train, of documents so short that they can be counted by hand: a pair takes a second."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.sim.costs import DeviceProfile, KernelCost, LinkCost
+from hf_distca.sim.memory import LeastMemory
+from hf_distca.sim.model import ModelShape
+from hf_distca.sim.simulate import simulate
+from hf_distca.sim.ways import Setup
+
+KIND = AttentionKind(None, 2, 1, 4, 4)
+MODEL = ModelShape({KIND: 3}, hidden=8, before=5, after=6, head=7, parameters=1000)
+PROFILE = DeviceProfile(
+    "unit", "a pair takes a second", "float32", KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),
+    np.inf, np.inf, 10.0, LinkCost(0, np.inf), LinkCost(0, np.inf),
+)  # fmt: skip
+SETUP = Setup(MODEL, PROFILE, ranks=2, tokens_per_rank=8)
+SETTINGS = PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1)
+
+
+class Seen(LeastMemory):
+    """Memory that is asked for, and of which plans."""
+
+    def of_plan(self, plan, rows):
+        self.__dict__.setdefault("plans", []).append([nano.layout.lengths.tolist() for nano in plan.nano_batches])
+        return super().of_plan(plan, rows)
+
+
+def figures_of(micro_batches, setup=SETUP, memory=None):
+    lengths = [np.array(documents) for documents in micro_batches]
+    found = simulate(lengths, setup, SETTINGS, len(lengths), memory=memory)
+    return found, {way.name: way for way in found.ways}
+
+
+def test_operations_of_the_model_over_what_gpus_could_do():
+    _, ways = figures_of([[4, 4]])
+    matrices, attention = 2 * (3 * (5 + 6) + 7) * 8, 2 * 3 * 2 * (4 + 4) * (10 + 10)
+    seconds = 3 * (1 + 2) * 10  # of both ranks
+    assert ways["plain packing"].step_seconds == seconds
+    assert ways["plain packing"].mfu == pytest.approx(3 * (matrices + attention) / seconds / 2 / 10.0)
+    assert ways["plain packing"].tokens_per_second == pytest.approx(8 / seconds)
+
+
+def test_the_least_memory():
+    _, ways = figures_of([[8, 8]])
+    rows = 8 * 3 * (8 * 4 + 2 * (4 * 4 + 4))  # of each layer its input, and O and its log-sum-exp
+    assert ways["plain packing"].rows_bytes == ways["hf_distca, joint"].rows_bytes == rows
+    gathered = 2 * 8 * (4 + 4) * 4  # K and V of the other rank, and their gradients
+    assert ways["context parallel, 1 × 2"].rows_bytes == rows + gathered
+    assert {way.state_bytes for way in ways.values()} == {16 * 1000 // 2}
+    _, ways = figures_of([[8, 8]], replace(SETUP, checkpointing=False))
+    assert ways["plain packing"].rows_bytes is None
+
+
+def test_memory_is_that_of_the_micro_batch_whose_busiest_rank_exchanges_the_most():
+    memory = Seen(SETUP)
+    figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
+    assert memory.plans == [[[16]], [[16]]]  # fixed and joint
+
+
+def test_the_best_plain_way_cuts_the_fewest_documents():
+    found, ways = figures_of([[12, 4]])
+    assert ways["whole documents balanced"].documents_cut == 0.5
+    assert ways["whole documents balanced"].step_seconds < ways["context parallel, 1 × 2"].step_seconds
+    assert found.best_plain == "context parallel, 1 × 2"
+    assert found.speed_up == pytest.approx(
+        ways["context parallel, 1 × 2"].step_seconds / ways[found.best_planned].step_seconds
+    )

@@ -150,11 +150,9 @@ class FakeRank:
             return None
         columns = data.local[self.rank]
         sent = [columns[spec.name][rows[spec.rows]].to(getattr(torch, spec.dtype)) for spec in call.request()]
-        came = [
-            torch.full((len(rows[spec.rows]), *spec.shape), float("nan"), dtype=getattr(torch, spec.dtype))
-            for spec in call.reply()
-        ]
-        pending = self.link.call(call, sent, came)
+        sent, ready = self._memory.stage(sent)
+        came = [self._memory.empty(spec, len(rows[spec.rows])).fill_(float("nan")) for spec in call.reply()]
+        pending = self.link.call(call, sent, came, ready)
         expected = [columns[spec.name][rows[spec.rows]] for spec in call.reply()]
         return pending, came, expected
 

@@ -1,26 +1,45 @@
-"""Ten thousand things that a server must not be impressed by, while it serves."""
+"""Thousands of things that a server must not be impressed by, while it serves."""
 
 import threading
 import time
+
+import pytest
 
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.messages.hello import RankHello
 from hf_distca.pool.messages.kinds import SERVER_SERVICE
 from hf_distca.pool.messages.plan import encode_plan
+from hf_distca.pool.transport.choice import Choice
+from hf_distca.pool.transport.negotiation import offer
 from hf_distca.pool.wire import make_token
 from tests.pool.server.fake_ranks import SLIM, FakeRank, make_call, make_nano_batch, run_calls
 from tests.pool.server.processes import ServerProcess
+from tests.pool.transport.ends import memory_of, needs_nixl
 from tests.pool.wire.strangers import Strangers, message
 
-INPUTS = 10_000
-WARM_UP = 1_500
+
+class NixlStrangers(Strangers):
+    """Some of them have an agent, and say of it what is not so."""
+
+    def __init__(self, *args, introduction, **options):
+        super().__init__(*args, **options)
+        self.introduction = introduction
+        self.kinds.append(self.changed_introduction)
+
+    def changed_introduction(self):
+        field = self.random.choice(list(self.introduction))
+        text = self.random.randbytes(self.random.choice([1, 10, 1000])).hex()
+        value = self.random.choice([None, 0, -1, 2**62, text, [text], {"kind": text}])
+        changed = {**self.introduction, field: value}
+        return self.authenticated(message(1, {**RankHello(7, 8).header(), "nixl": changed}))
 
 
-def strangers_at(port, token, nano_batches):
+def strangers_at(port, token, nano_batches, memory):
     """Those that know the token claim to be rank 7 of 8, which the plan does not know."""
     header, tables = encode_plan(0, 2, nano_batches)
     call = make_call(0, 5, 0, SLIM, "forward").header()
-    hello = message(1, RankHello(7, 8).header())
+    offered = offer(memory)
+    hello = message(1, {**RankHello(7, 8).header(), **offered})
     valid = [
         hello,
         message(4, header, b"".join(table.tobytes() for table in tables)),
@@ -30,17 +49,25 @@ def strangers_at(port, token, nano_batches):
         message(7, {}, bytes(8)),
         message(9, {}),
     ]
+    if offered:
+        valid.append(message(6, {**call, "nixl_rows": [[4096, 1000]], "nixl_answer": []}))
+        return NixlStrangers(port, token, SERVER_SERVICE, hello, valid, seed=0, introduction=offered["nixl"])
     return Strangers(port, token, SERVER_SERVICE, hello, valid, seed=0)
 
 
-def test_ten_thousand_random_inputs(tmp_path):
+@pytest.mark.parametrize(
+    ("transport", "warm_up", "inputs_after"),
+    [(Choice.TCP, 1500, 8500), pytest.param(Choice.NIXL, 500, 2500, marks=needs_nixl)],
+)
+def test_random_inputs(tmp_path, transport, warm_up, inputs_after):
     token = make_token()
     directory = Directory("127.0.0.1", 0, token)
-    server = ServerProcess(directory, token, tmp_path)
+    server = ServerProcess(directory, token, tmp_path, "--transport", transport)
     try:
         port = server.joined().port
         nano_batches = [make_nano_batch([120, 37, 1, 90], 2, 1, 1, kinds=(SLIM,))]
-        ranks = [FakeRank(port, token, rank, 2, 2) for rank in range(2)]
+        memory = memory_of(transport, "rank")
+        ranks = [FakeRank(port, token, rank, 2, 2, memory) for rank in range(2)]
         ranks[0].send_plan(0, nano_batches)
         served, failures, over = [0], [], threading.Event()
 
@@ -54,11 +81,11 @@ def test_ten_thousand_random_inputs(tmp_path):
 
         training = threading.Thread(target=train)
         training.start()
-        strangers = strangers_at(port, token, nano_batches)
-        for _ in range(WARM_UP):
+        strangers = strangers_at(port, token, nano_batches, memory_of(transport, "stranger"))
+        for _ in range(warm_up):
             strangers()
         before, served_before, inputs = server.memory(), served[0], 0
-        while training.is_alive() and (inputs < INPUTS - WARM_UP or served[0] <= served_before + 20):
+        while training.is_alive() and (inputs < inputs_after or served[0] <= served_before + 20):
             strangers()
             inputs += 1
         grown, served_after = server.memory() - before, served[0]

@@ -246,14 +246,14 @@ class BoundNanoBatch:
         self.document_rows = tuple(lengths[segments["rank"] == rank].tolist())
         self._mine = nano_batch.layout.of_rank(rank)
         self.routes = {kind: BoundRoutes(plan, rank, turn, buffer) for kind, plan in nano_batch.plans.items()}
-        self._plans, self._rank, self._device = nano_batch.plans, rank, buffer.device
+        self._plans, self._rank, self._buffer = nano_batch.plans, rank, buffer.another()
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
 
     @cached_property
     def positions(self) -> Tensor:
         """[rows] where each row of it that this rank holds is in its document."""
         ranges = [np.arange(start, stop) for _, start, stop, *_ in self._mine.tolist()]
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._device)
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._buffer.device)
 
     @property
     def last_position(self) -> int:
@@ -270,7 +270,7 @@ class BoundNanoBatch:
         """
         if (kind, lost) not in self._repairs:
             rest = remote.repair(self._plans[kind], kind, lost)
-            buffer = IndexBuffer(self._device)
+            buffer = self._buffer.another()
             self._repairs[kind, lost] = BoundRoutes(rest, self._rank, "alone", buffer)
             buffer.send()
         return self._repairs[kind, lost]
@@ -316,6 +316,9 @@ class BoundPlan:
         keep_core_attention: keep O and LSE of checkpointed layers instead of computing them again.
         kept_results: these, by attention module and nano-batch.
         ran: what the layers have done with the plan so far.
+
+    Args:
+        in_one_go: see `IndexBuffer`.
     """
 
     def __init__(
@@ -330,11 +333,12 @@ class BoundPlan:
         keep_received: bool,
         keep_core_attention: bool = True,
         remote: RemotePlan | None = None,
+        in_one_go: bool | None = None,
     ) -> None:
         self.plan = plan
         self.device = device
         turns: tuple[Turn, ...] = ("alone",) if len(plan.nano_batches) == 1 else ("first", "second")
-        buffer = IndexBuffer(device)
+        buffer = IndexBuffer(device, in_one_go)
         self.nano_batches = tuple(
             BoundNanoBatch(index, nano, rank, turn, buffer)
             for index, (nano, turn) in enumerate(zip(plan.nano_batches, turns, strict=True))

@@ -22,10 +22,13 @@ class IndexBuffer:
 
     Args:
         device: where the tensors lie.
+        in_one_go: whether rows are gathered, and added up, by one kernel each, as on a GPU, or run by run, which is
+            faster on a CPU; None for what suits the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, in_one_go: bool | None = None) -> None:
         self.device = device
+        self.in_one_go = device.type != "cpu" if in_one_go is None else in_one_go
         self._host_B = self._device_B = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
@@ -42,6 +45,10 @@ class IndexBuffer:
         self._host_B.numpy()[start:stop] = dense.view(np.uint8)
         self._used = aligned(stop)
         return self._device_B[start:stop].view(torch.from_numpy(dense[:0]).dtype)
+
+    def another(self) -> "IndexBuffer":
+        """An empty one for the same device and use."""
+        return IndexBuffer(self.device, self.in_one_go)
 
     def send(self) -> None:
         """Send what has been placed, without waiting for its arrival. Nothing can be placed in the same memory again.

@@ -26,7 +26,7 @@ def row_index(rows: NDArray[np.int64], buffer: IndexBuffer) -> RowIndex:
     if len(rows) == 0:
         return slice(0, 0)
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    if len(breaks) >= (FEW_RUNS if buffer.device.type == "cpu" else 1):
+    if len(breaks) >= (1 if buffer.in_one_go else FEW_RUNS):
         return buffer.place(rows)
     runs = tuple(slice(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks))
     return runs if len(runs) > 1 else runs[0]

@@ -46,7 +46,7 @@ class RowSum:
             raise ValueError(f"a sum has at most {MAX_SOURCES} sources, got {len(sources_S)}")
         self._rows = rows
         self._in_place = in_place and len(sources_S[0]) == rows and _increasing(sources_S[0])
-        table = _Addends if buffer.device.type in ("cuda", "meta") else _Steps
+        table = _Addends if buffer.in_one_go else _Steps
         self._table: _Addends | _Steps = table(sources_S, rows, self._in_place, buffer)
 
     def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, Kernel
 from hf_distca.memory.live import LiveMemory, Part
-from hf_distca.memory.stand_ins import CountedExchange, CountedResults
+from hf_distca.memory.stand_ins import CountedExchange, CountedResults, FlashMemory
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.micro_batch import PlanSettings
@@ -87,6 +87,7 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
             Recorder(HOST),
             keep_received=use.keep_received,
             keep_core_attention=use.keep_core_attention,
+            in_one_go=isinstance(use.kernel, FlashMemory),
         )
     bound.kept_results = CountedResults(live)
     return bound

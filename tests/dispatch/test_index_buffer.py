@@ -39,6 +39,11 @@ def test_what_is_placed_after_sending_lies_elsewhere():
     assert first.tolist() == [1]
 
 
+def test_another_is_used_alike():
+    assert [IndexBuffer(device).another().in_one_go for device in (META, torch.device("cpu"))] == [True, False]
+    assert IndexBuffer(torch.device("cpu"), in_one_go=True).another().in_one_go
+
+
 def test_numbers_that_lie_in_another_order():
     buffer = IndexBuffer(torch.device("cpu"))
     assert buffer.place(np.arange(5)[::-1]).tolist() == [4, 3, 2, 1, 0]

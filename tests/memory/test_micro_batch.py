@@ -9,9 +9,9 @@ from transformers import AutoConfig
 from hf_distca.dispatch.arena import rounded_up
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.schedule import IN_USE_IN_HOPS
-from hf_distca.memory.core_attention import Use, count_core_attention, run_core_attention
+from hf_distca.memory.core_attention import Use, bound_plan, count_core_attention, run_core_attention
 from hf_distca.memory.depth import count_by_layers, repeated_layers, with_layers
-from hf_distca.memory.live import without_numbers
+from hf_distca.memory.live import LiveMemory, without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.models import model_after, model_of_config
 from hf_distca.memory.stand_ins import counted_kernel
@@ -19,6 +19,7 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.stages import rows_by_stage
+from tests.counting import Counting
 from tests.models import SMALL, small_kinds, small_model
 
 TOKENS = 1024
@@ -66,6 +67,16 @@ def test_weights_and_gradients_are_those_of_the_model():
     assert parts["weights"] == parameters * 4 + buffers
     assert parts["gradients"] == parameters * 4
     assert counted(Use(FLASH), dtype=torch.bfloat16)["gradients"] == parameters * 2
+
+
+@pytest.mark.parametrize(("kernel", "in_one_go"), [("torch_varlen", True), ("cpu", False)])
+def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, in_one_go):
+    (kind,) = small_kinds()
+    plan = plan_micro_batch([3 * TOKENS], PlanSettings(3, TOKENS, small_kinds()))
+    bound = bound_plan(plan, 2, Use(counted_kernel(kernel)), LiveMemory())
+    with without_numbers(), Counting(torch.device("cpu")) as seen:
+        run_core_attention(bound, kind, torch.float32)
+    assert any(call.name == "sum_rows" for call in seen.calls) == in_one_go
 
 
 def test_a_rank_alone_sends_nothing():

@@ -24,6 +24,7 @@ OPTIONS: output (where rank 0 writes the results of the runs, by name) and runs:
     pauses       for some steps, a file until whose existence training stands still after the step
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -230,8 +231,12 @@ def main() -> None:
         allow_bf16()
     # All before the first arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
     models = {name: make_model(run) for name, run in options["runs"].items()}
-    results = {}
+    results: dict[str, Any] = {}
+    modules = 0
     for name, run in options["runs"].items():
+        if len(sys.modules) > modules:
+            gc.freeze()  # a collection looks through all that was imported, and a training makes two
+            modules = len(sys.modules)
         with environment(run.get("environment", {})):
             results[name] = train(models.pop(name), run, Path(options["output"]).parent)
         if int(os.environ["RANK"]) == 0:

@@ -1,10 +1,13 @@
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.browser import Browser
+from tests.launch import cpu_environment
 from tests.ranks import RankPool
 
 # How long an example takes says how busy the machine is.
@@ -29,11 +32,29 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser.close()
 
 
-def pytest_collection_finish() -> None:
-    """Leave all that was imported out of garbage collections, of which each trainer makes several."""
+BUILD = """
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+"""
+BUILT = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin what later tests would wait for.
+
+    All that was imported stays out of garbage collections, of which each trainer makes several. DeepSpeed's first
+    launch on CPUs compiles an operator for half a minute: that is done beside the first tests, which take one core.
+    """
     gc.freeze()
+    if not session.config.option.collectonly and any("zero" in item.name for item in session.items):
+        command = [sys.executable, "-c", BUILD]
+        session.config.stash[BUILT] = subprocess.Popen(
+            command, env=cpu_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
 
 
-def pytest_unconfigure() -> None:
-    """Let the interpreter's end collect it: libraries complain of what is left."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End it: libraries complain of what is left, and of an operator that is half compiled a lock would stay."""
+    if (build := config.stash.get(BUILT, None)) is not None:
+        build.wait()
     gc.unfreeze()

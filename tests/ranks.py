@@ -18,10 +18,14 @@ TIMEOUT_S = 90
 PRELOADED = [
     "torch",
     "transformers",
+    "datasets",
+    "deepspeed",
+    "peft",
     "hf_distca",
     "hf_distca.dispatch.dispatcher",
     "hf_distca.kernels.cpu",
     "hf_distca.pool.server.server",
+    "hf_distca.trainer.trainer",
     "tests.models",
 ]
 

@@ -231,8 +231,10 @@ def test_one_trainer(rank_pools, start_servers, transport, ping_pong):
     assert_equal_to_single_process(rank_pools, 1, port, 1, 1, ping_pong=ping_pong, transport=transport)
 
 
-@pytest.mark.parametrize("ping_pong", [False, True], ids=["one", "ping-pong"])
-@pytest.mark.parametrize(("kind", "servers"), [("killed", 1), ("killed", 2), ("hung", 2)])
+@pytest.mark.parametrize(
+    ("kind", "servers", "ping_pong"),  # hung without ping-pong: in test_faults
+    [("killed", 1, False), ("killed", 1, True), ("killed", 2, False), ("killed", 2, True), ("hung", 2, True)],
+)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_server_lost_in_a_call(rank_pools, start_servers, transport, tmp_path, direction, kind, servers, ping_pong):
     port, trigger = free_port(), tmp_path / "trigger"

@@ -162,13 +162,16 @@ def run(rank_pools, tmp_path_factory) -> Iterator[Callable[[str, str], list[Resu
         pool.close()
 
 
-def rows() -> list[tuple[str, str]]:
-    """Each feature with the strategies that it is tried under."""
-    return [
-        (name, strategy)
-        for name, feature in FEATURES.items()
-        for strategy in (["any strategy"] if "*" in feature.refused else feature.only)
-    ]
+def rows() -> list[Any]:
+    """Each feature with the strategies that it is tried under; with one of them, which the features take in turns, in
+    every run of all tests."""
+    found = []
+    for number, (name, feature) in enumerate(FEATURES.items()):
+        strategies = ["any strategy"] if "*" in feature.refused else list(feature.only)
+        for index, strategy in enumerate(strategies):
+            further = index != number % len(strategies)
+            found.append(pytest.param(name, strategy, marks=[pytest.mark.further_strategy] if further else []))
+    return found
 
 
 @pytest.mark.features

@@ -14,7 +14,8 @@ import numpy as np
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH
-from hf_distca.sim.costs import Accuracy, DeviceProfile, KernelCost, LinkCost, Tasks, held_out
+from hf_distca.planner.seconds import KernelCost, LinkCost, Tasks
+from hf_distca.sim.costs import Accuracy, DeviceProfile, held_out
 
 DATA = Path(__file__).parent / "data" / "h100.json"
 MEASURED = AttentionKind(None, 64, 4, 128, 128)

@@ -18,7 +18,7 @@ from harness import print_json, table
 from hf_distca.cli.measured import KEYS, QUERIES, REPEATS
 from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
 from hf_distca.planner.cost import pairs
-from hf_distca.sim.costs import KernelCost, Tasks
+from hf_distca.planner.seconds import KernelCost, Tasks
 
 HEADS, DIM = 4, 64
 DEVICE = torch.device("cpu")

@@ -24,8 +24,9 @@ from hf_distca.memory.live import without_numbers
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.metrics import BETWEEN, bytes_by_link
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 
 RANKS, HEADS, HEAD_DIM, BUFFER_BYTES, WITH_GRADIENT = 4, 1, 16, 1 << 21, 16

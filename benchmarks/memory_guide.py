@@ -21,7 +21,7 @@ from hf_distca.memory.model_state import Strategy
 from hf_distca.memory.models import model_of_config
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.model import checked_attentions
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 
 
 def _config(

@@ -56,9 +56,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from hf_distca import PlanSettings
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
+from hf_distca.planner.build import plan_placed
 from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.nodes import NODE_BANDWIDTH, node_sizes, nodes_of
 
 WAYS = ("packed", "whole", "context", "fixed", "joint")

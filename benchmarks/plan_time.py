@@ -15,7 +15,8 @@ import numpy as np
 from harness import Round, report, rounds_parser, take_rounds
 
 from hf_distca import PlanSettings
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.build import plan_placed
+from hf_distca.planner.micro_batch import plan_micro_batch
 
 TOKENS = 32768
 """Of a rank."""

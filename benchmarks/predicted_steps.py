@@ -32,7 +32,8 @@ from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.sim.costs import Accuracy, DeviceProfile, KernelCost, LinkCost
+from hf_distca.planner.seconds import KernelCost, LinkCost
+from hf_distca.sim.costs import Accuracy, DeviceProfile
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.ways import Setup, on_ranks, planned
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness import print_json
 
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import corpora, micro_batches
 from hf_distca.sim.model import LLAMA_8B

@@ -36,8 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_distca import Dispatcher
 from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.patches.layers import plan_layers
+from hf_distca.planner.build import plan_placed
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.micro_batch import plan_micro_batch
 
 RANKS = 2
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}

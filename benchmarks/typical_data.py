@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from harness import print_json, table
 
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches
 from hf_distca.sim.model import LLAMA_8B

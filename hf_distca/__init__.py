@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hf_distca.dispatch.padding_free import CollatorWithLengths
     from hf_distca.patches.layers import plan_layers
     from hf_distca.patches.model import plan_settings
-    from hf_distca.planner.micro_batch import PlanSettings
+    from hf_distca.planner.settings import PlanSettings
     from hf_distca.trainer.arguments import DistCAArguments, DistCATrainingArguments
     from hf_distca.trainer.assembly import make_dispatcher
     from hf_distca.trainer.mixin import DistCAMixin

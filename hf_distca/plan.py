@@ -202,6 +202,23 @@ class PlanSummary:
     exchange: ExchangeFigures
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How a micro-batch is carried out, where the planner could choose.
+
+    Attributes:
+        group: ranks of a group that share documents; 1 where every document lies on one rank.
+        nano_batches: how many there are.
+        tolerance: of balance.
+        seconds: that its forward and backward are predicted to take.
+    """
+
+    group: int
+    nano_batches: int
+    tolerance: float
+    seconds: float
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
     """What one global micro-batch carries with it: the same object on every rank.
@@ -211,11 +228,13 @@ class MicroBatchPlan:
             A rank's rows are those of the first nano-batch followed by those of the second.
         summary: figures for logs.
         fillers: how many of the documents, of one token each, only keep ranks without rows in the exchanges.
+        choice: how it is carried out; None where the settings left no choice.
     """
 
     nano_batches: tuple[NanoBatch, ...]
     summary: PlanSummary
     fillers: int = 0
+    choice: Choice | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:

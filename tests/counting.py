@@ -52,7 +52,8 @@ from hf_distca.patches.kinds import attention_kinds, decoder_attentions
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import base_model
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 
 aten = torch.ops.aten
 META = torch.device("meta")

@@ -4,7 +4,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from hf_distca import DistCAConfig
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 import hf_distca
-from hf_distca.dispatch.schedule import make_schedule
+from hf_distca.planner.schedule import make_schedule
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
@@ -78,7 +78,7 @@ def test_no_file_is_told_twice():
 
 def test_files_that_are_named_exist():
     named = set(re.findall(r"`((?:[\w]+/)+[\w]*(?:\.py)?)`", DESIGN))
-    assert {"planner/joint/", "dispatch/schedule.py"} <= named
+    assert {"planner/joint/", "planner/schedule.py"} <= named
     assert not {name for name in named if not ((ROOT / name).exists() or (ROOT.parent / name).exists())}
 
 

@@ -25,7 +25,8 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.harness import run_ranks
 from benchmarks.harness.models import documents_of
 from hf_distca import Dispatcher, plan_layers
-from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed
+from hf_distca.planner.build import plan_placed
+from hf_distca.planner.micro_batch import plan_micro_batch
 
 RANKS = 2
 TIMEOUT_S = 20

@@ -9,7 +9,8 @@ from hf_distca.config import DistCAConfig
 from hf_distca.memory.estimate import Computation, ConfigMemory
 from hf_distca.memory.model_state import Strategy
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.model import ModelShape
 
 KERNEL = "torch_varlen"

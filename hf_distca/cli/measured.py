@@ -14,7 +14,8 @@ from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
-from hf_distca.sim.costs import Accuracy, FloatArray, KernelCost, LinkCost, Tasks, held_out
+from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Tasks
+from hf_distca.sim.costs import Accuracy, held_out
 
 QUERIES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
 """Query rows of the tasks that are measured, by the type of the device: plans hardly make shorter ones."""

@@ -17,7 +17,7 @@ from hf_distca.memory.models import model_of_config
 from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.model import checked_attentions, document_layout
 from hf_distca.plan import AttentionKind, MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 
 GB = 1e9
 

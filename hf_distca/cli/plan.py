@@ -20,11 +20,13 @@ from hf_distca.memory.core_attention import Use, busiest_rank, count_core_attent
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.planner.build import plan_placed
 from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import exchange_figures, loads_of
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes, nodes_of
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.build import loads_as_packed
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.metrics import bytes_moved, loads_of
-from hf_distca.planner.micro_batch import PlanSettings, loads_as_packed
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.lengths import histogram
 
 

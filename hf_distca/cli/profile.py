@@ -24,7 +24,8 @@ from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
-from hf_distca.sim.costs import DeviceProfile, LinkCost, Tasks
+from hf_distca.planner.seconds import LinkCost, Tasks
+from hf_distca.sim.costs import DeviceProfile
 
 TIMEOUT_S = 60.0
 TOLD_TOKENS = 16384

@@ -13,8 +13,8 @@ from hf_distca.cli.lengths_file import InputError, read_lengths
 from hf_distca.cli.options import positive, ranks
 from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
 from hf_distca.cli.settings import add_setting, config_of
-from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.planner.nodes import node_sizes
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.figures import Simulation
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches, of_documents

@@ -29,7 +29,7 @@ class DistCACollator:
         >>> from hf_distca.collator.long_documents import fit_documents
         >>> from hf_distca.collator.rank_documents import RankDocuments
         >>> from hf_distca.collator.sampler import GlobalBatchSampler
-        >>> from hf_distca.planner.micro_batch import PlanSettings
+        >>> from hf_distca.planner.settings import PlanSettings
         >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
         >>> settings = PlanSettings(ranks=2, tokens_per_rank=3, document_layout="fixed")
         >>> lengths = document_lengths(dataset, progress=False)

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, TokenDocument, fetch_documents
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Core attention of one layer, disaggregated, as autograd nodes.
 
 Three nodes make one attention, so that two nano-batches can take turns between them: Send, Compute and Receive run
-the forward's phases up to the first pause, up to the second and to the end (see `hf_distca.dispatch.schedule`), and in
+the forward's phases up to the first pause, up to the second and to the end (see `hf_distca.planner.schedule`), and in
 reverse order the backward's: Receive those up to the first pause, Compute up to the second, Send to the end.
 
 The engine runs backward nodes in the reverse order of their creation, so the backward's exchanges follow
@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
 from hf_distca.dispatch.executor import Backward, CoreAttention, Forward
-from hf_distca.dispatch.schedule import Kept
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
+from hf_distca.planner.schedule import Kept
 
 _Pass = TypeVar("_Pass", Forward, Backward)
 

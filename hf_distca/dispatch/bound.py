@@ -16,11 +16,11 @@ from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
 from hf_distca.dispatch.rows import row_index
-from hf_distca.dispatch.schedule import Group, Kept, Schedule, Tasks, Turn, make_schedule
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes
+from hf_distca.planner.schedule import Group, Kept, Schedule, Tasks, Turn, make_schedule
 
 IntArray = NDArray[np.int64]
 

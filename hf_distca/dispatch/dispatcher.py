@@ -15,7 +15,8 @@ from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import Kernel, get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_placed
+from hf_distca.planner.build import plan_placed
+from hf_distca.planner.settings import PlanSettings
 
 
 class Dispatcher:

@@ -21,7 +21,9 @@ from hf_distca.dispatch.exchange import Column, Message, PendingRows
 from hf_distca.dispatch.recorder import NO_ROWS, NOT_MEASURED, Kind, Rows, Work
 from hf_distca.dispatch.remote import RemoteCall, ServerRows
 from hf_distca.dispatch.rows import RowIndex, add_rows, merge_rows, put, take
-from hf_distca.dispatch.schedule import (
+from hf_distca.kernels import AttentionParams
+from hf_distca.plan import AttentionKind, Direction
+from hf_distca.planner.schedule import (
     IN_USE,
     IN_USE_IN_HOPS,
     Group,
@@ -33,8 +35,6 @@ from hf_distca.dispatch.schedule import (
     Tasks,
     Transfer,
 )
-from hf_distca.kernels import AttentionParams
-from hf_distca.plan import AttentionKind, Direction
 
 Columns = dict[str, Tensor]
 """Rows of one place, by column."""

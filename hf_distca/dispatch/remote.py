@@ -15,8 +15,8 @@ from hf_distca.dispatch.recorder import Work
 from hf_distca.dispatch.rows import row_index
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.micro_batch import PlanSettings
 from hf_distca.planner.routes import Messages, Routes
+from hf_distca.planner.settings import PlanSettings
 
 
 class ServerRows:

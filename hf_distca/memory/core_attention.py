@@ -19,7 +19,7 @@ from hf_distca.memory.live import LiveMemory, Part
 from hf_distca.memory.stand_ins import CountedExchange, CountedResults, FlashMemory
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.metrics import bytes_moved
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 
 HOST = torch.device("cpu")
 """Where tensors without numbers say that they are: sizes are the same on every device."""

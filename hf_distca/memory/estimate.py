@@ -18,7 +18,8 @@ from hf_distca.memory.models import model_of_config
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 
 OF_STATE: tuple[Part, ...] = ("weights", "gradients")
 """Parts of a counted step that belong to what a strategy keeps, see `ModelState`."""

@@ -20,7 +20,7 @@ from hf_distca.patches.layers import decoder_layers, has_attention, mixing_layer
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.patches.mixing import mixing_modules, takes_keywords
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 
 logger = logging.getLogger(__name__)
 

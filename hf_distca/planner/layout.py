@@ -64,7 +64,7 @@ def fixed_layout(
     # Of ranks that begin at one token, all but the last are empty.
     rank = np.searchsorted(first_of_rank, cuts, "right") - 1
     stop = np.append(cuts[1:], stops[-1:])[: len(cuts)]
-    return _assemble(lengths, (document, cuts - first, stop - first, rank), ranks)
+    return assemble(lengths, (document, cuts - first, stop - first, rank), ranks)
 
 
 def packed_layout(lengths: Sequence[int] | NDArray[np.int64], ranks: int, tokens_per_rank: int) -> Layout:
@@ -113,7 +113,7 @@ def joint_layout(
     check_capacity(array, ranks, tokens_per_rank)
     sizes = (1,) * ranks if node_sizes is None else nodes.node_sizes(ranks, node_sizes)
     placed = place_on_ranks(array, sizes, window, balance_tolerance, balance_block_size)
-    return _assemble(array, tuple(placed.T), ranks, by_document=True)
+    return assemble(array, tuple(placed.T), ranks, by_document=True)
 
 
 def check_settings(balance_tolerance: float, balance_block_size: int, window: int | None) -> None:
@@ -140,16 +140,20 @@ def check_capacity(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int)
         )
 
 
-def _assemble(
+def assemble(
     lengths: NDArray[np.int64],
     columns: tuple[NDArray[np.int64], ...],
     ranks: int,
     *,
     by_document: bool = False,
 ) -> Layout:
-    """A layout from the (document, start, stop, rank) of its segments.
+    """Return the layout of some segments.
 
-    They are sorted by rank, and on a rank stay in the given order or are sorted by document.
+    Args:
+        lengths: [documents] tokens of each document.
+        columns: [segments] each: document, start, stop and rank.
+        ranks: number of ranks.
+        by_document: sort the segments of a rank by document; else they stay in the given order.
     """
     document, start, _, rank = columns
     order = np.argsort(rank, kind="stable")

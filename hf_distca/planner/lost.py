@@ -25,9 +25,10 @@ from hf_distca.planner.metrics import (
     query_rows_by_link,
     query_rows_of,
 )
-from hf_distca.planner.micro_batch import PlanSettings, plan_stages
 from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.shifted import ShiftedRows
+from hf_distca.planner.tasks import plan_stages
 from hf_distca.planner.two_levels import ideals_inside
 
 

@@ -29,13 +29,25 @@ def with_stages(plan: Plan, buffer_rows: int, *, alone: bool) -> Plan:
         alone: whether no other nano-batch hides the exchange.
     """
     most = int(rows_by_stage(plan).max(initial=0))
-    stage_rows = buffer_rows
+    return replace(plan, stage_rows=stage_rows(most, buffer_rows, alone=alone, in_hops=plan.nodes is not None))
+
+
+def stage_rows(most: int, buffer_rows: int, *, alone: bool, in_hops: bool) -> int | None:
+    """Return how many K/V rows a stage has; None where all rows travel at once.
+
+    Args:
+        most: K/V rows that the busiest rank sends, or receives, in a layer.
+        buffer_rows: as in `with_stages`.
+        alone: as in `with_stages`.
+        in_hops: whether rows are passed on inside nodes.
+    """
+    rows = buffer_rows
     if alone:
         share = -(-most // STAGES_ALONE)
-        if plan.nodes is not None:  # what goes the same way is spread over stages in blocks: they cannot be quite even
+        if in_hops:  # what goes the same way is spread over stages in blocks: they cannot be quite even
             share += share // UNEVEN
-        stage_rows = min(buffer_rows, max(share, SMALLEST_STAGE))
-    return replace(plan, stage_rows=stage_rows) if most > stage_rows else plan
+        rows = min(buffer_rows, max(share, SMALLEST_STAGE))
+    return rows if most > rows else None
 
 
 def rows_by_stage(plan: Plan) -> NDArray[np.int64]:

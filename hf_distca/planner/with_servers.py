@@ -8,8 +8,9 @@ import numpy as np
 from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.metrics import exchange_figures, loads_of, query_rows_of
-from hf_distca.planner.micro_batch import PlanSettings, plan_stages, plan_tasks
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.shifted import merged
+from hf_distca.planner.tasks import plan_stages, plan_tasks
 
 IDLE = 1e-9
 """Speed of a rank that is to compute no core attention."""

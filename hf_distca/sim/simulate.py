@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.advice import advice
 from hf_distca.sim.figures import RankLoad, Simulation, WayFigures
 from hf_distca.sim.lengths import histogram

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import RowBytes, Workers, pairs
-from hf_distca.planner.metrics import bytes_of_rows
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.counted import count_plan
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.seconds import KindCosts, StepCosts, Tasks
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.step import document_seconds, predict_step
 from hf_distca.planner.with_servers import plan_with_servers
-from hf_distca.sim.costs import DeviceProfile, FloatArray, Tasks
-from hf_distca.sim.counted import count_plan
+from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
-from hf_distca.sim.replay import LayerCosts, WalkedLayer, walk_layer
 
 IntArray = NDArray[np.int64]
 
@@ -69,22 +70,29 @@ class Setup:
         parts = self.tensor_parallel
         return replace(kind, q_heads=kind.q_heads // parts, kv_heads=max(kind.kv_heads // parts, 1))
 
-    def before(self, tokens: FloatArray) -> FloatArray:
-        """Seconds of what comes before core attention in one layer's forward."""
-        return self._matrices(self.model.before, TOUCHED_BEFORE, tokens)
+    @property
+    def costs(self) -> StepCosts:
+        """What a micro-batch takes of a GPU."""
+        model, profile = self.model, self.profile
+        kinds = tuple(
+            KindCosts(gpu, layers, profile.kernel(gpu, "forward"), profile.kernel(gpu, "backward"))
+            for kind, layers in model.layers.items()
+            for gpu in [self.on_a_gpu(kind)]
+        )
+        return StepCosts(
+            kinds,
+            before=self._matrices(model.before, TOUCHED_BEFORE),
+            after=self._matrices(model.after, TOUCHED_AFTER),
+            backward_factor=self.backward_factor,
+            head=self._matrices(model.head, 0) * (1 + BACKWARD),  # chunks are computed once
+            within=profile.within,
+            between=profile.between,
+        )
 
-    def after(self, tokens: FloatArray) -> FloatArray:
-        """Seconds of what comes behind core attention in one layer's forward."""
-        return self._matrices(self.model.after, TOUCHED_AFTER, tokens)
-
-    def head(self, tokens: FloatArray) -> FloatArray:
-        """Seconds of the output head and the loss, forward and backward; chunks are computed once."""
-        return self._matrices(self.model.head, 0, tokens) * (1 + BACKWARD)
-
-    def _matrices(self, weights: int, touched: int, tokens: FloatArray) -> FloatArray:
+    def _matrices(self, weights: int, touched: int) -> float:
+        """Seconds of a token in matrices and in what reads and writes the hidden state."""
         flops = 2.0 * weights / self.tensor_parallel / self.profile.flops_per_second
-        memory = touched * self.model.hidden * self.profile.bytes_per_value / self.profile.bytes_per_second
-        return tokens * (flops + memory)
+        return flops + touched * self.model.hidden * self.profile.bytes_per_value / self.profile.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -199,8 +207,7 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
         context: ranks of a group.
     """
     pieces, cut = _cut(lengths, setup.tokens_per_rank * context)
-    weight = _pair_weight(setup) * np.array([pairs(0, length) for length in pieces], float)
-    cost = weight + _token_weight(setup) * np.array(pieces, float)
+    cost = document_seconds(np.array(pieces, np.int64), setup.costs)
     groups: list[list[int]] = [[] for _ in range(setup.ranks // context)]
     heap = [(0.0, 0, group) for group in range(len(groups))]
     most = setup.tokens_per_rank * context
@@ -246,52 +253,27 @@ def planned(
         plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
     nodes = list(nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)))
     nodes += [max(nodes) + 1 + index for index in range(servers)]
-    tokens = [nano.layout.tokens.astype(float) for nano in plan.nano_batches]
-    together = np.sum(tokens, axis=0)
-    before, after = [setup.before(rows) for rows in tokens], [setup.after(rows) for rows in tokens]
-    layers: list[tuple[int, WalkedLayer]] = []
-    moved = 0
-    for kind, count in setup.model.layers.items():
-        gpu = setup.on_a_gpu(kind)
-        counted = [
-            count_plan(nano.plans[gpu], gpu, setup.profile.bytes_per_value, nodes) for nano in plan.nano_batches
-        ]
-        costs = LayerCosts(
-            setup.profile.kernel(gpu, "forward"),
-            setup.profile.kernel(gpu, "backward"),
-            before,
-            after,
-            setup.backward_factor,
-            setup.profile.within,
-            setup.profile.between,
-        )
-        layers += [(count, walk_layer(counted, costs, "forward")), (count, walk_layer(counted, costs, "backward"))]
-        row = RowBytes.of_kind(gpu, setup.profile.bytes_per_value)
-        sent = sum(
-            bytes_of_rows(rows.queries, rows.keys, row)
-            for each in counted
-            for rows in (each.among_ranks, each.with_servers)
-        )
-        moved = max(moved, int(np.sum(sent, axis=0).max()))
-    head = setup.head(together)
-    attention, other, waited = (
-        sum(count * getattr(layer, name) for count, layer in layers) for name in ("attention", "other", "waited")
-    )
-    seconds = sum(count * layer.seconds for count, layer in layers) + float(head.max())
-    busy = float(np.mean(attention + other + head))
+    counted = [
+        {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
+        for nano in plan.nano_batches
+    ]
+    tokens = [nano.layout.tokens for nano in plan.nano_batches]
+    step = predict_step(counted, tokens, setup.costs)
+    moved = max(int(np.sum([each[kind].bytes_moved for each in counted], axis=0).max()) for kind in settings.kinds)
+    busy = step.attention + step.other
     return (
         StepTime(
-            seconds,
-            float(np.max(attention)),
-            float(np.mean(attention)),
-            float(np.max(other + head)),
-            float(np.mean(other + head)),
-            float(np.max(waited)),
-            float(np.mean(waited)),
-            1.0 - busy / seconds,
+            step.seconds,
+            float(step.attention.max()),
+            float(step.attention.mean()),
+            float(step.other.max()),
+            float(step.other.mean()),
+            float(step.waited.max()),
+            float(step.waited.mean()),
+            1.0 - float(busy.mean()) / step.seconds,
             moved,
-            int(together.max()),
-            tuple(attention.tolist()),
+            int(np.sum(tokens, axis=0).max()),
+            tuple(step.attention.tolist()),
         ),
         plan,
     )
@@ -310,22 +292,6 @@ def _keys_read(length: int, parts: int) -> float:
     return length * (min(parts, length) + 1) / 2
 
 
-def _pair_weight(setup: Setup) -> float:
-    """Seconds of a query-key pair in all layers, forward and backward."""
-    total = 0.0
-    for kind, count in setup.model.layers.items():
-        gpu = setup.on_a_gpu(kind)
-        total += count * (setup.profile.kernel(gpu, "forward").pair + setup.profile.kernel(gpu, "backward").pair)
-    return total
-
-
-def _token_weight(setup: Setup) -> float:
-    """Seconds of everything else of a token, forward and backward."""
-    one = np.ones(1)
-    layer = float((setup.before(one) + setup.after(one))[0]) * (1 + setup.backward_factor)
-    return setup.model.depth * layer + float(setup.head(one)[0])
-
-
 def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut: int) -> StepTime:
     """A step in which groups of ranks share their own documents evenly.
 
@@ -338,25 +304,23 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
     parts = 2 * context if context > 1 else 1
     tokens = np.array([sum(group) for group in groups], float) / context
     attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
-    for kind, count in setup.model.layers.items():
-        gpu = setup.on_a_gpu(kind)
+    for of_kind in setup.costs.kinds:
+        gpu = of_kind.kind
         tasks = Tasks(
             tokens,
             np.array([sum(_keys_read(length, parts) for length in group) for group in groups]) / context,
-            np.array([sum(pairs(0, length, kind.window) for length in group) for group in groups], float) / context,
+            np.array([sum(pairs(0, length, gpu.window) for length in group) for group in groups], float) / context,
             np.ones(len(groups)),
         )
-        for direction in ("forward", "backward"):
-            attention += count * setup.profile.kernel(gpu, direction).seconds(tasks)
+        attention += of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
         if context > 1:
             size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
             inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
             link = setup.profile.within if inside else setup.profile.between
             # Forward; in the backward again, and dK and dV are summed to where they belong.
-            gathered += 3 * count * link.seconds(size)
+            gathered += 3 * of_kind.layers * link.seconds(size)
             moved = max(moved, float(size.max()))
-    layer = (setup.before(tokens) + setup.after(tokens)) * (1 + setup.backward_factor)
-    other = setup.model.depth * layer + setup.head(tokens)
+    other = setup.costs.token * tokens
     total = attention + other + gathered
     seconds = float(total.max())
     return StepTime(

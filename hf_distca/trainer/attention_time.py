@@ -8,9 +8,10 @@ from torch import nn
 
 from hf_distca.patches.model import layers_by_kind
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
+from hf_distca.planner.counted import grouped_tasks
 from hf_distca.planner.metrics import loads_of
-from hf_distca.sim.costs import DeviceProfile, KernelCost, Tasks
-from hf_distca.sim.counted import grouped_tasks
+from hf_distca.planner.seconds import KernelCost, Tasks
+from hf_distca.sim.costs import DeviceProfile
 
 FloatArray = NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.arguments import DistCAArguments
 
 logger = logging.getLogger(__name__)

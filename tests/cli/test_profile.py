@@ -9,7 +9,8 @@ from hf_distca.cli.main import main
 from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels.speed import PEAK_FLOPS
 from hf_distca.plan import AttentionKind
-from hf_distca.sim.costs import Accuracy, DeviceProfile, KernelCost
+from hf_distca.planner.seconds import KernelCost
+from hf_distca.sim.costs import Accuracy, DeviceProfile
 
 SMALL = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16", "--hidden", "64"]
 

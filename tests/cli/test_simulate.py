@@ -87,7 +87,8 @@ def test_memory_is_that_of_a_step_that_is_counted(tmp_path, capsys):
 def test_rows_take_memory_along_a_line(tmp_path):
     from hf_distca.cli.counted_memory import CountedMemory, config_of_shape
     from hf_distca.config import DistCAConfig
-    from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+    from hf_distca.planner.micro_batch import plan_micro_batch
+    from hf_distca.planner.settings import PlanSettings
     from hf_distca.sim.model import ModelShape
 
     shape = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)

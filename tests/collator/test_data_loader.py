@@ -12,7 +12,7 @@ from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 
 RANKS, TOKENS = 2, 100
 

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
+from hf_distca.planner.build import plan_placed
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from tests.models import (
     SMALL_LLAMA4,
     in_nodes,

@@ -11,10 +11,11 @@ from torch import Tensor
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.executor import Backward, CoreAttention, Forward
 from hf_distca.dispatch.recorder import Recorder
-from hf_distca.dispatch.schedule import Kept, KernelCall, Phase, Transfer
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.micro_batch import PlanSettings, plan_placed
+from hf_distca.planner.build import plan_placed
+from hf_distca.planner.schedule import Kept, KernelCall, Phase, Transfer
+from hf_distca.planner.settings import PlanSettings
 from tests.models import relative_error
 
 CPU = torch.device("cpu")

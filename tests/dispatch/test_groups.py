@@ -22,7 +22,7 @@ from hf_distca.dispatch.backends import (
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups, mesh_ranks
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from tests.ranks import RankPool
 
 CUDA = torch.device("cuda", 1)

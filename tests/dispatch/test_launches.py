@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from hf_distca.patches.kinds import attention_kinds, decoder_attentions
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from tests.counting import (
     META,
     Counting,

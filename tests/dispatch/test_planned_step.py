@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
 from tests.models import (
     SMALL_KIND,
@@ -121,7 +122,7 @@ def _attend_without_rows() -> list[list[int]]:
     """Attention alone, where a rank may hold no row at all."""
     from hf_distca.dispatch.attention import disaggregated_attention
     from hf_distca.kernels import AttentionParams
-    from hf_distca.planner.micro_batch import plan_placed
+    from hf_distca.planner.build import plan_placed
 
     dispatcher = dispatcher_of_all_ranks()
     rows = [[40], []][: dist.get_world_size()]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, MicroBatchPlan, Plan
-from hf_distca.planner.micro_batch import PlanSettings, plan_placed
+from hf_distca.planner.build import plan_placed
+from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import NODES, passes_on, planned_step, steps_of
 from tests.models import in_nodes, random_documents, reference_step, relative_error, small_kinds, small_model
 

@@ -20,8 +20,9 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
 from hf_distca.planner.lost import plan_lost, tasks_at_home
 from hf_distca.planner.metrics import loads_of
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.with_servers import plan_with_servers
 from tests.dispatch.test_equality import planned_step
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model

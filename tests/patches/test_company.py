@@ -18,7 +18,8 @@ from transformers.utils import logging
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
 from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
 

@@ -15,7 +15,8 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.chunked_loss import ChunkedSum
 from hf_distca.patches.deferred_logits import DeferredLogits
 from hf_distca.patches.head import adapted_heads, plan_head
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import cut_rows
 from tests.models import random_documents, relative_error, small_kinds, small_model
 from tests.whole_logits import WholeLogits

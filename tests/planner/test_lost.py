@@ -10,7 +10,7 @@ from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.lost import plan_lost, seconds_of, tasks_at_home
 from hf_distca.planner.metrics import loads_of
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import carried_out, local_rows
 from tests.planner.drawn_plans import plans_of_all_kinds
 

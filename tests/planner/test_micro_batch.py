@@ -4,8 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
+from hf_distca.planner.build import plan_placed
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_placed
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
 
 LAYOUTS = ["joint", "fixed"]

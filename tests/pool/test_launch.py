@@ -16,7 +16,7 @@ from accelerate import PartialState
 
 from hf_distca import DistCATrainingArguments
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool import launch as launches
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
 from hf_distca.pool.transport.nixl import agent as nixl_agent

@@ -11,7 +11,8 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.cost import Workers
 from hf_distca.planner.lost import tasks_at_home
 from hf_distca.planner.metrics import loads_of
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe

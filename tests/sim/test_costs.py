@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import AttentionKind
-from hf_distca.sim.costs import PROFILES, Accuracy, DeviceProfile, KernelCost, LinkCost, Tasks, held_out
+from hf_distca.planner.seconds import KernelCost, LinkCost, Tasks
+from hf_distca.sim.costs import PROFILES, Accuracy, DeviceProfile, held_out
 
 
 def tasks(*calls: tuple[float, float, float]) -> Tasks:

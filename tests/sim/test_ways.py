@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.micro_batch import PlanSettings
-from hf_distca.sim.costs import DeviceProfile, KernelCost, LinkCost
+from hf_distca.planner.seconds import KernelCost, LinkCost
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import LLAMA_8B, ModelShape
 from hf_distca.sim.ways import Setup, data_and_context_parallel, plain, planned
 

@@ -8,7 +8,8 @@ import torch
 from hf_distca import DistCAConfig
 from hf_distca.patches.model import plan_settings
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.sim.costs import DeviceProfile, KernelCost
+from hf_distca.planner.seconds import KernelCost
+from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.attention_time import AttentionTime
 from tests.models import small_model
 

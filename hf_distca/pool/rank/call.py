@@ -15,7 +15,7 @@ from hf_distca.dispatch.rows import RowIndex, take
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.lost import plan_lost
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.messages.call import Call
 from hf_distca.pool.messages.tensor_spec import TensorSpec
 from hf_distca.pool.rank.link import PendingReply

@@ -19,7 +19,7 @@ from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import Workers
-from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.with_servers import plan_with_servers
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.messages.kinds import Kind

@@ -12,8 +12,9 @@ from hf_distca.dispatch.recorder import Recorder, Span, Work
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
+from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.messages.kinds import Kind
 from hf_distca.pool.rank.members import Members, News
 from hf_distca.pool.rank.pool import Pool

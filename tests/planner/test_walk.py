@@ -5,12 +5,13 @@ import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.counted import CountedPlan, RowsMoved, count_plan
 from hf_distca.planner.metrics import bytes_by_link
-from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
-from hf_distca.sim.costs import KernelCost, LinkCost, Tasks
-from hf_distca.sim.counted import CountedPlan, RowsMoved, count_plan
-from hf_distca.sim.replay import LayerCosts, walk_layer
+from hf_distca.planner.seconds import KernelCost, LinkCost, Tasks
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.walk import LayerCosts, walk_layer
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
 

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.intervals import Intervals, by_document
-from hf_distca.planner.metrics import key_rows_by_link, query_rows_by_link
-from hf_distca.planner.stages import rows_by_stage
-from hf_distca.sim.costs import Tasks
+from hf_distca.planner.metrics import bytes_of_rows, key_rows_by_link, query_rows_by_link
+from hf_distca.planner.seconds import Tasks
 
 IntArray = NDArray[np.int64]
 
@@ -28,6 +27,16 @@ class RowsMoved:
 
     queries: IntArray
     keys: IntArray
+
+    @property
+    def most_keys(self) -> int:
+        """K/V rows that the busiest worker sends, or receives."""
+        return int(self.keys.sum(axis=0).max(initial=0))
+
+    @classmethod
+    def none(cls, workers: int) -> "RowsMoved":
+        """Nothing moves between so many workers."""
+        return cls(np.zeros((2, 2, workers), np.int64), np.zeros((2, 2, workers), np.int64))
 
     @classmethod
     def of(cls, plan: Plan, nodes: Sequence[int]) -> "RowsMoved":
@@ -64,6 +73,15 @@ class CountedPlan:
     windowed: bool
 
     @property
+    def bytes_moved(self) -> IntArray:
+        """[2, workers] bytes that each worker sends and receives in one layer's forward."""
+        both = (self.among_ranks, self.with_servers)
+        moved: IntArray = np.sum(
+            [bytes_of_rows(rows.queries, rows.keys, self.row_bytes) for rows in both], axis=(0, 1)
+        )
+        return moved
+
+    @property
     def servers(self) -> int:
         """Number of dedicated servers."""
         return len(self.own.rows) - self.ranks
@@ -84,18 +102,34 @@ def count_plan(
     ranks = plan.layout.ranks
     at_ranks = plan.tasks["worker"] < ranks
     own, prefix, visiting = grouped_tasks(plan)
+    if at_ranks.all():
+        among_ranks, with_servers = RowsMoved.of(plan, nodes), RowsMoved.none(plan.workers)
+    else:
+        among_ranks, with_servers = (
+            RowsMoved.of(replace(plan, tasks=plan.tasks[at]), nodes) for at in (at_ranks, ~at_ranks)
+        )
     return CountedPlan(
         own,
         prefix,
         visiting,
-        RowsMoved.of(replace(plan, tasks=plan.tasks[at_ranks]), nodes),
-        RowsMoved.of(replace(plan, tasks=plan.tasks[~at_ranks]), nodes),
+        among_ranks,
+        with_servers,
         RowBytes.of_kind(kind, bytes_per_value),
-        len(rows_by_stage(plan)),
+        stages_of(among_ranks, plan.stage_rows),
         ranks,
         plan.nodes is not None,
         plan.window is not None,
     )
+
+
+def stages_of(moved: RowsMoved, stage_rows: int | None) -> int:
+    """Number of stages in which K/V rows travel, if each stage is full; uneven ones may take one more.
+
+    Args:
+        moved: rows among ranks.
+        stage_rows: as in Plan.
+    """
+    return 1 if stage_rows is None else max(-(-moved.most_keys // stage_rows), 1)
 
 
 def grouped_tasks(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_distca.dispatch.schedule import IN_USE, IN_USE_IN_HOPS, KernelCall, Phase, Transfer, make_schedule
+from hf_distca.planner.schedule import IN_USE, IN_USE_IN_HOPS, KernelCall, Phase, Transfer, make_schedule
 
 ALL = frozenset((tasks, 0) for tasks in ("own", "own 1/2", "own 2/2", "prefix", "visiting"))
 UNDIVIDED = frozenset((tasks, 0) for tasks in ("own", "prefix", "visiting"))

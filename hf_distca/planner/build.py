@@ -1,0 +1,134 @@
+"""Plans with the layout, the tolerance and the nano-batches that the settings name."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, PlanSummary
+from hf_distca.planner.chunks import layout_of_kind
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.layout import fixed_layout, joint_layout
+from hf_distca.planner.metrics import exchange_figures, loads_of
+from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
+from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.tasks import plan_stages, plan_tasks
+from hf_distca.planner.whole import whole_documents
+
+
+def plan_as_set(lengths: Sequence[int] | NDArray[np.int64], settings: PlanSettings) -> MicroBatchPlan:
+    """Lay out the documents of one global micro-batch and balance their core attention.
+
+    Args:
+        lengths: tokens of each document, at most ranks · tokens_per_rank in all.
+        settings: see PlanSettings.
+
+    Raises:
+        ValueError: the ranks cannot hold the documents, or with document_layout="whole" not without cutting one.
+    """
+    array = np.asarray(lengths, np.int64)
+    if settings.document_layout == "whole":
+        return _plan_ranks(array, whole_documents(array, settings.ranks, settings.tokens_per_rank), settings)
+    groups = split_documents(array, settings.ranks) if settings.ping_pong else None
+    groups = groups or [np.arange(len(array))]
+    sizes = settings.node_sizes
+    layouts = [_layout(array[groups[0]], settings, sizes)]
+    if len(groups) == 2:
+        # Each gives one row more to some ranks, the first ones. Mirrored, they meet on one rank only where all ranks
+        # hold so many tokens, so that no rank holds more than it would without nano-batches. What is to be mirrored
+        # has the nodes in the reverse order too.
+        layouts.append(mirrored(_layout(array[groups[1]], settings, sizes and sizes[::-1])))
+    return _plan(array, groups, layouts, settings)
+
+
+def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
+    """Balance the core attention of documents that already lie on ranks and stay there.
+
+    Args:
+        placed: lengths of the documents of each rank, in the order of its rows.
+        settings: see PlanSettings.
+    """
+    every = np.array([length for lengths in placed for length in lengths], np.int64)
+    # Documents are counted rank after rank.
+    return _plan_ranks(every, np.split(np.arange(len(every)), np.cumsum([len(row) for row in placed])[:-1]), settings)
+
+
+def _plan_ranks(
+    lengths: NDArray[np.int64], on_ranks: Sequence[NDArray[np.int64]], settings: PlanSettings
+) -> MicroBatchPlan:
+    """Plan documents that are whole on their ranks; each nano-batch has the first or the last ones of each rank.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        on_ranks: for each rank, its documents in the order of its rows.
+        settings: see PlanSettings.
+    """
+    cuts = split_placed([lengths[documents].tolist() for documents in on_ranks]) if settings.ping_pong else None
+    divided = [list(on_ranks)]
+    if cuts is not None:
+        divided = [
+            [documents[:cut] for documents, cut in zip(on_ranks, cuts, strict=True)],
+            [documents[cut:] for documents, cut in zip(on_ranks, cuts, strict=True)],
+        ]
+    layouts = [fixed_layout([lengths[documents].tolist() for documents in each]) for each in divided]
+    return _plan(lengths, [np.concatenate(each) for each in divided], layouts, settings)
+
+
+def _layout(lengths: NDArray[np.int64], settings: PlanSettings, node_sizes: tuple[int, ...] | None) -> Layout:
+    if settings.document_layout == "fixed":
+        return fixed_layout([lengths.tolist()], settings.ranks)
+    return joint_layout(
+        lengths,
+        settings.ranks,
+        settings.tokens_per_rank,
+        node_sizes=node_sizes,
+        window=settings.dominant_kind.window or settings.dominant_kind.chunk,
+        balance_tolerance=settings.balance_tolerance,
+        balance_block_size=settings.balance_block_size,
+    )
+
+
+def _plan(
+    lengths: NDArray[np.int64],
+    groups: Sequence[NDArray[np.int64]],
+    layouts: Sequence[Layout],
+    settings: PlanSettings,
+) -> MicroBatchPlan:
+    nano_batches = []
+    for group, layout in zip(groups, layouts, strict=True):
+        plans = {
+            kind: plan_stages(plan_tasks(layout, kind, settings), kind, settings, alone=len(layouts) == 1)
+            for kind in settings.kinds
+        }
+        nano_batches.append(NanoBatch(group, layout, plans))
+    return MicroBatchPlan(tuple(nano_batches), summary_of(lengths, nano_batches, settings))
+
+
+def loads_as_packed(lengths: NDArray[np.int64], settings: PlanSettings) -> NDArray[np.int64]:
+    """[ranks] int64: query-key pairs of each rank in a layer of the dominant kind, if each computed its share of the
+    documents packed in order."""
+    kind = settings.dominant_kind
+    packed = layout_of_kind(fixed_layout([lengths.tolist()], settings.ranks), kind)
+    cost = pairs(packed.segments["start"], packed.segments["stop"], kind.window)
+    return np.bincount(packed.segments["rank"], weights=cost, minlength=packed.ranks).astype(np.int64)
+
+
+def summary_of(lengths: NDArray[np.int64], nano_batches: Sequence[NanoBatch], settings: PlanSettings) -> PlanSummary:
+    """Return figures for logs of the plans of a micro-batch.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        nano_batches: with their plans.
+        settings: see PlanSettings.
+    """
+    kind = settings.dominant_kind
+    as_packed = loads_as_packed(lengths, settings)
+    plans = [nano.plans[kind] for nano in nano_batches]
+    planned = np.sum([loads_of(plan) for plan in plans], axis=0)
+    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    return PlanSummary(
+        packed_max_over_mean=float(as_packed.max() / as_packed.mean()),
+        max_over_mean=float(planned.max() / planned.mean()),
+        exchange=exchange_figures(plans, settings.row_bytes(kind), nodes),
+    )

@@ -1,0 +1,312 @@
+"""Groups of neighbouring ranks between which nothing travels: which documents each group holds, and on which ranks.
+
+A document lies on the ranks of one group. With groups of one rank nothing is exchanged at all; with one group for
+each node, rows travel inside nodes only; with one group of all ranks this is the joint layout. Smaller groups exchange
+less, and larger ones balance better.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import TASK, AttentionKind, Layout, Plan
+from hf_distca.planner.chunks import layout_of_kind
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.layout import assemble, joint_layout
+from hf_distca.planner.nano_batches import mirrored, split_documents
+from hf_distca.planner.seconds import StepCosts
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.tasks import at_home, plan_tasks
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+MOST_SLACK = 8.0
+"""The largest tolerance that a group with little to do is given."""
+
+
+def partitions(node_sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Ways to divide ranks into groups, from single ranks to one group of all.
+
+    Neighbours are joined in pairs, first inside nodes, then whole nodes.
+
+    Args:
+        node_sizes: [nodes] how many ranks each node has.
+
+    Returns:
+        For each way, [groups] how many ranks each group has.
+    """
+    nodes = [[1] * size for size in node_sizes]
+    found = [_flat(nodes)]
+    while any(len(groups) > 1 for groups in nodes):
+        nodes = [_paired(groups) for groups in nodes]
+        found.append(_flat(nodes))
+    while len(found[-1]) > 1:
+        found.append(tuple(_paired(list(found[-1]))))
+    return found
+
+
+def _flat(nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(size for groups in nodes for size in groups)
+
+
+def _paired(sizes: list[int]) -> list[int]:
+    """Sizes of groups of which neighbours have been joined."""
+    return [sum(sizes[first : first + 2]) for first in range(0, len(sizes), 2)]
+
+
+@dataclass(frozen=True, eq=False)
+class Placing:
+    """The documents of each group.
+
+    Attributes:
+        sizes: [groups] how many ranks each group has.
+        documents: for each group, its documents in their order.
+        left: documents that found no room in any group; they are cut, and lie wherever ranks have room.
+        seconds: [groups] what a rank of each group computes, if its documents divide evenly.
+    """
+
+    sizes: tuple[int, ...]
+    documents: tuple[IntArray, ...]
+    left: tuple[int, ...]
+    seconds: FloatArray
+
+    @property
+    def slowest(self) -> float:
+        """What ranks of the group with the most to do compute at least, in seconds."""
+        return float(self.seconds.max())
+
+
+def place_in_groups(
+    lengths: IntArray, seconds: FloatArray, sizes: tuple[int, ...], tokens_per_rank: int
+) -> Placing | None:
+    """Give documents to groups, so that all have equally much to do: the costliest first, to who has the least.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        seconds: [documents] what computing each document takes.
+        sizes: [groups] how many ranks each group has.
+        tokens_per_rank: the most rows that a rank may hold.
+
+    Returns:
+        None where a document is too long for every group, or a group would have fewer tokens than ranks.
+    """
+    if int(lengths.max()) > max(sizes) * tokens_per_rank:
+        return None
+    if len(sizes) == 1:
+        every = np.arange(len(lengths))
+        return Placing(sizes, (every,), (), np.array([float(seconds.sum()) / sizes[0]]))
+    heap = [(0.0, group) for group in range(len(sizes))]
+    room = [size * tokens_per_rank for size in sizes]
+    placed: list[list[int]] = [[] for _ in sizes]
+    left = []
+    cost, tokens = seconds.tolist(), lengths.tolist()
+    for document in np.argsort(-seconds, kind="stable").tolist():
+        full = []
+        while heap and room[heap[0][1]] < tokens[document]:
+            full.append(heapq.heappop(heap))
+        if heap:
+            load, group = heap[0]
+            placed[group].append(document)
+            room[group] -= tokens[document]
+            heapq.heapreplace(heap, (load + cost[document] / sizes[group], group))
+        else:
+            left.append(document)
+        for entry in full:
+            heapq.heappush(heap, entry)
+    if any(size * tokens_per_rank - space < size for size, space in zip(sizes, room, strict=True)):
+        return None
+    load_of = {group: load for load, group in heap}
+    documents = tuple(np.array(sorted(group), np.int64) for group in placed)
+    return Placing(sizes, documents, tuple(left), np.array([load_of[group] for group in range(len(sizes))]))
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """Where the documents of a micro-batch lie, and how far the attention of each may move.
+
+    Attributes:
+        placing: the groups.
+        documents: for each nano-batch, [documents] which they are.
+        layouts: for each nano-batch, where its rows are.
+        slack: [groups] how far above its mean a rank of each group may be, as a fraction of it.
+    """
+
+    placing: Placing
+    documents: tuple[IntArray, ...]
+    layouts: tuple[Layout, ...]
+    slack: tuple[float, ...]
+
+    def tasks(self, layout: Layout, kind: AttentionKind, settings: PlanSettings) -> Plan:
+        """Balance the core attention of one kind of layer inside each group, in one stage.
+
+        Args:
+            layout: of one of the nano-batches.
+            kind: of the layer.
+            settings: see PlanSettings; the tolerance is the group's.
+        """
+        if len(self.placing.sizes) == 1:
+            return plan_tasks(layout, kind, settings)
+        chunked = layout_of_kind(layout, kind)
+        plan = at_home(chunked, kind.window)
+        if max(self.placing.sizes) > 1:
+            plan = replace(plan, tasks=self._balanced(chunked, plan, kind, settings))
+        crosses = bool(self.placing.left) or not self._inside_nodes(settings)
+        return replace(plan, nodes=settings.nodes if crosses else None)
+
+    def _inside_nodes(self, settings: PlanSettings) -> bool:
+        """Whether no group has ranks of two nodes."""
+        stops = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist())
+        return stops <= set(np.cumsum(self.placing.sizes).tolist())
+
+    def _balanced(self, layout: Layout, plan: Plan, kind: AttentionKind, settings: PlanSettings) -> NDArray[np.void]:
+        """The tasks, those of groups that are out of balance moved inside the group."""
+        tasks = plan.tasks
+        cost = pairs(tasks["start"], tasks["stop"], kind.window)
+        cost = cost + settings.row_overhead * (tasks["stop"] - tasks["start"])
+        loads = np.bincount(tasks["worker"], weights=cost, minlength=settings.ranks)
+        group_of = np.repeat(np.arange(len(self.placing.sizes)), self.placing.sizes)
+        shared = _spans_groups(layout, group_of)
+        balanced, first = [], 0
+        for group, size in enumerate(self.placing.sizes):
+            ranks = loads[first : first + size]
+            if ranks.max() > ranks.mean() * (1 + self.slack[group]):
+                here = (group_of[layout.segments["rank"]] == group) & ~shared[layout.segments["document"]]
+                segments = layout.segments[here]
+                documents, own = np.unique(segments["document"], return_inverse=True)
+                columns = (own, segments["start"], segments["stop"], segments["rank"] - first)
+                inside = assemble(layout.lengths[documents], columns, size, by_document=True)
+                of_group = replace(
+                    settings,
+                    ranks=size,
+                    ranks_per_node=_nodes_in(first, size, settings),
+                    balance_tolerance=self.slack[group],
+                )
+                moved = plan_tasks(inside, replace(kind, chunk=None), of_group).tasks.copy()
+                moved["document"] = documents[moved["document"]]
+                moved["worker"] += first
+                kept = (group_of[tasks["worker"]] == group) & shared[tasks["document"]]
+                balanced += [moved, tasks[kept]]
+            else:
+                balanced.append(tasks[group_of[tasks["worker"]] == group])
+            first += size
+        joined: NDArray[np.void] = np.concatenate(balanced).astype(TASK)
+        return joined[np.lexsort((joined["start"], joined["document"], joined["worker"]))]
+
+
+def _spans_groups(layout: Layout, group_of: IntArray) -> NDArray[np.bool_]:
+    """[documents] whether a document has rows in more than one group."""
+    low, high = np.full(len(layout.lengths), len(group_of)), np.full(len(layout.lengths), -1)
+    group = group_of[layout.segments["rank"]]
+    np.minimum.at(low, layout.segments["document"], group)
+    np.maximum.at(high, layout.segments["document"], group)
+    spans: NDArray[np.bool_] = low < high
+    return spans
+
+
+def _nodes_in(first: int, size: int, settings: PlanSettings) -> tuple[int, ...] | int:
+    """How many ranks of some consecutive ones each node has; 1 where all their links are alike."""
+    if settings.nodes is None:
+        return 1
+    sizes = np.unique(settings.nodes[first : first + size], return_counts=True)[1].tolist()
+    return 1 if len(sizes) == 1 else tuple(sizes)
+
+
+def arrange(
+    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts, nano_batches: int
+) -> Arrangement | None:
+    """Lay out the documents of every group on its ranks.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        placing: the documents of each group.
+        settings: see PlanSettings.
+        costs: what computing takes.
+        nano_batches: one or two.
+
+    Returns:
+        None where the documents of a group cannot be divided into two nano-batches.
+    """
+    slack = _slack(lengths, placing, settings, costs)
+    segments: list[list[IntArray]] = [[] for _ in range(nano_batches)]
+    first = 0
+    for documents, size, most in zip(placing.documents, placing.sizes, slack, strict=True):
+        parts = [documents]
+        if nano_batches == 2:
+            halves = split_documents(lengths[documents], size)
+            if halves is None:
+                return None
+            parts = [documents[half] for half in halves]
+        for number, part in enumerate(parts):
+            placed = _in_group(lengths[part], first, size, most, settings, backwards=number == 1)
+            placed[:, 0] = part[placed[:, 0]]
+            placed[:, 3] += first
+            segments[number].append(placed)
+        first += size
+    tables = [np.concatenate(each) for each in segments]
+    if placing.left:
+        tables[0] = np.concatenate([tables[0], _wherever_room(lengths, placing.left, tables, settings)])
+    every, layouts = [], []
+    for table in tables:
+        documents, own = np.unique(table[:, 0], return_inverse=True)
+        columns = (own, table[:, 1], table[:, 2], table[:, 3])
+        every.append(documents)
+        layouts.append(assemble(lengths[documents], columns, settings.ranks, by_document=True))
+    return Arrangement(placing, tuple(every), tuple(layouts), slack)
+
+
+def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts) -> tuple[float, ...]:
+    """[groups] how far above its mean a rank may be: as late as the slowest group, and the tolerance above that."""
+    limit = placing.slowest * (1 + settings.balance_tolerance)
+    slack = []
+    for documents, size, seconds in zip(placing.documents, placing.sizes, placing.seconds.tolist(), strict=True):
+        attention = seconds - costs.token * int(lengths[documents].sum()) / size
+        spare = (limit - seconds) / attention if attention > 0 else MOST_SLACK
+        slack.append(min(max(spare, settings.balance_tolerance), MOST_SLACK))
+    return tuple(slack)
+
+
+def _in_group(
+    lengths: IntArray, first: int, size: int, slack: float, settings: PlanSettings, *, backwards: bool
+) -> IntArray:
+    """[segments, 4] document, start, stop and rank of a group's documents on its ranks, counted from 0 on."""
+    if size == 1:
+        zeros = np.zeros_like(lengths)
+        return np.stack([np.arange(len(lengths)), zeros, lengths, zeros], axis=1)
+    nodes = _nodes_in(first, size, settings)
+    sizes = nodes if isinstance(nodes, tuple) else None
+    # The first ranks get a row more. In the second nano-batch the last ones do, so that none holds too many.
+    kind = settings.dominant_kind
+    layout = joint_layout(
+        lengths,
+        size,
+        settings.tokens_per_rank,
+        node_sizes=sizes[::-1] if sizes and backwards else sizes,
+        window=kind.window or kind.chunk,
+        balance_tolerance=slack,
+        balance_block_size=settings.balance_block_size,
+    )
+    segments = (mirrored(layout) if backwards else layout).segments
+    return np.stack([segments[name] for name in ("document", "start", "stop", "rank")], axis=1)
+
+
+def _wherever_room(
+    lengths: IntArray, left: Sequence[int], placed: Sequence[IntArray], settings: PlanSettings
+) -> IntArray:
+    """[segments, 4] of documents that no group has room for, cut over the ranks with the most room."""
+    room = np.full(settings.ranks, settings.tokens_per_rank)
+    for table in placed:
+        np.subtract.at(room, table[:, 3], table[:, 2] - table[:, 1])
+    cut = []
+    for document in left:
+        start, stop = 0, int(lengths[document])
+        while start < stop:
+            rank = int(np.argmax(room))
+            end = min(start + int(room[rank]), stop)
+            cut.append((document, start, end, rank))
+            room[rank] -= end - start
+            start = end
+    return np.array(cut, np.int64)

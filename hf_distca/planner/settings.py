@@ -1,0 +1,107 @@
+"""Everything besides document lengths that a plan depends on."""
+
+from dataclasses import dataclass
+from math import inf
+
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes
+from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.seconds import StepCosts
+from hf_distca.planner.stages import EXCHANGE_BUFFER_BYTES
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the planner may choose for every micro-batch, by predicted seconds.
+
+    Attributes:
+        costs: what a micro-batch takes; the same on every rank.
+        groups: whether documents may stay inside smaller groups of ranks; else all ranks are one group.
+        tolerances: of balance, the finest first.
+        nano_batches: numbers of nano-batches.
+    """
+
+    costs: StepCosts
+    groups: bool = True
+    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, 0.1, 0.3)
+    nano_batches: tuple[int, ...] = (1, 2)
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Everything besides the lengths that a plan depends on; the same on every rank.
+
+    Attributes:
+        ranks: ranks that hold tokens.
+        tokens_per_rank: the most rows that a rank holds.
+        kinds: the kinds of attention of the model's layers.
+        bytes_per_value: of the dtype that core attention is computed in.
+        document_layout: "joint" places tokens and attention together; "fixed" packs documents in order, with
+            equal tokens per rank; "whole" leaves every document on one rank, with tokens as equal as that allows.
+        balance_tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
+        balance_block_size: rows; tasks are cut at multiples of it.
+        row_overhead: what the kernel spends on a query row besides its pairs, in pairs (`Kernel.row_overhead`).
+        gather_cost: what gathering a byte of K and V on a rank costs, in bytes sent (`Kernel.gather_cost`).
+        ping_pong: make two nano-batches of every micro-batch that can be divided.
+        exchange_buffer_bytes: the most bytes of K/V rows that a rank sends, and receives, at a time.
+        kernel: name of the attention kernel, whose costs these are; "auto" for the one of the device that suits most
+            models.
+        ranks_per_node: how many consecutive ranks share a node: one number, or one for each node. With 1, or with all
+            ranks on one node, all links are alike.
+        choices: what is chosen for every micro-batch, instead of the layout, tolerance and nano-batches above; None:
+            nothing is.
+
+    Raises:
+        ValueError: nodes have another number of ranks together.
+    """
+
+    ranks: int
+    tokens_per_rank: int
+    kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
+    bytes_per_value: int = 2
+    document_layout: str = "joint"
+    balance_tolerance: float = BALANCE_TOLERANCE
+    balance_block_size: int = 128
+    row_overhead: int = 0
+    gather_cost: float = 0.0
+    ping_pong: bool = False
+    exchange_buffer_bytes: int = EXCHANGE_BUFFER_BYTES
+    kernel: str = "auto"
+    ranks_per_node: int | tuple[int, ...] = 1
+    choices: Choices | None = None
+
+    def __post_init__(self) -> None:
+        node_sizes(self.ranks, self.ranks_per_node)
+
+    @property
+    def node_sizes(self) -> tuple[int, ...] | None:
+        """[nodes] how many ranks each node has; None where all links are alike."""
+        sizes = node_sizes(self.ranks, self.ranks_per_node)
+        return None if len(sizes) in (1, self.ranks) else sizes
+
+    @property
+    def nodes(self) -> tuple[int, ...] | None:
+        """[ranks] the node of each rank; None where all links are alike."""
+        sizes = self.node_sizes
+        return None if sizes is None else nodes_of(sizes)
+
+    @property
+    def dominant_kind(self) -> AttentionKind:
+        """The kind of the layers that cost the most, for which the joint layout is made."""
+        return max(
+            self.kinds,
+            key=lambda kind: (_reach(kind), kind.q_heads * (kind.dim_qk + kind.dim_v)),
+        )
+
+    def row_bytes(self, kind: AttentionKind) -> RowBytes:
+        """Size of a row of Q, of K and V, and of O, in one layer of a kind."""
+        return RowBytes.of_kind(kind, self.bytes_per_value)
+
+    def buffer_rows(self, kind: AttentionKind) -> int:
+        """K/V rows of a layer of a kind that a rank may send, and receive, at a time."""
+        return max(self.exchange_buffer_bytes // self.row_bytes(kind).kv, 1)
+
+
+def _reach(kind: AttentionKind) -> float:
+    """The most rows that a row attends to."""
+    return min(inf if most is None else most for most in (kind.window, kind.chunk))

@@ -1,0 +1,93 @@
+"""What a micro-batch takes: every layer's schedule walked forward and backward, with everything else added."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.counted import CountedPlan
+from hf_distca.planner.seconds import FloatArray, StepCosts
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.stages import stage_rows
+from hf_distca.planner.walk import LayerCosts, walk_layer
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PredictedStep:
+    """The forward and backward of a micro-batch.
+
+    Attributes:
+        seconds: until the last rank is done.
+        attention: [ranks] in core attention.
+        other: [ranks] in everything else that is computed.
+        waited: [ranks] for exchanges.
+    """
+
+    seconds: float
+    attention: FloatArray
+    other: FloatArray
+    waited: FloatArray
+
+
+def predict_step(
+    nano_batches: Sequence[Mapping[AttentionKind, CountedPlan]], tokens: Sequence[IntArray], costs: StepCosts
+) -> PredictedStep:
+    """Predict what a micro-batch takes.
+
+    Args:
+        nano_batches: the plans of each, counted, by kind of attention.
+        tokens: for each nano-batch, [ranks] rows that each rank holds.
+        costs: of the device.
+    """
+    head = costs.head * np.sum(tokens, axis=0, dtype=np.float64)
+    rows = [each.astype(np.float64) for each in tokens]
+    before, after = ([seconds * each for each in rows] for seconds in (costs.before, costs.after))
+    attention: FloatArray = np.zeros_like(head)
+    other: FloatArray = head.copy()
+    waited: FloatArray = np.zeros_like(head)
+    seconds = 0.0
+    for of_kind in costs.kinds:
+        counted = [nano[of_kind.kind] for nano in nano_batches]
+        layer = LayerCosts(
+            of_kind.forward, of_kind.backward, before, after, costs.backward_factor, costs.within, costs.between
+        )
+        for direction in ("forward", "backward"):
+            walked = walk_layer(counted, layer, direction)
+            attention += of_kind.layers * walked.attention
+            other += of_kind.layers * walked.other
+            waited += of_kind.layers * walked.waited
+            seconds += of_kind.layers * walked.seconds
+    return PredictedStep(seconds + float(head.max()), attention, other, waited)
+
+
+def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
+    """[documents] seconds of computing each document, forward and backward, calls of the kernel left out."""
+    total = costs.token * lengths.astype(np.float64)
+    for of_kind in costs.kinds:
+        kind = of_kind.kind
+        each = pairs(0, lengths, kind.window)
+        if kind.chunk is not None:
+            chunks, rest = np.divmod(lengths, kind.chunk)
+            each = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
+        for cost in (of_kind.forward, of_kind.backward):
+            total += of_kind.layers * (cost.pair * each + (cost.row + cost.key) * lengths)
+    return total
+
+
+def in_stages(counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, alone: bool) -> CountedPlan:
+    """A plan that is not in stages yet, counted with as many as it will have.
+
+    Args:
+        counted: the plan.
+        kind: of the layer.
+        settings: see PlanSettings.
+        alone: whether its nano-batch is the only one.
+    """
+    most = counted.among_ranks.most_keys
+    rows = stage_rows(most, settings.buffer_rows(kind), alone=alone, in_hops=counted.passes_on)
+    return counted if rows is None else replace(counted, stages=-(-most // rows))

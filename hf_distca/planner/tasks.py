@@ -1,0 +1,68 @@
+"""The tasks of one kind of attention on a layout, and their stages."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_distca.plan import TASK, AttentionKind, Layout, Plan
+from hf_distca.planner.balance import balance
+from hf_distca.planner.chunks import layout_of_kind
+from hf_distca.planner.cost import Workers
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.shifted import merged
+from hf_distca.planner.stages import with_stages
+
+
+def at_home(layout: Layout, window: int | None) -> Plan:
+    """The plan in which every rank computes the rows that it holds.
+
+    Args:
+        layout: where the rows are.
+        window: width of the sliding window; None for full causal attention.
+    """
+    tasks = np.zeros(len(layout.segments), TASK)
+    for field in ("document", "start", "stop"):
+        tasks[field] = layout.segments[field]
+    tasks["worker"] = layout.segments["rank"]
+    return Plan(layout, merged(tasks), layout.ranks, window)
+
+
+def plan_tasks(
+    layout: Layout,
+    kind: AttentionKind,
+    settings: PlanSettings,
+    workers: Workers | None = None,
+    nodes: Sequence[int] | None = None,
+) -> Plan:
+    """Balance the core attention of one kind of layer on a layout, in one stage.
+
+    Args:
+        layout: where the rows of documents are.
+        kind: of the layer.
+        settings: see PlanSettings.
+        workers: as in `balance`.
+        nodes: as in `balance`; None for those of the ranks alone.
+    """
+    return balance(
+        layout_of_kind(layout, kind),
+        workers=workers,
+        nodes=settings.nodes if nodes is None else nodes,
+        window=kind.window,
+        balance_tolerance=settings.balance_tolerance,
+        balance_block_size=settings.balance_block_size,
+        row_bytes=settings.row_bytes(kind),
+        row_overhead=settings.row_overhead,
+        gather_cost=settings.gather_cost,
+    )
+
+
+def plan_stages(plan: Plan, kind: AttentionKind, settings: PlanSettings, *, alone: bool) -> Plan:
+    """The plan with its K/V rows divided into stages.
+
+    Args:
+        plan: of one kind of layer, in one stage.
+        kind: of the layer.
+        settings: see PlanSettings.
+        alone: whether its nano-batch is the only one of the micro-batch.
+    """
+    return with_stages(plan, settings.buffer_rows(kind), alone=alone)

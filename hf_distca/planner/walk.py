@@ -1,0 +1,265 @@
+"""One layer of a planned step on all ranks at once: the schedule that the executor runs, walked with measured costs.
+
+Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left out: 4 bytes of a
+head whose O has some 256.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import Direction
+from hf_distca.planner.counted import CountedPlan
+from hf_distca.planner.schedule import Group, KernelCall, Phase, Transfer, Turn, make_schedule
+from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Tasks
+
+SETTLED = 2
+"""A layer begins while exchanges of the one before still end, so several are walked and the last one is taken."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCosts:
+    """What one layer takes outside of exchanges.
+
+    Attributes:
+        forward: of the kernel.
+        backward: of its backward.
+        before: for each nano-batch, what comes before core attention, forward.
+        after: for each nano-batch, what comes behind it, forward.
+        backward_factor: backward of these over their forward; recomputation included.
+        within: links inside a node.
+        between: links between nodes.
+    """
+
+    forward: KernelCost
+    backward: KernelCost
+    before: Sequence[FloatArray]
+    after: Sequence[FloatArray]
+    backward_factor: float
+    within: LinkCost
+    between: LinkCost
+
+    def kernel(self, direction: Direction) -> KernelCost:
+        """Of a direction."""
+        return self.forward if direction == "forward" else self.backward
+
+
+@dataclass(frozen=True, eq=False)
+class WalkedLayer:
+    """What one layer came to, forward or backward.
+
+    Attributes:
+        seconds: until the last rank is done.
+        attention: [ranks] in kernel calls.
+        other: [ranks] in everything else that is computed.
+        waited: [ranks] for exchanges.
+    """
+
+    seconds: float
+    attention: FloatArray
+    other: FloatArray
+    waited: FloatArray
+
+
+def walk_layer(nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction: Direction) -> WalkedLayer:
+    """Walk one layer in the middle of a model.
+
+    Args:
+        nano_batches: one or two, in the order of their rows.
+        costs: of the layer.
+        direction: forward or backward.
+    """
+    walk = _Walk(nano_batches[0].ranks, nano_batches[0].servers)
+    layer = _Layer(nano_batches, costs, direction)
+    before = 0.0
+    for _ in range(SETTLED):
+        before = float(walk.clock.max())
+        walk.waited = np.zeros_like(walk.clock)
+        for act in layer.acts:
+            act(walk)
+    return WalkedLayer(float(walk.clock.max()) - before, layer.attention, layer.other, walk.waited)
+
+
+class _Walk:
+    """The clocks of all ranks, and of the links and servers that they use.
+
+    Args:
+        ranks: number of ranks.
+        servers: number of dedicated servers.
+
+    Attributes:
+        clock: [ranks] how far each rank has come.
+        waited: [ranks] for exchanges.
+        links: [2, ranks] until when each rank's links are busy, inside the node and between nodes.
+        arrives: by nano-batch and transfer, [ranks] when the rows are there.
+        servers: [servers] until when each is busy.
+    """
+
+    def __init__(self, ranks: int, servers: int) -> None:
+        self.clock, self.waited, self.servers = np.zeros(ranks), np.zeros(ranks), np.zeros(servers)
+        self.links = np.zeros((2, ranks))
+        self.arrives: dict[tuple[int, str], FloatArray] = {}
+
+
+Act = Callable[[_Walk], None]
+
+
+class _Layer:
+    """What ranks do in a layer, in order: the nano-batches in turns, from pause to pause, as greenlets run them.
+
+    Attributes:
+        acts: each moves the clocks.
+        attention: [ranks] seconds in kernel calls.
+        other: [ranks] seconds in everything else that is computed.
+    """
+
+    def __init__(self, nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction: Direction) -> None:
+        self._nano_batches, self._costs, self._direction = nano_batches, costs, direction
+        self.attention, self.other = np.zeros(nano_batches[0].ranks), np.zeros(nano_batches[0].ranks)
+        order = range(len(nano_batches))
+        parts = [list(self._parts(index)) for index in (order if direction == "forward" else reversed(order))]
+        self.acts = [act for turn in zip_longest(*parts, fillvalue=()) for part in turn for act in part]
+
+    def _parts(self, index: int) -> Iterator[list[Act]]:
+        """What a nano-batch does up to each pause."""
+        counted, forward = self._nano_batches[index], self._direction == "forward"
+        before, after = self._costs.before[index], self._costs.after[index]
+        acts = [self._other(before if forward else after * self._costs.backward_factor)]
+        kernel = self._costs.kernel(self._direction)
+        for phase in self._schedule(index):
+            acts += [act for transfer in phase.wait if (act := self._wait(index, counted, transfer))]
+            if phase.run:
+                calls = [kernel.seconds(_tasks(counted, call))[: counted.ranks] for call in phase.run]
+                seconds: FloatArray = np.sum(calls, axis=0)
+                self.attention += seconds
+                acts.append(partial(_compute, seconds))
+            acts += [act for transfer in phase.send if (act := self._send(index, counted, transfer))]
+            if phase.pause:
+                yield acts
+                acts = []
+        yield [*acts, self._other(after if forward else before * self._costs.backward_factor)]
+
+    def _schedule(self, index: int) -> tuple[Phase, ...]:
+        counted = self._nano_batches[index]
+        turn: Turn = "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
+        return make_schedule(
+            self._direction,
+            turn,
+            groups=_groups(counted.stages),
+            windowed=counted.windowed,
+            stages=counted.stages,
+            passes_on=counted.passes_on,
+            servers=counted.servers > 0,
+        )
+
+    def _other(self, seconds: FloatArray) -> Act:
+        self.other += seconds
+        return partial(_compute, seconds)
+
+    def _wait(self, index: int, counted: CountedPlan, transfer: Transfer) -> Act | None:
+        moves = transfer.rows == "servers" or _bytes(counted, transfer).any()
+        return partial(_wait, (index, transfer.name)) if moves else None
+
+    def _send(self, index: int, counted: CountedPlan, transfer: Transfer) -> Act | None:
+        size = _bytes(counted, transfer)
+        if transfer.rows == "servers":
+            back = next(t for phase in self._schedule(index) for t in phase.wait if t.rows == "servers")
+            return partial(self._serve, index, counted, size, back)
+        if not size.any():
+            return None
+        links = []
+        for link, cost in enumerate((self._costs.within, self._costs.between)):
+            if size[link].any():
+                links.append((link, size[link] > 0, cost.seconds(size[link])))
+        return partial(_send, (index, transfer.name), size.max(axis=0) > 0, links)
+
+    def _serve(self, index: int, counted: CountedPlan, size: FloatArray, back: Transfer, walk: _Walk) -> None:
+        """Servers compute once their rows are there, and send the results."""
+        ranks, link = counted.ranks, self._costs.between
+        there = walk.clock + link.seconds(size[:, :ranks].max(axis=0))
+        begins = np.maximum(walk.servers, there.max())
+        begins = np.maximum(begins, walk.clock.min() + link.seconds(size[:, ranks:].max(axis=0)))
+        computed = self._costs.kernel(self._direction).seconds(counted.visiting)[ranks:]
+        walk.servers = begins + computed
+        done = float((walk.servers + link.seconds(_bytes(counted, back)[:, ranks:].max(axis=0))).max(initial=0.0))
+        # The rows that go there are waited for by nobody but the servers.
+        walk.arrives[index, back.name] = np.where(size[:, :ranks].max(axis=0) > 0, done, 0.0)
+
+
+def _compute(seconds: FloatArray, walk: _Walk) -> None:
+    walk.clock = walk.clock + seconds
+
+
+def _wait(transfer: tuple[int, str], walk: _Walk) -> None:
+    arrives = walk.arrives.pop(transfer)
+    walk.waited += np.maximum(arrives - walk.clock, 0.0)
+    walk.clock = np.maximum(walk.clock, arrives)
+
+
+def _send(
+    transfer: tuple[int, str],
+    takes_part: NDArray[np.bool_],
+    links: Sequence[tuple[int, NDArray[np.bool_], FloatArray]],
+    walk: _Walk,
+) -> None:
+    # Nobody's rows arrive before those who send them have come so far.
+    ready = float(walk.clock[takes_part].max())
+    arrives = walk.clock
+    for link, busy, seconds in links:
+        done = np.maximum(walk.links[link], ready) + seconds
+        walk.links[link] = np.where(busy, done, walk.links[link])
+        arrives = np.where(busy, np.maximum(arrives, done), arrives)
+    walk.arrives[transfer] = arrives
+
+
+@cache
+def _groups(stages: int) -> frozenset[Group]:
+    """All groups of tasks that a rank may have."""
+    groups: list[Group] = [("own", 0), ("own 1/2", 0), ("own 2/2", 0)]
+    for stage in range(stages):
+        groups += [("prefix", stage), ("visiting", stage)]
+    return frozenset(groups)
+
+
+def _tasks(counted: CountedPlan, call: KernelCall) -> Tasks:
+    """The tasks of a kernel call; those of stages are shares of equal size."""
+    if call.tasks == "own":
+        return counted.own
+    if call.tasks in ("own 1/2", "own 2/2"):
+        return Tasks(counted.own.rows / 2, counted.own.keys / 2, counted.own.pairs / 2, counted.own.calls)
+    tasks = counted.prefix if call.tasks == "prefix" else counted.visiting
+    # Each stage reads all queries again, and keys of its own.
+    return Tasks(tasks.rows, tasks.keys / counted.stages, tasks.pairs / counted.stages, tasks.calls)
+
+
+def _bytes(counted: CountedPlan, transfer: Transfer) -> FloatArray:
+    """[2, workers] by link, the larger of what each worker sends and receives of a transfer.
+
+    Where rows are passed on, the first hop takes what crosses between nodes. Of what stays within nodes one hop takes
+    what ranks of a node hold, the other what is passed on; they are not told apart, and half is given to each.
+    """
+    row = counted.row_bytes
+    of_queries = sum({"q": row.q, "dq": row.q, "o": row.o, "do": row.o}.get(column, 0) for column in transfer.columns)
+    of_keys = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in transfer.columns)
+    if transfer.rows == "servers":
+        moved = counted.with_servers.queries * of_queries + counted.with_servers.keys * of_keys
+        return _larger(moved)
+    if transfer.rows == "queries":
+        return _larger(counted.among_ranks.queries * of_queries)[:, : counted.ranks]
+    keys = _larger(counted.among_ranks.keys * (of_keys / counted.stages))[:, : counted.ranks]
+    if not counted.passes_on:
+        return keys
+    hop = np.array([0.5, 1.0 if transfer.rows == "keys" else 0.0])
+    in_hop: FloatArray = keys * hop[:, None]
+    return in_hop
+
+
+def _larger(moved: NDArray[Any]) -> FloatArray:
+    """[2, workers] the larger of [2, 2, workers] sent and received."""
+    larger: FloatArray = moved.max(axis=1).astype(np.float64)
+    return larger

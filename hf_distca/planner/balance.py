@@ -9,8 +9,8 @@ Rows move in few and cheap tasks:
    them together cost least (`BalancingPass`).
 
 Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
-worker is within the tolerance. Swaps of work then relieve the busiest worker (`swapped`). What tasks
-below a block are not needed for the balance are taken out (`without_short`).
+worker is within the tolerance. What tasks below a block are not needed for the balance are taken out
+(`without_short`).
 
 Where links between nodes are slower than inside them all this is done twice: for nodes, and inside each of them
 (two_levels.py).
@@ -28,7 +28,6 @@ from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import check_settings
 from hf_distca.planner.shifted import ShiftedRows, merged
 from hf_distca.planner.short_tasks import without_short
-from hf_distca.planner.swaps import swapped
 from hf_distca.planner.two_levels import (
     check_nodes,
     ideals_inside,
@@ -43,8 +42,6 @@ NODES_SHARE = 0.5
 """Share of the tolerance by which nodes may differ; the rest is for the workers of a node."""
 LEAST_INSIDE = 0.25
 """Share of the tolerance that workers of a node have in any case, however much the node has to do."""
-NEARLY = 0.15
-"""A layout whose last worker finishes within this share of the limit hardly needs balancing."""
 
 
 def balance(
@@ -131,12 +128,9 @@ class _Search:
         tasks = self.rows.tasks_as_laid_out()
         ideal = self.workers.ideal(int(self._loads(tasks).sum()))
         limit = ideal * (1 + self.tolerance)
-        as_laid_out = self._finish(tasks)
         goals = (Goal(ideal * (1 + share * self.tolerance), limit, self.tolerance) for share in AIM)
         best = self._passes(tasks, goals, limit)
         most = max(limit, self._finish(best))
-        if as_laid_out > limit * (1 + NEARLY):  # else nearly all tasks are at home, and few bytes can be saved
-            best = merged(swapped(best, self.rows, self._room(best, most), self.row_bytes, self.block))
         return self._without_short(best, most)
 
     def inside(self, of_nodes: NDArray[np.void], nodes: Sequence[int]) -> NDArray[np.void]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import Choice, MicroBatchPlan, NanoBatch
 from hf_distca.planner.build import plan_as_set, summary_of
 from hf_distca.planner.counted import count_plan
-from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
+from hf_distca.planner.groups import LONG_SHARE, Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -24,7 +24,7 @@ from hf_distca.planner.tasks import plan_stages
 
 IntArray = NDArray[np.int64]
 
-GOOD_ENOUGH = 0.003
+GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
 
 
@@ -33,11 +33,13 @@ class _Candidate:
     """One way to carry a micro-batch out.
 
     Attributes:
+        placing: the groups.
         nano_batches: with plans that are not in stages yet.
         choice: what was chosen, and what it takes.
         waited: share of the step in which ranks wait for exchanges, of the rank that waits the longest.
     """
 
+    placing: Placing
     nano_batches: tuple[NanoBatch, ...]
     choice: Choice
     waited: float
@@ -101,54 +103,75 @@ class _Search:
 
     def _as_set(self, tolerances: tuple[float, ...]) -> Iterator[_Candidate]:
         """Plans with the layout of the settings."""
+        seconds = document_seconds(self._lengths, self._costs)
+        every = Placing.of_all(seconds, self._settings.ranks)
         for tolerance in tolerances:
             for count in self._choices.nano_batches:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
                 plan = plan_as_set(self._lengths, chosen)
                 if len(plan.nano_batches) == count or count == 1 or len(self._choices.nano_batches) == 1:
-                    yield self._candidate(plan.nano_batches, self._settings.ranks, tolerance)
+                    yield self._candidate(plan.nano_batches, every, tolerance)
 
     def _in_groups(self, finest: float, coarser: list[float]) -> Iterator[_Candidate]:
         """Plans whose documents lie inside groups of ranks."""
         settings = self._settings
         seconds = document_seconds(self._lengths, self._costs)
         ideal = float(seconds.sum()) / settings.ranks
+        long = bool(seconds.max() > LONG_SHARE * ideal)
+        every = partitions(node_sizes(settings.ranks, settings.ranks_per_node))
         placings = [
             placing
-            for sizes in partitions(node_sizes(settings.ranks, settings.ranks_per_node))
+            for sizes in every
             if (placing := place_in_groups(self._lengths, seconds, sizes, settings.tokens_per_rank))
         ]
-        for placing in placings:
-            if self._better_than(placing.slowest):
-                yield from self._tried(placing, finest)
-            if not self._better_than(ideal):
-                return
-        if self._best is not None and self._best.waited > GOOD_ENOUGH:
-            placing = next(each for each in placings if each.sizes[0] == self._best.choice.group)
-            for tolerance in coarser:
-                yield from self._tried(placing, tolerance)
+        # The smallest groups that compute alike come first, then smaller ones, which exchange less, then larger ones.
+        limit = min(placing.slowest for placing in placings) * (1 + GOOD_ENOUGH)
+        first = next(index for index, placing in enumerate(placings) if placing.slowest <= limit)
+        for placing in [*reversed(placings[: first + 1]), *placings[first + 1 :]]:
+            if self._worth(placing, ideal):
+                yield from self._tried(placing, finest, evenly=(True, False) if long else (False,))
+        best = self._best
+        for tolerance in coarser:
+            if best is None or best is not self._best or best.waited <= GOOD_ENOUGH:
+                break
+            yield from self._tried(best.placing, tolerance, evenly=(False,))
 
-    def _tried(self, placing: Placing, tolerance: float) -> Iterator[_Candidate]:
-        for count in self._choices.nano_batches:
-            if count == 2 and max(placing.sizes) == 1 and not placing.left:
-                continue  # there is no exchange to hide
-            chosen = replace(self._settings, balance_tolerance=tolerance)
-            arranged = arrange(self._lengths, placing, chosen, self._costs, count)
-            if arranged is None:
-                continue
-            nano_batches = tuple(
-                NanoBatch(
-                    documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in self._settings.kinds}
+    def _worth(self, placing: Placing, ideal: float) -> bool:
+        """Whether a division into groups could be faster than the best plan so far."""
+        if self._best is None:
+            return True
+        enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
+        if enough <= ideal or enough <= placing.slowest:
+            return False
+        # Larger groups exchange more: they have to compute more evenly.
+        before = self._best.placing
+        return len(placing.sizes) > len(before.sizes) or placing.slowest < before.slowest * (1 - GOOD_ENOUGH)
+
+    def _tried(self, placing: Placing, tolerance: float, *, evenly: tuple[bool, ...]) -> Iterator[_Candidate]:
+        """Plans on one division into groups, until exchanges cost next to nothing.
+
+        Args:
+            placing: the documents of each group.
+            tolerance: of balance.
+            evenly: whether long documents are divided evenly.
+        """
+        chosen = replace(self._settings, balance_tolerance=tolerance)
+        exchanges = max(placing.sizes) > 1 or bool(placing.left)
+        for divided in evenly if max(placing.sizes) > 1 else (False,):
+            for count in self._choices.nano_batches if exchanges else self._choices.nano_batches[:1]:
+                arranged = arrange(self._lengths, placing, chosen, self._costs, count, evenly=divided)
+                if arranged is None:
+                    continue
+                nano_batches = tuple(
+                    NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
+                    for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
                 )
-                for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
-            )
-            yield self._candidate(nano_batches, placing.sizes[0], tolerance)
+                candidate = self._candidate(nano_batches, placing, tolerance)
+                yield candidate
+                if candidate.choice.seconds * (1 - GOOD_ENOUGH) <= placing.slowest:
+                    return
 
-    def _better_than(self, seconds: float) -> bool:
-        """Whether a way that takes so long would be worth a try."""
-        return self._best is None or seconds < self._best.choice.seconds * (1 - GOOD_ENOUGH)
-
-    def _candidate(self, nano_batches: tuple[NanoBatch, ...], group: int, tolerance: float) -> _Candidate:
+    def _candidate(self, nano_batches: tuple[NanoBatch, ...], placing: Placing, tolerance: float) -> _Candidate:
         alone = len(nano_batches) == 1
         counted = [
             {
@@ -163,5 +186,5 @@ class _Search:
             for nano in nano_batches
         ]
         step = predict_step(counted, [nano.layout.tokens for nano in nano_batches], self._costs)
-        choice = Choice(group, len(nano_batches), tolerance, step.seconds)
-        return _Candidate(nano_batches, choice, float(step.waited.max()) / step.seconds)
+        choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds)
+        return _Candidate(placing, nano_batches, choice, float(step.waited.max()) / step.seconds)

@@ -19,11 +19,14 @@ from hf_distca.planner.layout import assemble, joint_layout
 from hf_distca.planner.nano_batches import mirrored, split_documents
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.step import document_seconds
 from hf_distca.planner.tasks import at_home, plan_tasks
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
+LONG_SHARE = 0.25
+"""Share of a rank's work from which on a document is long: shorter ones balance well enough whole."""
 MOST_SLACK = 8.0
 """The largest tolerance that a group with little to do is given."""
 
@@ -74,6 +77,11 @@ class Placing:
     left: tuple[int, ...]
     seconds: FloatArray
 
+    @classmethod
+    def of_all(cls, seconds: FloatArray, ranks: int) -> "Placing":
+        """One group of all ranks; [documents] seconds of each."""
+        return cls((ranks,), (np.arange(len(seconds)),), (), np.array([float(seconds.sum()) / ranks]))
+
     @property
     def slowest(self) -> float:
         """What ranks of the group with the most to do compute at least, in seconds."""
@@ -97,8 +105,7 @@ def place_in_groups(
     if int(lengths.max()) > max(sizes) * tokens_per_rank:
         return None
     if len(sizes) == 1:
-        every = np.arange(len(lengths))
-        return Placing(sizes, (every,), (), np.array([float(seconds.sum()) / sizes[0]]))
+        return Placing.of_all(seconds, sizes[0])
     heap = [(0.0, group) for group in range(len(sizes))]
     room = [size * tokens_per_rank for size in sizes]
     placed: list[list[int]] = [[] for _ in sizes]
@@ -216,7 +223,7 @@ def _nodes_in(first: int, size: int, settings: PlanSettings) -> tuple[int, ...] 
 
 
 def arrange(
-    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts, nano_batches: int
+    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts, nano_batches: int, *, evenly: bool
 ) -> Arrangement | None:
     """Lay out the documents of every group on its ranks.
 
@@ -226,6 +233,8 @@ def arrange(
         settings: see PlanSettings.
         costs: what computing takes.
         nano_batches: one or two.
+        evenly: divide each long document evenly over its whole group, and leave the others whole; else the joint
+            layout cuts as few as it can.
 
     Returns:
         None where the documents of a group cannot be divided into two nano-batches.
@@ -236,12 +245,25 @@ def arrange(
     for documents, size, most in zip(placing.documents, placing.sizes, slack, strict=True):
         parts = [documents]
         if nano_batches == 2:
-            halves = split_documents(lengths[documents], size)
+            halves = split_documents(lengths[documents], size) or _longest_apart(lengths[documents], size)
             if halves is None:
                 return None
             parts = [documents[half] for half in halves]
         for number, part in enumerate(parts):
-            placed = _in_group(lengths[part], first, size, most, settings, backwards=number == 1)
+            if evenly and size > 1:
+                most_rows = settings.tokens_per_rank
+                room = np.full(size, most_rows)
+                if number == 1:
+                    np.subtract.at(room, segments[0][-1][:, 3] - first, segments[0][-1][:, 2] - segments[0][-1][:, 1])
+                elif len(parts) == 2:
+                    # Ranks that are full in the first nano-batch could not share long documents of the second.
+                    room[:] = most_rows * int(lengths[part].sum()) // int(lengths[documents].sum())
+                found = divide_evenly(lengths[part], room.tolist(), costs)
+                if found is None:
+                    return None
+                placed = found
+            else:
+                placed = _in_group(lengths[part], first, size, most, settings, backwards=number == 1)
             placed[:, 0] = part[placed[:, 0]]
             placed[:, 3] += first
             segments[number].append(placed)
@@ -256,6 +278,16 @@ def arrange(
         every.append(documents)
         layouts.append(assemble(lengths[documents], columns, settings.ranks, by_document=True))
     return Arrangement(placing, tuple(every), tuple(layouts), slack)
+
+
+def _longest_apart(lengths: IntArray, size: int) -> list[IntArray] | None:
+    """The longest document, and all others; None where these have fewer tokens than ranks.
+
+    Other groups hide their exchanges, even if this one has little to hide behind.
+    """
+    longest = int(lengths.argmax())
+    others = np.delete(np.arange(len(lengths)), longest)
+    return [np.array([longest]), others] if int(lengths[others].sum()) >= size else None
 
 
 def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts) -> tuple[float, ...]:
@@ -291,6 +323,55 @@ def _in_group(
     )
     segments = (mirrored(layout) if backwards else layout).segments
     return np.stack([segments[name] for name in ("document", "start", "stop", "rank")], axis=1)
+
+
+def divide_evenly(lengths: IntArray, room: list[int], costs: StepCosts) -> IntArray | None:
+    """[segments, 4] document, start, stop and rank, each long document divided evenly over all ranks of a group.
+
+    Rank r of n has the parts r and 2 n - 1 - r of 2 n, so that all ranks compute alike. Shorter documents stay whole.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        room: [ranks] rows that each rank takes.
+        costs: what computing takes.
+    """
+    size = len(room)
+    seconds = document_seconds(lengths, costs)
+    long = (seconds > LONG_SHARE * seconds.sum() / size) & (lengths >= 2 * size)
+    segments = []
+    for document in np.flatnonzero(long).tolist():
+        share, more = divmod(int(lengths[document]), size)
+        roomiest = set(sorted(range(size), key=lambda rank: (-room[rank], rank))[:more])
+        tokens = [share + (rank in roomiest) for rank in range(size)]
+        parts = [(rank, tokens[rank] // 2) for rank in range(size)]
+        parts += [(rank, tokens[rank] - tokens[rank] // 2) for rank in reversed(range(size))]
+        start = 0
+        for rank, rows in parts:
+            segments.append((document, start, start + rows, rank))
+            start += rows
+        room = [space - count for space, count in zip(room, tokens, strict=True)]
+    load = [0.0] * size
+    short = np.flatnonzero(~long)
+    for document in short[np.argsort(-seconds[short], kind="stable")].tolist():
+        fits = [rank for rank in range(size) if room[rank] >= lengths[document]]
+        if fits:
+            rank = min(fits, key=lambda each: (load[each], each))
+            load[rank] += float(seconds[document])
+            segments.append((document, 0, int(lengths[document]), rank))
+            room[rank] -= int(lengths[document])
+            continue
+        start = 0
+        while start < lengths[document]:
+            rank = max(range(size), key=lambda each: (room[each], -each))
+            rows = min(room[rank], int(lengths[document]) - start)
+            if rows <= 0:
+                return None
+            segments.append((document, start, start + rows, rank))
+            room[rank] -= rows
+            start += rows
+    if min(room) < 0:
+        return None
+    return np.array(segments, np.int64)
 
 
 def _wherever_room(

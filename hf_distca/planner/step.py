@@ -44,11 +44,11 @@ def predict_step(
         tokens: for each nano-batch, [ranks] rows that each rank holds.
         costs: of the device.
     """
-    head = costs.head * np.sum(tokens, axis=0, dtype=np.float64)
+    head: FloatArray = np.multiply(costs.head, np.sum(tokens, axis=0, dtype=np.float64))
     rows = [each.astype(np.float64) for each in tokens]
     before, after = ([seconds * each for each in rows] for seconds in (costs.before, costs.after))
     attention: FloatArray = np.zeros_like(head)
-    other: FloatArray = head.copy()
+    other = head.copy()
     waited: FloatArray = np.zeros_like(head)
     seconds = 0.0
     for of_kind in costs.kinds:

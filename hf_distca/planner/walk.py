@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import Direction
 from hf_distca.planner.counted import CountedPlan
-from hf_distca.planner.schedule import Group, KernelCall, Phase, Transfer, Turn, make_schedule
+from hf_distca.planner.schedule import Group, Phase, Transfer, Turn, make_schedule
 from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Tasks
 
 SETTLED = 2
@@ -120,6 +120,7 @@ class _Layer:
 
     def __init__(self, nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction: Direction) -> None:
         self._nano_batches, self._costs, self._direction = nano_batches, costs, direction
+        self._sent: set[tuple[int, str]] = set()
         self.attention, self.other = np.zeros(nano_batches[0].ranks), np.zeros(nano_batches[0].ranks)
         order = range(len(nano_batches))
         parts = [list(self._parts(index)) for index in (order if direction == "forward" else reversed(order))]
@@ -127,18 +128,26 @@ class _Layer:
 
     def _parts(self, index: int) -> Iterator[list[Act]]:
         """What a nano-batch does up to each pause."""
-        counted, forward = self._nano_batches[index], self._direction == "forward"
+        forward = self._direction == "forward"
         before, after = self._costs.before[index], self._costs.after[index]
         acts = [self._other(before if forward else after * self._costs.backward_factor)]
-        kernel = self._costs.kernel(self._direction)
+        kernel = cache(partial(self._kernel, index))
+        exchange = cache(partial(self._exchange, index))
         for phase in self._schedule(index):
-            acts += [act for transfer in phase.wait if (act := self._wait(index, counted, transfer))]
-            if phase.run:
-                calls = [kernel.seconds(_tasks(counted, call))[: counted.ranks] for call in phase.run]
-                seconds: FloatArray = np.sum(calls, axis=0)
-                self.attention += seconds
-                acts.append(partial(_compute, seconds))
-            acts += [act for transfer in phase.send if (act := self._send(index, counted, transfer))]
+            acts += [
+                partial(_wait, (index, transfer.name))
+                for transfer in phase.wait
+                if (index, transfer.name) in self._sent
+            ]
+            for call in phase.run:
+                self.attention += kernel(call.tasks)
+                acts.append(partial(_compute, kernel(call.tasks)))
+            for transfer in phase.send:
+                if transfer.rows == "servers":
+                    acts.append(self._to_servers(index, transfer))
+                elif links := exchange(transfer.rows, transfer.columns):
+                    self._sent.add((index, transfer.name))
+                    acts.append(partial(_send, (index, transfer.name), *links))
             if phase.pause:
                 yield acts
                 acts = []
@@ -161,22 +170,27 @@ class _Layer:
         self.other += seconds
         return partial(_compute, seconds)
 
-    def _wait(self, index: int, counted: CountedPlan, transfer: Transfer) -> Act | None:
-        moves = transfer.rows == "servers" or _bytes(counted, transfer).any()
-        return partial(_wait, (index, transfer.name)) if moves else None
+    def _kernel(self, index: int, tasks: str) -> FloatArray:
+        """[ranks] seconds of a kernel call."""
+        counted = self._nano_batches[index]
+        return self._costs.kernel(self._direction).seconds(_tasks(counted, tasks))[: counted.ranks]
 
-    def _send(self, index: int, counted: CountedPlan, transfer: Transfer) -> Act | None:
-        size = _bytes(counted, transfer)
-        if transfer.rows == "servers":
-            back = next(t for phase in self._schedule(index) for t in phase.wait if t.rows == "servers")
-            return partial(self._serve, index, counted, size, back)
-        if not size.any():
-            return None
-        links = []
-        for link, cost in enumerate((self._costs.within, self._costs.between)):
-            if size[link].any():
-                links.append((link, size[link] > 0, cost.seconds(size[link])))
-        return partial(_send, (index, transfer.name), size.max(axis=0) > 0, links)
+    def _exchange(
+        self, index: int, rows: str, columns: tuple[str, ...]
+    ) -> tuple[NDArray[np.bool_], list[tuple[int, NDArray[np.bool_], FloatArray]]] | None:
+        """Which ranks take part in a transfer, and for each link who uses it and for how many seconds."""
+        size = _bytes(self._nano_batches[index], rows, columns)
+        costs = (self._costs.within, self._costs.between)
+        used = [
+            (link, size[link] > 0, cost.seconds(size[link])) for link, cost in enumerate(costs) if size[link].any()
+        ]
+        return (size.max(axis=0) > 0, used) if used else None
+
+    def _to_servers(self, index: int, transfer: Transfer) -> Act:
+        back = next(t for phase in self._schedule(index) for t in phase.wait if t.rows == "servers")
+        self._sent.add((index, back.name))
+        counted = self._nano_batches[index]
+        return partial(self._serve, index, counted, _bytes(counted, transfer.rows, transfer.columns), back)
 
     def _serve(self, index: int, counted: CountedPlan, size: FloatArray, back: Transfer, walk: _Walk) -> None:
         """Servers compute once their rows are there, and send the results."""
@@ -186,7 +200,11 @@ class _Layer:
         begins = np.maximum(begins, walk.clock.min() + link.seconds(size[:, ranks:].max(axis=0)))
         computed = self._costs.kernel(self._direction).seconds(counted.visiting)[ranks:]
         walk.servers = begins + computed
-        done = float((walk.servers + link.seconds(_bytes(counted, back)[:, ranks:].max(axis=0))).max(initial=0.0))
+        done = float(
+            (walk.servers + link.seconds(_bytes(counted, back.rows, back.columns)[:, ranks:].max(axis=0))).max(
+                initial=0.0
+            )
+        )
         # The rows that go there are waited for by nobody but the servers.
         walk.arrives[index, back.name] = np.where(size[:, :ranks].max(axis=0) > 0, done, 0.0)
 
@@ -226,35 +244,35 @@ def _groups(stages: int) -> frozenset[Group]:
     return frozenset(groups)
 
 
-def _tasks(counted: CountedPlan, call: KernelCall) -> Tasks:
+def _tasks(counted: CountedPlan, name: str) -> Tasks:
     """The tasks of a kernel call; those of stages are shares of equal size."""
-    if call.tasks == "own":
+    if name == "own":
         return counted.own
-    if call.tasks in ("own 1/2", "own 2/2"):
+    if name in ("own 1/2", "own 2/2"):
         return Tasks(counted.own.rows / 2, counted.own.keys / 2, counted.own.pairs / 2, counted.own.calls)
-    tasks = counted.prefix if call.tasks == "prefix" else counted.visiting
+    tasks = counted.prefix if name == "prefix" else counted.visiting
     # Each stage reads all queries again, and keys of its own.
     return Tasks(tasks.rows, tasks.keys / counted.stages, tasks.pairs / counted.stages, tasks.calls)
 
 
-def _bytes(counted: CountedPlan, transfer: Transfer) -> FloatArray:
+def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
     """[2, workers] by link, the larger of what each worker sends and receives of a transfer.
 
     Where rows are passed on, the first hop takes what crosses between nodes. Of what stays within nodes one hop takes
     what ranks of a node hold, the other what is passed on; they are not told apart, and half is given to each.
     """
     row = counted.row_bytes
-    of_queries = sum({"q": row.q, "dq": row.q, "o": row.o, "do": row.o}.get(column, 0) for column in transfer.columns)
-    of_keys = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in transfer.columns)
-    if transfer.rows == "servers":
+    of_queries = sum({"q": row.q, "dq": row.q, "o": row.o, "do": row.o}.get(column, 0) for column in columns)
+    of_keys = row.kv / 2 * sum(column in ("k", "v", "dk", "dv") for column in columns)
+    if rows == "servers":
         moved = counted.with_servers.queries * of_queries + counted.with_servers.keys * of_keys
         return _larger(moved)
-    if transfer.rows == "queries":
+    if rows == "queries":
         return _larger(counted.among_ranks.queries * of_queries)[:, : counted.ranks]
     keys = _larger(counted.among_ranks.keys * (of_keys / counted.stages))[:, : counted.ranks]
     if not counted.passes_on:
         return keys
-    hop = np.array([0.5, 1.0 if transfer.rows == "keys" else 0.0])
+    hop = np.array([0.5, 1.0 if rows == "keys" else 0.0])
     in_hop: FloatArray = keys * hop[:, None]
     return in_hop
 

@@ -9,8 +9,8 @@ Rows move in few and cheap tasks:
    them together cost least (`BalancingPass`).
 
 Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
-worker is within the tolerance. What tasks below a block are not needed for the balance are taken out
-(`without_short`).
+worker is within the tolerance. Swaps of work then relieve the busiest worker (`swapped`). What tasks
+below a block are not needed for the balance are taken out (`without_short`).
 
 Where links between nodes are slower than inside them all this is done twice: for nodes, and inside each of them
 (two_levels.py).
@@ -28,6 +28,7 @@ from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import check_settings
 from hf_distca.planner.shifted import ShiftedRows, merged
 from hf_distca.planner.short_tasks import without_short
+from hf_distca.planner.swaps import swapped
 from hf_distca.planner.two_levels import (
     check_nodes,
     ideals_inside,
@@ -42,6 +43,8 @@ NODES_SHARE = 0.5
 """Share of the tolerance by which nodes may differ; the rest is for the workers of a node."""
 LEAST_INSIDE = 0.25
 """Share of the tolerance that workers of a node have in any case, however much the node has to do."""
+NEARLY = 0.15
+"""A layout whose last worker finishes within this share of the limit hardly needs balancing."""
 
 
 def balance(
@@ -55,6 +58,7 @@ def balance(
     row_bytes: RowBytes | None = None,
     row_overhead: int = 0,
     gather_cost: float = 0.0,
+    thorough: bool = True,
 ) -> Plan:
     """Choose tasks so that all workers finish together, for few bytes.
 
@@ -74,6 +78,8 @@ def balance(
             is then pairs + rows · row_overhead.
         gather_cost: what a byte of K and V costs that is gathered on the rank itself because a task is left on either
             side of one that moves, compared with a byte sent.
+        thorough: save the last few per cent of bytes too, by swaps and by joining short tasks, for most of the time
+            that planning takes.
 
     Raises:
         ValueError: settings out of range, fewer workers than ranks, or nodes of other workers.
@@ -88,7 +94,7 @@ def balance(
     rows = ShiftedRows.of(layout, window, row_overhead, balance_block_size)
     row_bytes = row_bytes or RowBytes()
     prices = Prices.of(row_bytes, rows, gather_cost)
-    search = _Search(rows, workers, row_bytes, prices, balance_tolerance, balance_block_size)
+    search = _Search(rows, workers, row_bytes, prices, balance_tolerance, balance_block_size, thorough)
     if nodes is None:
         return rows.plan(search.over_all(), len(workers))
     check_nodes(nodes, layout.ranks, len(workers))
@@ -114,6 +120,7 @@ class _Search:
         prices: what giving costs.
         tolerance: how far above the ideal the last worker may finish, as a fraction of it.
         block: rows of a kernel block.
+        thorough: as in `balance`.
     """
 
     rows: ShiftedRows
@@ -122,15 +129,21 @@ class _Search:
     prices: Prices
     tolerance: float
     block: int
+    thorough: bool
 
     def over_all(self) -> NDArray[np.void]:
         """Tasks for which anybody gives to anybody."""
         tasks = self.rows.tasks_as_laid_out()
         ideal = self.workers.ideal(int(self._loads(tasks).sum()))
         limit = ideal * (1 + self.tolerance)
+        as_laid_out = self._finish(tasks)
         goals = (Goal(ideal * (1 + share * self.tolerance), limit, self.tolerance) for share in AIM)
         best = self._passes(tasks, goals, limit)
         most = max(limit, self._finish(best))
+        if not self.thorough:
+            return best
+        if as_laid_out > limit * (1 + NEARLY):  # else nearly all tasks are at home, and few bytes can be saved
+            best = merged(swapped(best, self.rows, self._room(best, most), self.row_bytes, self.block))
         return self._without_short(best, most)
 
     def inside(self, of_nodes: NDArray[np.void], nodes: Sequence[int]) -> NDArray[np.void]:
@@ -147,7 +160,7 @@ class _Search:
         limits = np.maximum(limit, ideal * (1 + self.tolerance * LEAST_INSIDE))
         goals = (Goal(ideal + share * (limits - ideal), limits, self.tolerance) for share in AIM)
         best = self._passes(tasks, goals, limit, nodes)
-        return self._without_short(best, max(limit, self._finish(best)))
+        return self._without_short(best, max(limit, self._finish(best))) if self.thorough else best
 
     def _passes(
         self, tasks: NDArray[np.void], goals: Iterable[Goal], limit: float, nodes: Sequence[int] | None = None

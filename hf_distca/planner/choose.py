@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import Choice, MicroBatchPlan, NanoBatch
 from hf_distca.planner.build import plan_as_set, summary_of
 from hf_distca.planner.counted import count_plan
-from hf_distca.planner.groups import LONG_SHARE, Placing, arrange, partitions, place_in_groups
+from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -24,6 +24,8 @@ from hf_distca.planner.tasks import plan_stages
 
 IntArray = NDArray[np.int64]
 
+DOMINANT_SHARE = 0.25
+"""Share of a group's work from which on a document is worth dividing evenly over the whole group."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
 
@@ -117,7 +119,6 @@ class _Search:
         settings = self._settings
         seconds = document_seconds(self._lengths, self._costs)
         ideal = float(seconds.sum()) / settings.ranks
-        long = bool(seconds.max() > LONG_SHARE * ideal)
         every = partitions(node_sizes(settings.ranks, settings.ranks_per_node))
         placings = [
             placing
@@ -129,12 +130,15 @@ class _Search:
         first = next(index for index, placing in enumerate(placings) if placing.slowest <= limit)
         for placing in [*reversed(placings[: first + 1]), *placings[first + 1 :]]:
             if self._worth(placing, ideal):
-                yield from self._tried(placing, finest, evenly=(True, False) if long else (False,))
-        best = self._best
+                dominated = placing.longest_share(seconds) > DOMINANT_SHARE
+                yield from self._tried(placing, finest, self._choices.nano_batches, (dominated, False))
         for tolerance in coarser:
-            if best is None or best is not self._best or best.waited <= GOOD_ENOUGH:
-                break
-            yield from self._tried(best.placing, tolerance, evenly=(False,))
+            best = self._best
+            if best is None or best.waited <= GOOD_ENOUGH:
+                return
+            yield from self._tried(best.placing, tolerance, (best.choice.nano_batches,), (False,))
+            if self._best is best:
+                return
 
     def _worth(self, placing: Placing, ideal: float) -> bool:
         """Whether a division into groups could be faster than the best plan so far."""
@@ -147,26 +151,29 @@ class _Search:
         before = self._best.placing
         return len(placing.sizes) > len(before.sizes) or placing.slowest < before.slowest * (1 - GOOD_ENOUGH)
 
-    def _tried(self, placing: Placing, tolerance: float, *, evenly: tuple[bool, ...]) -> Iterator[_Candidate]:
+    def _tried(
+        self, placing: Placing, tolerance: float, nano_batches: tuple[int, ...], evenly: tuple[bool, ...]
+    ) -> Iterator[_Candidate]:
         """Plans on one division into groups, until exchanges cost next to nothing.
 
         Args:
             placing: the documents of each group.
             tolerance: of balance.
+            nano_batches: numbers of them.
             evenly: whether long documents are divided evenly.
         """
         chosen = replace(self._settings, balance_tolerance=tolerance)
         exchanges = max(placing.sizes) > 1 or bool(placing.left)
-        for divided in evenly if max(placing.sizes) > 1 else (False,):
-            for count in self._choices.nano_batches if exchanges else self._choices.nano_batches[:1]:
+        for divided in dict.fromkeys(evenly) if max(placing.sizes) > 1 else (False,):
+            for count in nano_batches if exchanges else nano_batches[:1]:
                 arranged = arrange(self._lengths, placing, chosen, self._costs, count, evenly=divided)
                 if arranged is None:
                     continue
-                nano_batches = tuple(
+                planned = tuple(
                     NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
                     for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
                 )
-                candidate = self._candidate(nano_batches, placing, tolerance)
+                candidate = self._candidate(planned, placing, tolerance)
                 yield candidate
                 if candidate.choice.seconds * (1 - GOOD_ENOUGH) <= placing.slowest:
                     return

@@ -82,6 +82,10 @@ class Placing:
         """One group of all ranks; [documents] seconds of each."""
         return cls((ranks,), (np.arange(len(seconds)),), (), np.array([float(seconds.sum()) / ranks]))
 
+    def longest_share(self, seconds: FloatArray) -> float:
+        """The largest share of a group's work that one document is; [documents] seconds of each."""
+        return max(float(seconds[documents].max() / seconds[documents].sum()) for documents in self.documents)
+
     @property
     def slowest(self) -> float:
         """What ranks of the group with the most to do compute at least, in seconds."""
@@ -156,7 +160,7 @@ class Arrangement:
             settings: see PlanSettings; the tolerance is the group's.
         """
         if len(self.placing.sizes) == 1:
-            return plan_tasks(layout, kind, settings)
+            return plan_tasks(layout, kind, settings, thorough=False)
         chunked = layout_of_kind(layout, kind)
         plan = at_home(chunked, kind.window)
         if max(self.placing.sizes) > 1:
@@ -192,7 +196,7 @@ class Arrangement:
                     ranks_per_node=_nodes_in(first, size, settings),
                     balance_tolerance=self.slack[group],
                 )
-                moved = plan_tasks(inside, replace(kind, chunk=None), of_group).tasks.copy()
+                moved = plan_tasks(inside, replace(kind, chunk=None), of_group, thorough=False).tasks.copy()
                 moved["document"] = documents[moved["document"]]
                 moved["worker"] += first
                 kept = (group_of[tasks["worker"]] == group) & shared[tasks["document"]]

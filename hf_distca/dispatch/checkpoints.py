@@ -13,6 +13,9 @@ from torch import Tensor
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What puts a tensor away that autograd saves, and what brings it back."""
 
+Checkpoints = tuple[int, bool]
+"""How many checkpoints are around a place in a forward; whether gradients are on, which reentrant ones turn off."""
+
 
 class KeptResults:
     """Tensors of checkpointed forwards, from the first forward to the recomputation.
@@ -53,6 +56,11 @@ def is_checkpointed(training: bool) -> bool:
             training: nothing else tells of it.
     """
     return any(map(_of_checkpoint, _hooks())) or (training and not torch.is_grad_enabled())
+
+
+def checkpoints_around() -> Checkpoints:
+    """The checkpoints around this place in a forward: others than around another place where one begins between."""
+    return sum(map(_of_checkpoint, _hooks())), torch.is_grad_enabled()
 
 
 def _outer_hooks() -> Hooks | None:

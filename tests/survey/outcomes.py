@@ -1,7 +1,7 @@
 """What becomes of a causal language model of transformers, tiny, on two ranks with ping-pong: equal or refused.
 
 Each model trains in two ways: as the trainer does, which lays documents out anew, and in a custom loop, whose batches
-come from a collator of transformers.
+come from a collator of transformers, with gradient checkpointing.
 """
 
 import traceback
@@ -97,27 +97,32 @@ def planned(model_type: str) -> tuple[str, list[Step]]:
     try:
         model = _model(model_type, "distca")
         dispatcher = make_dispatcher(model, CONFIG, torch.device("cpu"))
-        steps = [_planned_step(model, way(dispatcher, documents)) for way in WAYS.values()]
+        steps = [_planned_step(model, way(model, dispatcher, documents)) for way in WAYS.values()]
         return "", [*steps, _reference(model_type, documents)]
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return f"{_first_line(error)} ({last.filename.split('/')[-1]}:{last.lineno})", []
 
 
-def _in_trainer(dispatcher: Dispatcher, documents: list[Tensor]) -> dict[str, Any]:
+def _in_trainer(model: PreTrainedModel, dispatcher: Dispatcher, documents: list[Tensor]) -> dict[str, Any]:
     """This rank's batch as the trainer makes it: rows of documents that are laid out anew."""
     plan = plan_micro_batch(LENGTHS, dispatcher.settings)
     batch = cut_rows(plan, dist.get_rank(), documents)
     return dispatcher.prepare({**batch, "labels": batch["shift_labels"], PLAN_KEY: plan})
 
 
-def _in_loop(dispatcher: Dispatcher, documents: list[Tensor]) -> dict[str, Any]:
-    """This rank's batch as in examples/accelerate_loop.py: documents as they lie."""
+def _in_loop(model: PreTrainedModel, dispatcher: Dispatcher, documents: list[Tensor]) -> dict[str, Any]:
+    """This rank's batch as in examples/accelerate_loop.py: documents as they lie; from now on with checkpoints."""
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     collate = CollatorWithLengths(DataCollatorWithFlattening())
     return dispatcher.plan_batch(collate([{"input_ids": document.tolist()} for document in _share(documents)]))
 
 
-WAYS: dict[str, Callable[[Dispatcher, list[Tensor]], dict[str, Any]]] = {"trainer": _in_trainer, "loop": _in_loop}
+WAYS: dict[str, Callable[[PreTrainedModel, Dispatcher, list[Tensor]], dict[str, Any]]] = {
+    "trainer": _in_trainer,
+    "loop": _in_loop,
+}
 """How a rank's batch is made."""
 
 

@@ -17,8 +17,9 @@ TOP = """\
 Every causal language model of transformers {version}, tiny (some 32 wide, a layer of each kind, random weights), on
 two ranks with ping-pong: loss and all gradients beside those of one process that runs stock "eager" attention document
 by document. Each trains in two ways: as the trainer does, which lays documents out anew, and in a custom loop
-(`make_dispatcher`, `plan_batch`), where documents stay on the rank that has them. `make survey` fails where one is
-wrong, hangs or ends in an error that does not say why; this page is written by `python -m tests.survey.page`.
+(`make_dispatcher`, `plan_batch`) with gradient checkpointing, where documents stay on the rank that has them.
+`make survey` fails where one is wrong, hangs or ends in an error that does not say why; this page is written by
+`python -m tests.survey.page`.
 
 {equal} give the same in both, {whole} of them with documents whole on their rank, since they mix along the row
 otherwise than by attention. {refused} are refused before the first step, on every rank, by the trainer and by

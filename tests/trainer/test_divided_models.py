@@ -71,6 +71,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "arguments": ONE_MICRO_BATCH,
     },
+    "experts of ranks that share a model": {
+        "divided": {**TP_FSDP, "ep_size": 2},
+        "model": {"model_type": "gpt_oss", "num_local_experts": 4, "layer_types": ["full_attention"] * 2},
+        "arguments": {"gradient_checkpointing": True},
+    },
     "adapters": {
         "divided": {"fsdp_size": 4},
         "lora": True,
@@ -120,12 +125,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 OF_CHATS = (partial(hf_distca.DistCASFTTrainer, processing_class=tokenizer()), hf_distca.DistCASFTConfig)
 SAVED = "tensor parallelism and FSDP2"
 EVALUATED_FIRST = (SAVED, "adapters")
-EXPERTS = ("experts", "experts and tensor parallelism")
+EXPERTS = ("experts", "experts and tensor parallelism", "experts of ranks that share a model")
 HEADS = {"tensor parallelism alone": (1, 1), "replicas of shards": (4, 2), "experts": (4, 2), "adapters": (4, 2)}
 """Query and key/value heads of a rank, where they are not those of two ranks that share the model."""
 
 
-def case_model(case: dict[str, Any], implementation: str = "sdpa") -> Any:
+def case_model(case: dict[str, Any], implementation: str = "eager") -> Any:
     return small_model(implementation=implementation, **case.get("model", {}))
 
 

@@ -132,10 +132,10 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
         The attention layers of the transformers model by name.
 
     Raises:
-        ValueError: the model has no attention interface, does not use attn_implementation="distca", masks by a rule
-            of its own, adds a bias to its scores, drops attention weights in training, does not hand the plan to its
-            attention layers, mixes along the row in a way that cannot be kept apart by documents, or has an adapter of
-            a kind that packed rows cannot train.
+        ValueError: the model has no attention interface, does not use attn_implementation="distca", is not causal,
+            masks by a rule of its own, adds a bias to its scores, drops attention weights in training, does not hand
+            the plan to its attention layers, mixes along the row in a way that cannot be kept apart by documents, or
+            has an adapter of a kind that packed rows cannot train.
     """
     check_adapters(model)
     model = base_model(model)
@@ -167,6 +167,12 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
                 "attention"
             )
     for module_name, module in attentions.items():
+        if not getattr(module, "is_causal", True):  # PaliGemma's, for the part of a text before its suffix
+            raise ValueError(
+                f"{module_name} of {type(model).__name__} is not causal: its rows attend to later ones, and a plan "
+                f"knows earlier rows only. This model can train with {_other_implementations(model)}, but not with "
+                "planned attention"
+            )
         if hands_on(module, "position_bias"):
             raise ValueError(
                 f"{module_name} of {type(model).__name__} adds a bias to its scores (position_bias), one for each "

@@ -98,7 +98,8 @@ def allow_for_towers(model: nn.Module, args: TrainingArguments, accelerator: Acc
     towers = trained_towers(base)
     if not towers:
         return
-    reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+    reentrant = args.gradient_checkpointing and checkpointing.get("use_reentrant")
     if reentrant or args.ddp_find_unused_parameters is False:
         setting, other = (
             ("gradient_checkpointing_kwargs={'use_reentrant': True}", "set 'use_reentrant' to False")

@@ -189,6 +189,7 @@ class Pad:
 
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 BF16 = {"bf16": True}
+OF_TOWERS = "Gemma 3, on text: DDP is not to wait for the tower's gradients, FSDP2 not to look for layers it lacks"
 
 FEATURES: dict[str, Feature] = {
     # Adapters
@@ -360,8 +361,8 @@ FEATURES: dict[str, Feature] = {
         refused={"*": ("another model when training begins", "make the model beforehand and give it as model")},
     ),
     # Models
-    "a frozen tower for images": Feature(model=with_frozen_tower, only=("ddp", "fsdp2"), note="Gemma 3, on text"),
-    "a tower for images": Feature(model=with_tower, note="Gemma 3, on text, which gives the tower no gradient"),
+    "a frozen tower for images": Feature(model=with_frozen_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
+    "a tower for images": Feature(model=with_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
 }
 
 

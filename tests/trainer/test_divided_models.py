@@ -126,7 +126,8 @@ OF_CHATS = (partial(hf_distca.DistCASFTTrainer, processing_class=tokenizer()), h
 SAVED = "tensor parallelism and FSDP2"
 EVALUATED_FIRST = (SAVED, "adapters")
 EXPERTS = ("experts", "experts and tensor parallelism", "experts of ranks that share a model")
-HEADS = {"tensor parallelism alone": (1, 1), "replicas of shards": (4, 2), "experts": (4, 2), "adapters": (4, 2)}
+UNDIVIDED = ("replicas of shards", "experts", "experts of ranks that share a model", "adapters")
+HEADS = {"tensor parallelism alone": (1, 1), **dict.fromkeys(UNDIVIDED, (4, 2))}
 """Query and key/value heads of a rank, where they are not those of two ranks that share the model."""
 
 

@@ -31,6 +31,8 @@ from hf_distca.plan import PLAN_KEY
 logger = logging.get_logger(__name__)
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_WEIGHTS = "torch.distributed.fsdp."
+"""Whose hooks gather and free weights, as often as a module is called: FSDP2's of experts inside a layer."""
 
 
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
@@ -172,7 +174,7 @@ class _PlannedLayer(nn.Module):
         return result
 
     def _is_watched(self) -> bool:
-        """Whether a module inside the layer has a hook of the user's, which is to see all rows in one call."""
+        """Return whether a module inside the layer has a hook of the user's, which is to see all rows in one call."""
         if self._inner_hooks is None:  # collected once: a walk over all modules takes longer than a short layer
             self._inner_hooks = [
                 (f"{name} ({type(module).__name__})", getattr(module, kind))
@@ -183,13 +185,14 @@ class _PlannedLayer(nn.Module):
         for name, hooks in self._inner_hooks:
             for hook in hooks.values():
                 # How transformers records outputs; `_take_turns` joins what it finds.
-                if "output_capturing_hook" not in hook.__qualname__:
-                    logger.warning_once(
-                        f"ping-pong is off in every {type(self).__name__} with a hook inside, such as "
-                        f"{hook.__module__}.{hook.__qualname__} on {name}: the hook is to see all rows in one call. "
-                        "Exchanges hide behind less computation; results stay the same."
-                    )
-                    return True
+                if "output_capturing_hook" in hook.__qualname__ or hook.__module__.startswith(OF_WEIGHTS):
+                    continue
+                logger.warning_once(
+                    f"ping-pong is off in every {type(self).__name__} with a hook inside, such as "
+                    f"{hook.__module__}.{hook.__qualname__} on {name}: the hook is to see all rows in one call. "
+                    "Exchanges hide behind less computation; results stay the same."
+                )
+                return True
         return False
 
 

@@ -45,6 +45,7 @@ from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.model_flops import ModelFlops
 from hf_distca.trainer.parallel import (
+    allow_for_towers,
     data_parallel_mesh,
     dtype_of_computation,
     forget_evaluation,
@@ -97,6 +98,7 @@ class DistCAMixin(_Trainer):
         super().__init__(*args, **kwargs)
         with raised_together(self.args.exchange_timeout):
             check_trainer(self)
+            allow_for_towers(self.model, self.args, self.accelerator)
         self.dispatcher = self._make_dispatcher()
         check_agreement(self.args, self.dispatcher)
         self.pool = self._open_pool()

@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     DataCollatorWithFlattening,
 )
@@ -17,6 +18,8 @@ from hf_distca.patches.kinds import decoder_attentions
 from tests.models import small_model
 from tests.ranks import RankPool
 from tests.survey.tiny import tiny_config
+from tests.trainer.features import with_tower
+from tests.trainer.launches import CHECKPOINTING
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -192,6 +195,12 @@ def test_a_loss_of_the_models_own():
     assert hf_distca.plan_settings(models[1], hf_distca.DistCAConfig(), ranks=2, device=torch.device("cpu")).kinds
 
 
+def test_a_text_model_that_is_not_causal(tmp_path):
+    model = AutoModelForImageTextToText.from_config(tiny_config("paligemma"), attn_implementation="distca")
+    with pytest.raises(ValueError, match=r"self_attn of PaliGemmaForConditionalGeneration is not causal.*'sdpa'"):
+        trainer(tmp_path, model=model)
+
+
 def test_a_model_without_the_number_of_targets(tmp_path, monkeypatch):
     def forward(self, input_ids=None, labels=None):
         return self.model(input_ids)
@@ -294,6 +303,8 @@ def _refusals(folder: str) -> list[str]:
         (small_model(), {"torch_compile": other}),
         (small_model(), {"attention_kernel": "torch_varlen" if other else "auto"}),
         (without_mlps(small_model()) if other else small_model(), {"mlp_chunk_rows": 16}),
+        (with_tower("distca"), {"ddp_find_unused_parameters": not other}),
+        (with_tower("distca"), {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": other}}),
     ]:
         try:
             make_trainer(folder, model=model, exchange_timeout=20, **arguments)
@@ -311,12 +322,18 @@ def without_mlps(model):
 
 
 def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools: dict[int, RankPool]):
+    towers = (
+        "rank 1: ValueError: text gives model.vision_tower, model.multi_modal_projector of "
+        "Gemma3ForConditionalGeneration no gradient, which DDP would wait for"
+    )
     messages = [
         "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa'; load it with",
         "rank 1: ValueError: attn_pdrop is 0.1; dropped attention weights",
         "rank 1: ValueError: torch.compile of a whole model leaves out planned attention",
         "rank 1: ValueError: kernel 'torch_varlen' computes on CUDA, got cpu",
         "rank 1: ValueError: mlp_chunk_rows=16 changes nothing",
+        f"{towers} with ddp_find_unused_parameters=False",
+        f"{towers} with gradient_checkpointing_kwargs={{'use_reentrant': True}}",
     ]
     begun = time.monotonic()
     for told in rank_pools[2].run(_refusals, str(tmp_path)):

@@ -3,9 +3,9 @@
 Run: PYTHON benchmarks/gpu/environment.py FOLDER WHEELS, where PYTHON has torch, transformers and pip, and WHEELS is a
 folder of wheels.
 
-A wheel is installed where PYTHON has no such package, or one that is too old for pyproject.toml; nothing else changes. pip
-is not asked to resolve what packages need: it fails wherever one pin among those that are installed does not hold. What
-is missing after that is said before anything is made.
+A wheel is installed where PYTHON has no such package, or one that is too old for pyproject.toml; nothing else changes.
+pip is not asked to resolve what packages need: it fails where one pin among those that are installed does not hold.
+What is missing after that is said before anything is made.
 """
 
 import site
@@ -35,8 +35,8 @@ def main(folder: Path, wheels: Path) -> str | None:
     carried = {name: package for name, (_, package) in chosen.items()}
     if missing := list(dict.fromkeys(still_missing(installed | carried, carried, needed))):
         return (
-            f"{'; '.join(missing)}. Add it to benchmarks/gpu/wheels.txt, run `make gpu-wheels` where there is a network, "
-            f"and bring {wheels}/"
+            f"{'; '.join(missing)}. Add it to benchmarks/gpu/wheels.txt, run `make gpu-wheels` where there is a "
+            f"network, and bring {wheels}/"
         )
     venv.create(folder, clear=True, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")

@@ -24,7 +24,7 @@ JOINS, KILLED = 1, 4
 """Steps before which the server joins and is killed."""
 LOSS_BOUNDS = {torch.bfloat16: 2e-3, torch.float32: 1e-6}
 """Largest difference of a loss with and without the server by dtype, over the loss."""
-JOIN_S = 60
+JOIN_S = 45
 """Seconds in which the server must have joined; it imports torch and starts CUDA first."""
 TIMEOUT_S = 10
 """Seconds after which a silent server is lost."""

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import two_ranks
-from benchmarks.gpu.__main__ import command_of
+from benchmarks.gpu.__main__ import SECONDS, START_S, command_of
 from benchmarks.gpu.devices import cuda_devices, why_none
+from benchmarks.gpu.environment import SET_UP_S
 from benchmarks.gpu.parts import parts_of
 from benchmarks.gpu.runner import Part, run_part
 from benchmarks.gpu.setting import Setting
@@ -41,6 +42,12 @@ SMALL = Setting(
 )
 
 
+COMMAND_S = 600
+"""A command on a machine that is lent may take so long."""
+OPTIONAL = ("flash_attn", "flash_attn_3", "flash_attn_4")
+"""Kernels whose packages are not there unless they are brought along."""
+
+
 def by_name(part: Part) -> str:
     return part.name
 
@@ -58,6 +65,18 @@ def test_two_ranks_on_the_cpu(rank_pools):
     assert findings.figures["bytes_moved"].keys() == two_ranks.WAYS.keys()
 
 
+def test_all_parts_fit_into_two_commands():
+    assert SET_UP_S + SECONDS <= COMMAND_S - 30  # at the end parts are ended and results written
+    parts, seconds = parts_of(Setting()), SECONDS - START_S
+    assert [part.name for part in parts if part.limit_s > seconds] == []
+    commands, left = 0, 0.0
+    for part in parts:
+        if not part.name.endswith(OPTIONAL):
+            commands, left = (commands, left) if part.limit_s <= left else (commands + 1, seconds)
+            left -= part.limit_s
+    assert commands <= 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not cuda_devices(), reason=why_none())
 @pytest.mark.parametrize("part", parts_of(Setting()), ids=by_name)
@@ -65,4 +84,4 @@ def test_on_the_gpu(part, tmp_path):
     result = run_part(part.name, command_of, tmp_path, part.limit_s)
     if result["skipped"]:
         pytest.skip(result["skipped"])
-    assert result["wrong"] == []
+    assert result["wrong"] == [], result["printed"]

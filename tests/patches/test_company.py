@@ -24,6 +24,8 @@ from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
 from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
 
+pytestmark = pytest.mark.usefixtures("backward_thread")
+
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 
 

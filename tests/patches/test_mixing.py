@@ -16,6 +16,8 @@ from tests.dispatch.test_equality import planned_step
 from tests.models import random_documents, reference_step, relative_error
 from tests.survey.tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("backward_thread")
+
 LENGTHS = [60, 7, 45, 33, 24, 1, 18]
 FEW = [60, 7, 29]
 CONFIG = DistCAConfig(tokens_per_rank=96, balance_block_size=8, loss_chunk_bytes=4 * 64 * 20)

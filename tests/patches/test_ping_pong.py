@@ -15,6 +15,8 @@ from hf_distca.planner.micro_batch import PlanSettings, plan_micro_batch, plan_p
 from tests.dispatch.test_equality import cut_rows, planned_step
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
+pytestmark = pytest.mark.usefixtures("backward_thread")
+
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 ROWS = [[64, 30, 60], [100, 40, 2, 31, 77]]
 GEMMA = {

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.autocast import check_autocast
-from benchmarks.gpu.kernel_accuracy import check_kernel, kernel_names
+from benchmarks.gpu.kernel_accuracy import check_kernel, kernel_names, why_missing
 from benchmarks.gpu.nccl import check_nccl
 from benchmarks.gpu.planned_steps import check_planned_steps
 from benchmarks.gpu.runner import Part
@@ -22,12 +22,12 @@ def parts_of(setting: Setting) -> list[Part]:
     """The parts for a device."""
     kernels = kernel_names(setting.device)
     return [
-        *(Part(f"kernel {name}", partial(check_kernel, name=name), 120) for name in kernels),
+        *(Part(f"kernel {name}", partial(check_kernel, name=name), 120, why_missing(name)) for name in kernels),
         Part("autocast", check_autocast, 60),
         Part("planned steps", check_planned_steps, 120),
         Part("two ranks", check_two_ranks, 120),
         Part("nccl", check_nccl, 60),
-        *(Part(f"shards, {name}", partial(check_shards, name=name), 60) for name in kernels),
+        *(Part(f"shards, {name}", partial(check_shards, name=name), 60, why_missing(name)) for name in kernels),
         Part("training", check_training, 180),
         Part("trace", partial(check_trace, folder=TRACES), 120),
         Part("server", check_server, 120),

@@ -29,11 +29,15 @@ class Part:
         name: as it is reported.
         check: does it, with a setting.
         limit_s: seconds after which it is ended.
+        skipped: why it has nothing to do here; empty if it has. No process is started for it then.
+        all_gpus: whether it sees all GPUs; else the first one alone.
     """
 
     name: str
     check: Callable[[Any], Findings]
     limit_s: float
+    skipped: str = ""
+    all_gpus: bool = False
 
 
 def run_parts(
@@ -62,9 +66,13 @@ def run_parts(
     results["parts"] = found
     logs.mkdir(parents=True, exist_ok=True)
     for part in parts:
+        if part.skipped:
+            found[part.name] = _result(report.SKIPPED, skipped=part.skipped)
+            report.write(output, results)
+            continue
         limit_s = min(part.limit_s, end - time.monotonic())
         found[part.name] = (
-            run_part(part.name, command_of, logs, limit_s)
+            run_part(part.name, command_of, logs, limit_s, all_gpus=part.all_gpus)
             if limit_s > 0
             else _result(report.NOT_REACHED, wrong=[f"{seconds:.0f} s were up"])
         )
@@ -73,7 +81,9 @@ def run_parts(
     return all(part["status"] in report.GOOD for part in found.values())
 
 
-def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path, limit_s: float) -> dict[str, Any]:
+def run_part(
+    name: str, command_of: Callable[[str, Path], list[str]], logs: Path, limit_s: float, *, all_gpus: bool = False
+) -> dict[str, Any]:
     """Run one part; everything that it has started ends with it.
 
     Args:
@@ -81,6 +91,7 @@ def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path
         command_of: as in `run_parts`.
         logs: as in `run_parts`.
         limit_s: seconds after which it is ended.
+        all_gpus: as in `Part`.
 
     Returns:
         Status, seconds, figures, what is wrong, and why it was skipped.
@@ -97,7 +108,7 @@ def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path
             command_of(name, findings),
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **one_gpu},
+            env={**os.environ, **({} if all_gpus else one_gpu)},
             start_new_session=True,
         )
         try:

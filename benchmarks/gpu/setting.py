@@ -23,7 +23,7 @@ class Setting:
         context: rows of the one document that shards are compared with.
         shard_rows: rows of a shard.
         keys_at_once: the most K/V rows that one call gets.
-        least_share: of one document's speed that shards of a kernel block or more must reach.
+        least_share: of one document's speed that long shards must reach, see `shards.LONG`.
         repeats: times that what is timed is repeated.
         wide: shape of the model that is trained.
         tokens: tokens of its micro-batches.

@@ -4,9 +4,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.autocast import check_autocast
+from benchmarks.gpu.device_profile import check_profile
+from benchmarks.gpu.exchange_blocks import check_exchange_blocks
 from benchmarks.gpu.kernel_accuracy import check_kernel, kernel_names, why_missing
+from benchmarks.gpu.many_ranks import check_many_ranks
 from benchmarks.gpu.nccl import check_nccl
 from benchmarks.gpu.planned_steps import check_planned_steps
+from benchmarks.gpu.published_attention import check_published_attention
 from benchmarks.gpu.runner import Part
 from benchmarks.gpu.server import check_server
 from benchmarks.gpu.setting import Setting
@@ -29,6 +33,10 @@ def parts_of(setting: Setting) -> list[Part]:
         Part("nccl", check_nccl, 60),
         *(Part(f"shards, {name}", partial(check_shards, name=name), 60, why_missing(name)) for name in kernels),
         Part("training", check_training, 180),
+        Part("profile", check_profile, 60),
+        Part("published attention", check_published_attention, 60),
+        Part("exchange blocks", check_exchange_blocks, 60, all_gpus=True),
+        Part("many ranks", check_many_ranks, 150),
         Part("trace", partial(check_trace, folder=TRACES), 120),
         Part("server", check_server, 120),
     ]

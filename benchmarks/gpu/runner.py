@@ -29,11 +29,15 @@ class Part:
         name: as it is reported.
         check: does it, with a setting.
         limit_s: seconds after which it is ended; it begins only where so many are left.
+        skipped: why it has nothing to do here; empty if it has. No process is started for it then.
+        all_gpus: whether it sees all GPUs; else the first one alone.
     """
 
     name: str
     check: Callable[[Any], Findings]
     limit_s: float
+    skipped: str = ""
+    all_gpus: bool = False
 
 
 def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
@@ -79,10 +83,12 @@ def run_parts(
     logs.mkdir(parents=True, exist_ok=True)
     for part in parts:
         left = end - time.monotonic()
-        if part.limit_s <= left:
+        if part.skipped:
+            found[part.name] = _result(report.SKIPPED, skipped=part.skipped)
+        elif part.limit_s <= left:
             found[part.name] = _result(report.NOT_DONE)
             report.write(output, results)
-            found[part.name] = run_part(part.name, command_of, logs, part.limit_s)
+            found[part.name] = run_part(part.name, command_of, logs, part.limit_s, all_gpus=part.all_gpus)
         else:
             short = f"it is given {part.limit_s:.0f} s, of {seconds:.0f} s {max(left, 0):.0f} are left"
             found[part.name] = _result(report.NOT_RUN, wrong=[short])
@@ -91,7 +97,9 @@ def run_parts(
     return all(part["status"] in report.GOOD for part in found.values())
 
 
-def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path, limit_s: float) -> dict[str, Any]:
+def run_part(
+    name: str, command_of: Callable[[str, Path], list[str]], logs: Path, limit_s: float, *, all_gpus: bool = False
+) -> dict[str, Any]:
     """Run one part; everything that it has started ends with it, and with this process.
 
     Args:
@@ -99,6 +107,7 @@ def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path
         command_of: as in `run_parts`.
         logs: as in `run_parts`.
         limit_s: seconds after which it is ended.
+        all_gpus: as in `Part`.
 
     Returns:
         Status, seconds, figures, what is wrong, why it was skipped, and where something is wrong what it printed last.
@@ -115,7 +124,7 @@ def run_part(name: str, command_of: Callable[[str, Path], list[str]], logs: Path
             command_of(name, findings),
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **one_gpu},
+            env={**os.environ, **({} if all_gpus else one_gpu)},
             start_new_session=True,
         )
         with _ended_with_this_process(process):

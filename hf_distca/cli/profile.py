@@ -23,8 +23,8 @@ from hf_distca.kernels import get_kernel
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
-from hf_distca.sim.costs import DeviceProfile, LinkCost, Tasks
+from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
+from hf_distca.sim.costs import DeviceProfile, LinkCost, Links, Tasks
 
 TIMEOUT_S = 60.0
 TOLD_TOKENS = 16384
@@ -32,7 +32,7 @@ TOLD_TOKENS = 16384
 
 DESCRIPTION = """\
 Time the attention kernel over numbers of query and K/V rows, matrices and memory, and, launched on several ranks, the
-exchange between them; fit costs to that and write them to a file for hf-distca simulate --profile. R² and the worst
+links between them; fit costs to that and write them to a file for hf-distca simulate --profile. R² and the worst
 ratio of predictions to measurements that were held out are printed. Alone it takes links as they are on an H100.
 
   hf-distca profile --output my_gpu.json
@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> None:
         flops_per_second=flops,
         bytes_per_second=measured_memory(options.hidden, dtype, device),
         peak_flops=peak_flops(_device_name(device)) or flops,
-        within=LinkCost(3e-5, NODE_BANDWIDTH * 1e9),
-        between=LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9),
+        links=_of_an_h100(NODE_BANDWIDTH),
+        exchange=_of_an_h100(EXCHANGE_BANDWIDTH),
         accuracy=accuracy,
     )
     if groups is not None:
@@ -114,19 +114,28 @@ def _with_links(profile: DeviceProfile, groups: Groups, device: torch.device) ->
     """The profile with links as ranks see them: to the next rank of the node, and to the same rank of the next."""
     ranks = groups.ranks
     sizes = node_sizes(ranks, ranks_per_node(None, TIMEOUT_S))
-    if len(sizes) == 1 or len(sizes) == ranks:
-        link = measured_link(groups, device, [(rank + 1) % ranks for rank in range(ranks)])
-        return replace(profile, within=link, between=link)
     inside, across, first = [], [], 0
     for size in sizes:
         inside += [first + (rank + 1) % size for rank in range(size)]
         across += [(first + size + rank) % ranks for rank in range(size)]
         first += size
-    return replace(
-        profile,
-        within=measured_link(groups, device, inside),
-        between=measured_link(groups, device, across if sorted(across) == list(range(ranks)) else inside),
-    )
+    if len(sizes) == 1 or len(sizes) == ranks:
+        inside = across = [(rank + 1) % ranks for rank in range(ranks)]
+    elif sorted(across) != list(range(ranks)):
+        across = inside
+
+    def measured(*, alone: bool) -> Links:
+        within = measured_link(groups, device, inside, alone=alone)
+        return Links(within, within if across == inside else measured_link(groups, device, across, alone=alone))
+
+    exchange = measured(alone=False)
+    # gloo knows no thread blocks: both are the same.
+    return replace(profile, links=measured(alone=True) if device.type == "cuda" else exchange, exchange=exchange)
+
+
+def _of_an_h100(within: float) -> Links:
+    """Links that were not measured, with so many GB/s inside a node."""
+    return Links(LinkCost(3e-5, within * 1e9), LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9))
 
 
 def _device_name(device: torch.device) -> str:
@@ -145,8 +154,10 @@ def _told(profile: DeviceProfile) -> str:
         (f"{TOLD_TOKENS} tokens' attention", f"{tflops:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call"),
         ("matrices", f"{profile.flops_per_second / 1e12:.3g} TFLOP/s"),
         ("memory", f"{profile.bytes_per_second / 1e9:.3g} GB/s"),
-        ("links within nodes", _link(profile.within)),
-        ("links between nodes", _link(profile.between)),
+        ("links within nodes", _link(profile.links.within)),
+        ("links between nodes", _link(profile.links.between)),
+        ("exchange within nodes", _link(profile.exchange.within)),
+        ("exchange between nodes", _link(profile.exchange.between)),
         ("held-out calls", f"R² {accuracy.r2:.4f}, worst ratio {accuracy.worst_ratio:.2f}, of {accuracy.count}"),
     ]
     return "\n".join(f"{name:<26} {value}" for name, value in lines)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hf_distca.dispatch.schedule import KernelCall, Phase, Transfer, Turn, make_schedule
 from hf_distca.plan import Direction
-from hf_distca.sim.costs import FloatArray, KernelCost, LinkCost, Tasks
+from hf_distca.sim.costs import FloatArray, KernelCost, Links, Tasks
 from hf_distca.sim.counted import CountedPlan
 
 SETTLED = 3
@@ -22,7 +22,7 @@ SETTLED = 3
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """What one layer takes outside of exchanges.
+    """What the parts of one layer take.
 
     Attributes:
         forward: of the kernel.
@@ -30,8 +30,7 @@ class LayerCosts:
         before: for each nano-batch, what comes before core attention, forward.
         after: for each nano-batch, what comes behind it, forward.
         backward_factor: backward of these over their forward; recomputation included.
-        within: links inside a node.
-        between: links between nodes.
+        exchange: of rows between ranks.
     """
 
     forward: KernelCost
@@ -39,8 +38,7 @@ class LayerCosts:
     before: Sequence[FloatArray]
     after: Sequence[FloatArray]
     backward_factor: float
-    within: LinkCost
-    between: LinkCost
+    exchange: Links
 
     def kernel(self, direction: Direction) -> KernelCost:
         """Of a direction."""
@@ -161,7 +159,7 @@ class _Walk:
         takes_part = size.max(axis=0) > 0
         ready = float(self.clock[takes_part].max(initial=0.0))
         arrives = self.clock.copy()
-        for link, cost in enumerate((self.costs.within, self.costs.between)):
+        for link, cost in enumerate((self.costs.exchange.within, self.costs.exchange.between)):
             seconds = cost.seconds(size[link])
             begins = np.maximum(self._links[link], ready)
             self._links[link] = np.where(seconds > 0, begins + seconds, self._links[link])
@@ -170,7 +168,7 @@ class _Walk:
 
     def _serve(self, index: int, counted: CountedPlan, size: FloatArray, back: Transfer) -> None:
         """Servers compute once their rows are there, and send the results."""
-        ranks, link = counted.ranks, self.costs.between
+        ranks, link = counted.ranks, self.costs.exchange.between
         there = self.clock + link.seconds(size[:, :ranks].max(axis=0))
         begins = np.maximum(self._servers, there.max() + 0.0 * self._servers)
         begins = np.maximum(begins, self.clock.min() + link.seconds(size[:, ranks:].max(axis=0)))

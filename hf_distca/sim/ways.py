@@ -262,8 +262,7 @@ def planned(
             before,
             after,
             setup.backward_factor,
-            setup.profile.within,
-            setup.profile.between,
+            setup.profile.exchange,
         )
         layers += [(count, walk_layer(counted, costs, "forward")), (count, walk_layer(counted, costs, "backward"))]
         row = RowBytes.of_kind(gpu, setup.profile.bytes_per_value)
@@ -351,7 +350,7 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
         if context > 1:
             size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
             inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
-            link = setup.profile.within if inside else setup.profile.between
+            link = setup.profile.links.within if inside else setup.profile.links.between
             # Forward; in the backward again, and dK and dV are summed to where they belong.
             gathered += 3 * count * link.seconds(size)
             moved = max(moved, float(size.max()))

@@ -9,7 +9,7 @@ from hf_distca.cli.main import main
 from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels.speed import PEAK_FLOPS
 from hf_distca.plan import AttentionKind
-from hf_distca.sim.costs import Accuracy, DeviceProfile, KernelCost
+from hf_distca.sim.costs import Accuracy, DeviceProfile, KernelCost, LinkCost
 
 SMALL = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16", "--hidden", "64"]
 
@@ -29,6 +29,7 @@ def test_a_device_is_measured_and_simulated(tmp_path, capsys, few_calls):
     assert found.dtype == "float32"
     assert "links not measured" in found.source
     assert found.accuracy.count == 3
+    assert (found.links.within.bandwidth, found.exchange.within.bandwidth) == (450e9, 100e9)
     assert min(found.flops_per_second, found.bytes_per_second) > 1e6
     setting = ["--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "2048", "--batches", "1"]
     assert main(["simulate", *setting, "--profile", str(path), "--json"]) == 0
@@ -79,17 +80,18 @@ def test_short_calls_do_not_bend_what_long_ones_cost():
     assert found.seconds(tasks)[3:] == pytest.approx(seconds[3:], rel=0.05)
 
 
-def _link(_: None) -> tuple[float, float]:
-    link = measured.measured_link(Groups(torch.device("cpu"), 60.0), torch.device("cpu"), [1, 0])
-    return link.latency, link.bandwidth
+def _links(_: None) -> list[LinkCost]:
+    groups, device = Groups(torch.device("cpu"), 60.0), torch.device("cpu")
+    return [measured.measured_link(groups, device, [1, 0], alone=alone) for alone in (False, True)]
 
 
 def test_ranks_measure_the_same_link(rank_pools):
-    first, second = rank_pools[2].run(_link, None)
+    first, second = rank_pools[2].run(_links, None)
     assert first == second
-    assert first[0] >= 0
-    assert np.isfinite(first[1])
-    assert first[1] > 1e6
+    for link in first:
+        assert link.latency >= 0
+        assert np.isfinite(link.bandwidth)
+        assert link.bandwidth > 1e6
 
 
 def test_what_cannot_be_measured(tmp_path, capsys):

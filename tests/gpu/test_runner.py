@@ -13,10 +13,11 @@ import pytest
 from benchmarks.gpu import devices
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.report import print_table
-from benchmarks.gpu.runner import Part, chosen, run_parts
+from benchmarks.gpu.runner import Part, chosen, run_part, run_parts
 
 ROOT = Path(__file__).parents[2]
-LEAVE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({told}))"
+WRITE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps(told))"
+LEAVE = "told = {told}; " + WRITE
 CODE = {
     "good": LEAVE.format(told={"figures": {"a": 1}, "wrong": [], "skipped": ""}),
     "wrong": "print('slow');" + LEAVE.format(told={"figures": {"b": 2}, "wrong": ["too slow"], "skipped": ""}),
@@ -77,6 +78,31 @@ def test_every_part_is_reported(tmp_path):
 def test_nothing_wrong(tmp_path):
     right, _ = run(tmp_path, ["good", "skipped"])
     assert right
+
+
+def test_for_a_part_that_has_nothing_to_do_no_process_is_started(tmp_path):
+    results = {}
+    right = run_parts(
+        [Part("kernel", never, 20.0, skipped="needs a package")],
+        lambda *_: pytest.fail("a process was started"),
+        results,
+        tmp_path / "gpu.json",
+        tmp_path / "logs",
+        60.0,
+    )
+    assert right
+    assert results["parts"]["kernel"]["status"] == "skipped"
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"]["kernel"]["skipped"] == "needs a package"
+
+
+def test_a_part_sees_the_first_gpu_or_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    code = f"import os; told = dict(figures=os.environ['CUDA_VISIBLE_DEVICES'], wrong=[], skipped=''); {WRITE}"
+    seen = [
+        run_part("part", lambda _, findings: [sys.executable, "-c", code, str(findings)], tmp_path, 20.0, all_gpus=all)
+        for all in (False, True)
+    ]
+    assert [part["figures"] for part in seen] == ["3", "3,5"]
 
 
 def test_parts_that_do_not_fit_are_not_run(tmp_path, capsys):

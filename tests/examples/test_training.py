@@ -6,7 +6,6 @@ import sys
 import pytest
 from datasets import Dataset
 
-import hf_distca
 from tests.examples.running import EXAMPLES, finetune, run
 
 
@@ -23,7 +22,8 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
 
 
 def test_ranks_that_share_layers(checkpoint, tmp_path):
-    options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split --max_steps 4 --logging_steps 1"
+    options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split"
+    options += " --max_steps 4 --logging_steps 1"
     summary, _ = finetune(checkpoint, tmp_path, options, ranks=4, config="tp")
     assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
     assert summary["loss_last"] < summary["loss_first"]
@@ -87,8 +87,8 @@ def test_a_run_that_logged_nothing(examples, capsys):
 
 def test_adapters_without_peft(examples, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(sys, "argv", ["x", "--model", "/nowhere", "--lora", "--use_cpu", "--output_dir", "/nowhere"])
     for example in examples:
-        monkeypatch.setattr(sys, "argv", "x --model /nowhere --lora --use_cpu --output_dir /nowhere".split())
         with pytest.raises(SystemExit, match=r"^--lora needs peft, .*: pip install peft$"):
             example.main()
 

@@ -37,7 +37,8 @@ def read_lengths(path: str, column: str | None = None) -> list[int] | list[list[
     """
     kind = TABLES.get(Path(path).suffix)
     if kind is not None:
-        return _of_table(path, kind, column).tolist()
+        lengths: list[int] = _of_table(path, kind, column).tolist()
+        return lengths
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -75,7 +76,8 @@ def lengths_of(source: str, load: Callable[[], Any], column: str | None, expecte
     try:
         data = load()
     except Exception as error:  # the hub's, a file system's, a parser's
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        cause = error.__cause__ or error  # `datasets` wraps what a parser says
+        why = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
         raise InputError(f"no document lengths at {source!r}: expected {expected} ({why})") from error
     names = [column] if column else list(COLUMNS)
     found = next((name for name in names if name in data.column_names), None)

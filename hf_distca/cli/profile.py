@@ -102,8 +102,8 @@ def _measured(
     kernel: Kernel, kind: AttentionKind, hidden: int, dtype: torch.dtype, device: torch.device, source: str
 ) -> DeviceProfile:
     """The profile of a device, with links as on an H100."""
-    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device)
     flops = measured_matrices(hidden, dtype, device)
+    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device)
     name = str(dtype).removeprefix("torch.")
     return DeviceProfile(
         name=f"{_device_name(device)}, {name}",

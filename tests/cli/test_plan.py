@@ -277,7 +277,7 @@ def test_tables_hold_lengths_or_tokens(capsys, tmp_path, ending):
     ("content", "column", "message"),
     [
         (None, None, "no such file"),
-        ("", None, "expected a csv file"),
+        ("", None, "expected a csv file (No columns to parse from file)"),
         ("text\nab", None, "has columns ['text'], none of ['length', 'input_ids']"),
         ("text\nab", "text", "string; expected whole numbers of tokens, or lists of tokens"),
         ("length\n2.5", None, "column length holds double; expected whole numbers"),

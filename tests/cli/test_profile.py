@@ -56,7 +56,7 @@ def test_a_long_document_tells_how_fast_the_kernel_is(tmp_path, capsys, monkeypa
         (["--output", "."], "cannot write .: it is a folder; name a file"),
         (["--q-heads", "3", "--kv-heads", "2"], "kv_heads must divide q_heads"),
         (["--attention-kernel", "torch_varlen"], "torch_varlen"),
-        (["--head-dim", "1000000000"], "cpu has too little memory for rows of this size; make --q-heads"),
+        (["--hidden", "1000000000"], "cpu has too little memory for rows of this size; make --q-heads"),
     ],
 )
 def test_what_cannot_be_measured_is_told_first(tmp_path, capsys, monkeypatch, options, told):

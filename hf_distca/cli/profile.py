@@ -16,10 +16,11 @@ from hf_distca.cli.findings.machine import device_of
 from hf_distca.cli.lengths_file import InputError
 from hf_distca.cli.measured import measured_kernel, measured_link, measured_matrices, measured_memory
 from hf_distca.cli.options import positive
+from hf_distca.cli.report_files import check_writable
 from hf_distca.cli.settings import add_setting
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
-from hf_distca.kernels import get_kernel
+from hf_distca.kernels import AttentionParams, Kernel, Need, get_kernel
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
@@ -27,6 +28,7 @@ from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_
 from hf_distca.sim.costs import DeviceProfile, LinkCost, Links, Tasks
 
 TIMEOUT_S = 60.0
+SIZES = "--q-heads, --kv-heads, --head-dim or --hidden"
 TOLD_TOKENS = 16384
 """Of the document whose attention tells how fast the kernel is."""
 
@@ -64,33 +66,26 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         InputError: the kernel cannot be had, the heads do not fit, or the file cannot be written.
     """
+    if os.environ.get("RANK", "0") == "0":  # which writes
+        check_writable(options.output)
     device = device_of(os.environ)
     world, _ = number_of_processes(os.environ)
     groups = _groups(device) if world > 1 and "LOCAL_RANK" in os.environ else None
-    name = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     try:
         kind = AttentionKind(None, options.q_heads, options.kv_heads, options.head_dim, options.head_dim)
-        kernel = get_kernel(options.attention_kernel, device)
+        need = Need(dtype, options.head_dim, options.head_dim, AttentionParams(scale=options.head_dim**-0.5))
+        kernel = get_kernel(options.attention_kernel, device, [need])
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device)
-    flops = measured_matrices(options.hidden, dtype, device)
-    profile = DeviceProfile(
-        name=f"{_device_name(device)}, {name}",
-        source=f"Measured by hf-distca profile with the kernel {kernel.name} and torch {torch.__version__}; "
-        + (f"links between {world} ranks." if groups else "links not measured, but taken as those of an H100."),
-        dtype=name,
-        measured=kind,
-        forward=forward,
-        backward=backward,
-        flops_per_second=flops,
-        bytes_per_second=measured_memory(options.hidden, dtype, device),
-        peak_flops=peak_flops(_device_name(device)) or flops,
-        links=_of_an_h100(NODE_BANDWIDTH),
-        exchange=_of_an_h100(EXCHANGE_BANDWIDTH),
-        accuracy=accuracy,
-    )
+    links = f"links between {world} ranks." if groups else "links not measured, but taken as those of an H100."
+    source = f"Measured by hf-distca profile with the kernel {kernel.name} and torch {torch.__version__}; {links}"
+    try:
+        profile = _measured(kernel, kind, options.hidden, dtype, device, source)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        raise InputError(f"{device} has too little memory for rows of this size; make {SIZES} smaller") from error
     if groups is not None:
         profile = _with_links(profile, groups, device)
     if groups is None or groups.rank == 0:
@@ -101,6 +96,29 @@ def run(options: argparse.Namespace) -> None:
         print(_told(profile), flush=True)
     if groups is not None:
         dist.destroy_process_group()
+
+
+def _measured(
+    kernel: Kernel, kind: AttentionKind, hidden: int, dtype: torch.dtype, device: torch.device, source: str
+) -> DeviceProfile:
+    """The profile of a device, with links as on an H100."""
+    flops = measured_matrices(hidden, dtype, device)
+    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device)
+    name = str(dtype).removeprefix("torch.")
+    return DeviceProfile(
+        name=f"{_device_name(device)}, {name}",
+        source=source,
+        dtype=name,
+        measured=kind,
+        forward=forward,
+        backward=backward,
+        flops_per_second=flops,
+        bytes_per_second=measured_memory(hidden, dtype, device),
+        peak_flops=peak_flops(_device_name(device)) or flops,
+        links=_of_an_h100(NODE_BANDWIDTH),
+        exchange=_of_an_h100(EXCHANGE_BANDWIDTH),
+        accuracy=accuracy,
+    )
 
 
 def _groups(device: torch.device) -> Groups:

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.options import seconds
 from hf_distca.pool.wire.address import parse_address
 
 DESCRIPTION = """\
@@ -43,16 +44,6 @@ def _address(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
-    return seconds
-
-
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand and its options."""
     parser = commands.add_parser(
@@ -83,7 +74,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
         "--wait",
-        type=_seconds,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long to try to join, and to join again when the run is not to be reached any more (default: 60)",

@@ -239,10 +239,10 @@ class DistCAMixin(_Trainer):
 
         Raises:
             RuntimeError: another rank failed; says which and why.
-            ValueError: the checkpoint was not saved whole, or DeepSpeed cannot load it on this number of ranks; or the
-                documents that are left cannot be those that it has not seen yet; says what must be set, on every rank,
-                before any work starts. Or this trainer has trained before, under DeepSpeed; or nothing brings the
-                gradients of ranks together.
+            ValueError: the checkpoint was not saved whole, or without optimizer and schedule, or DeepSpeed cannot load
+                it on this number of ranks; or the documents that are left cannot be those that it has not seen yet;
+                says what must be set, on every rank, before any work starts. Or this trainer has trained before, under
+                DeepSpeed; or nothing brings the gradients of ranks together.
         """
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:

@@ -50,6 +50,22 @@ def test_a_long_document_tells_how_fast_the_kernel_is(tmp_path, capsys, monkeypa
     assert f"16384 tokens' attention    {flops / seconds / 1e12:.3g} TFLOP/s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--output", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: no such folder; make it first"),
+        (["--output", "."], "cannot write .: it is a folder; name a file"),
+        (["--q-heads", "3", "--kv-heads", "2"], "kv_heads must divide q_heads"),
+        (["--attention-kernel", "torch_varlen"], "torch_varlen"),
+        (["--hidden", "1000000000"], "cpu has too little memory for rows of this size; make --q-heads"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_first(tmp_path, capsys, monkeypatch, options, told):
+    monkeypatch.setattr(measured, "seconds_of", lambda *_: pytest.fail("measured"))
+    assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL, *options]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_costs_follow_what_calls_take(monkeypatch):
     """With a clock that counts query-key pairs."""
     now = [0.0]
@@ -92,16 +108,6 @@ def test_ranks_measure_the_same_link(rank_pools):
         assert link.latency >= 0
         assert np.isfinite(link.bandwidth)
         assert link.bandwidth > 1e6
-
-
-def test_what_cannot_be_measured(tmp_path, capsys):
-    assert main(["profile", "--output", str(tmp_path / "no" / "where.json"), "--q-heads", "3", "--kv-heads", "2"]) == 2
-    assert "kv_heads must divide q_heads" in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written(tmp_path, capsys, few_calls):
-    assert main(["profile", "--output", str(tmp_path / "no" / "where.json"), *SMALL]) == 2
-    assert "cannot write" in capsys.readouterr().err
 
 
 def test_peaks_are_of_devices_that_are_known():

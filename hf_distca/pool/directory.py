@@ -53,6 +53,7 @@ class Directory:
         port: TCP port; 0 for any that is free.
         token: the run's token.
         silence_s: a member that says nothing for so long is dropped.
+        ended: called when training is over, for those that servers' connections do not reach.
 
     Attributes:
         host: where it listens.
@@ -62,8 +63,16 @@ class Directory:
         OSError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, token: bytes, silence_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        silence_s: float = 20.0,
+        ended: Callable[[], None] | None = None,
+    ) -> None:
         self._silence_s = silence_s
+        self._tell_ended = ended
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._members: dict[int, tuple[ServerInfo, Channel]] = {}
@@ -96,6 +105,8 @@ class Directory:
                     channel.send(Kind.END, {})
                 except LinkLost as error:
                     logger.warning("server %s:%d was not told that training ended: %s", info.host, info.port, error)
+        if self._tell_ended is not None:
+            self._tell_ended()
 
     def close(self) -> None:
         """Listen no more; servers that were not told of an end try to join again."""

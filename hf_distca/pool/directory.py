@@ -8,6 +8,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hf_distca.pool.messages.hello import DirectoryWelcome, Refusal, ServerHello
@@ -85,15 +86,19 @@ class Directory:
         with self._lock:
             return tuple(info for info, _ in self._members.values())
 
-    def drop(self, member: int) -> None:
-        """Drop a server that does not answer ranks; it may join again, as a new member.
+    def drop(self, member: int, refusal: str = "") -> None:
+        """Drop a server that ranks cannot use.
 
         Args:
             member: its id; nothing happens if it is gone already.
+            refusal: why it need not try again, which it is told; without one it may join again, as a new member.
         """
         with self._lock:
             _, channel = self._members.pop(member, (None, None))
             if channel is not None:
+                if refusal:
+                    with suppress(LinkLost):  # it has left by itself
+                        channel.send(Kind.REFUSED, Refusal(refusal).header())
                 channel.shut_down()
 
     def end(self) -> None:
@@ -141,6 +146,7 @@ class State(enum.Enum):
     JOINED = "joined"
     ENDED = "ended"  # training is over
     LOST = "lost"  # the directory is gone, or has dropped this server
+    REFUSED = "refused"  # ranks cannot use this server, now or later
 
 
 class Membership:
@@ -152,10 +158,12 @@ class Membership:
 
     Attributes:
         id: the id that the directory gave.
+        refusal: why ranks cannot use this server, where that is so.
     """
 
     def __init__(self, channel: Channel, member: int) -> None:
         self.id = member
+        self.refusal = ""
         self._channel = channel
         self._state = State.JOINED
         self._said_alive = time.monotonic()
@@ -222,8 +230,10 @@ class Membership:
                 self._said_alive = time.monotonic()
                 self._channel.send(Kind.ALIVE, {})
             if select.select([self._channel], [], [], timeout_s)[0]:
-                ended = self._channel.receive().kind is Kind.END
-                self._state = State.ENDED if ended else State.LOST
+                frame = self._channel.receive()
+                if frame.kind is Kind.REFUSED:
+                    self.refusal = Refusal.read(frame.header).reason
+                self._state = {Kind.END: State.ENDED, Kind.REFUSED: State.REFUSED}.get(frame.kind, State.LOST)
         except LinkLost as error:
             logger.warning("the directory is gone: %s", error)
             self._state = State.LOST

@@ -233,7 +233,9 @@ class Membership:
                 frame = self._channel.receive()
                 if frame.kind is Kind.REFUSED:
                     self.refusal = Refusal.read(frame.header).reason
-                self._state = {Kind.END: State.ENDED, Kind.REFUSED: State.REFUSED}.get(frame.kind, State.LOST)
+                    self._state = State.REFUSED
+                else:
+                    self._state = State.ENDED if frame.kind is Kind.END else State.LOST
         except LinkLost as error:
             logger.warning("the directory is gone: %s", error)
             self._state = State.LOST

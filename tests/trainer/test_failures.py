@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_distca.dispatch.failures import Failures
+from hf_distca.trainer.disk import disk_errors_named
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -84,3 +85,11 @@ def test_a_full_disk_is_said_with_the_file(tmp_path):
         ):
             train()
         assert caught.value.filename == str(checkpoint / file)
+
+
+def test_an_error_says_of_itself_whether_it_is_the_disks(tmp_path):
+    # Rust's writer removes its file when it fails: there is room again by then.
+    with pytest.raises(OSError, match="No space left on device"), disk_errors_named(tmp_path):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(RuntimeError, match="boom"), disk_errors_named(tmp_path):
+        raise RuntimeError("boom")

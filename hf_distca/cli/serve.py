@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     """Serve until training ends, or the process gets SIGINT or SIGTERM.
 
     Raises:
-        InputError: the options cannot be used, or the run was not to be reached in time.
+        InputError: the options cannot be used, ranks cannot use the server, or the run was not to be reached in time.
     """
     # Only this subcommand needs torch.
     import torch
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_distca.kernels import get_kernel
     from hf_distca.pool.server import AttentionServer
     from hf_distca.pool.transport.choice import Choice
-    from hf_distca.pool.wire import LinkLost, TokenError, parse_token, read_token
+    from hf_distca.pool.wire import LinkLost, MismatchError, TokenError, parse_token, read_token
 
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
@@ -124,6 +124,8 @@ def run(options: argparse.Namespace) -> None:
     try:
         host, port = options.join
         server.run(host, port, options.wait, lambda line: print(line, flush=True))
+    except MismatchError as error:
+        raise InputError(f"the training run cannot use this server: {error}") from error
     except LinkLost as error:
         raise InputError(f"{error}; see --join, --token-file and --wait") from error
     finally:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from hf_distca.trainer.data_order import (
     packed_order,
     streamed_order,
 )
+from hf_distca.trainer.disk import disk_errors_named
 from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
 from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
@@ -421,10 +422,11 @@ class DistCAMixin(_Trainer):
         return place.epoch, place.steps * self.args.gradient_accumulation_steps
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
-        if self.args.should_save:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self._progress.place.save(Path(self._get_output_dir(trial=trial)) / folder)
-        super()._save_checkpoint(model, trial, *args, **kwargs)
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with disk_errors_named(folder):
+            if self.args.should_save:
+                self._progress.place.save(folder)
+            super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False, *args: Any, **kwargs: Any
@@ -433,6 +435,8 @@ class DistCAMixin(_Trainer):
 
         Every rank calls it. Under FSDP and ZeRO-3, rank 0 gathers the weights in host memory.
         """
-        is_checkpoint = _internal_call and output_dir is not None
-        with nullcontext() if is_checkpoint else whole_weights(self.accelerator, self.deepspeed):
+        with ExitStack() as around:
+            if not _internal_call or output_dir is None:  # it is no checkpoint
+                around.enter_context(whole_weights(self.accelerator, self.deepspeed))
+                around.enter_context(disk_errors_named(Path(output_dir or str(self.args.output_dir))))
             super().save_model(output_dir, _internal_call, *args, **kwargs)

@@ -23,7 +23,7 @@ from hf_distca.pool.transport.nixl.arena import Arena
 from hf_distca.pool.transport.nixl.process import Process
 from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.channel import Channel
-from hf_distca.pool.wire.errors import LinkLost, ProtocolError
+from hf_distca.pool.wire.errors import LinkLost, MismatchError, ProtocolError
 from tests.pool.servers import wait_until
 from tests.pool.transport.ends import CPU, MAKERS, channels, memory_of, needs_nixl
 
@@ -212,10 +212,10 @@ def test_metadata_of_nobody_is_refused(memory):
 def test_ends_agree_or_say_why_not(memory):
     host = HostMemory(CPU, "no RDMA")
     with channels() as (near, far):
-        with pytest.raises(ProtocolError, match="over NIXL only: the rank does without NIXL"):
+        with pytest.raises(MismatchError, match="over NIXL only: the rank does without NIXL"):
             accept(far, memory, offer(host))
         _, welcome = accept(far, host, offer(memory))
-        with pytest.raises(LinkLost, match="does without NIXL, which was asked for: at the server: no RDMA"):
+        with pytest.raises(MismatchError, match="does without NIXL, which was asked for: at the server: no RDMA"):
             taken(near, memory, welcome)
         _, welcome = accept(far, host, offer(host))
         assert taken(near, host, welcome)[1] == "TCP (no RDMA)"

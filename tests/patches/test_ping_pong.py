@@ -72,16 +72,29 @@ def _assert_equals_one_process(rank_pools, model_type, config, other, fixed, *op
         assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("fixed", [False, True], ids=["joint", "fixed"])
+OPTIONS = {  # checkpointing, keep_core_attention, keep_received
+    "plain": (None, True, False),
+    "keep-received": (None, True, True),
+    "checkpoint": (False, True, False),
+    "checkpoint-recompute": (False, False, True),
+    "reentrant": (True, True, False),
+}
+
+
 @pytest.mark.parametrize(
-    ("checkpointing", "keep_core_attention", "keep_received"),
-    [(None, True, False), (None, True, True), (False, True, False), (False, False, True), (True, True, False)],
-    ids=["plain", "keep-received", "checkpoint", "checkpoint-recompute", "reentrant"],
+    ("model_type", "joint", "fixed"),  # which options in which layout
+    [
+        ("llama", "plain", "reentrant"),
+        ("qwen3", "keep-received", "plain"),
+        ("mistral", "checkpoint", "keep-received"),
+        ("gemma2", "checkpoint-recompute", "checkpoint"),
+        ("mixtral", "reentrant", "checkpoint-recompute"),
+    ],
 )
-def test_equals_one_process(rank_pools, model_type, fixed, checkpointing, keep_core_attention, keep_received):
-    options = (fixed, checkpointing, keep_core_attention, keep_received)
-    _assert_equals_one_process(rank_pools, model_type, *MODELS[model_type], *options)
+@pytest.mark.parametrize("layout", ["joint", "fixed"])
+def test_equals_one_process(rank_pools, model_type, joint, fixed, layout):
+    options = OPTIONS[joint if layout == "joint" else fixed]
+    _assert_equals_one_process(rank_pools, model_type, *MODELS[model_type], layout == "fixed", *options)
 
 
 @pytest.mark.parametrize("model_type", SHARING)

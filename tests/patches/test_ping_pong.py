@@ -82,19 +82,22 @@ OPTIONS = {  # checkpointing, keep_core_attention, keep_received
 
 
 @pytest.mark.parametrize(
-    ("model_type", "joint", "fixed"),  # which options in which layout
-    [
-        ("llama", "plain", "reentrant"),
-        ("qwen3", "keep-received", "plain"),
-        ("mistral", "checkpoint", "keep-received"),
-        ("gemma2", "checkpoint-recompute", "checkpoint"),
-        ("mixtral", "reentrant", "checkpoint-recompute"),
+    ("layout", "model_type", "options"),
+    [  # all options in both layouts, each model in both
+        ("joint", "llama", "plain"),
+        ("joint", "qwen3", "keep-received"),
+        ("joint", "mistral", "checkpoint"),
+        ("joint", "gemma2", "checkpoint-recompute"),
+        ("joint", "mixtral", "reentrant"),
+        ("fixed", "llama", "reentrant"),
+        ("fixed", "qwen3", "plain"),
+        ("fixed", "mistral", "keep-received"),
+        ("fixed", "gemma2", "checkpoint"),
+        ("fixed", "mixtral", "checkpoint-recompute"),
     ],
 )
-@pytest.mark.parametrize("layout", ["joint", "fixed"])
-def test_equals_one_process(rank_pools, model_type, joint, fixed, layout):
-    options = OPTIONS[joint if layout == "joint" else fixed]
-    _assert_equals_one_process(rank_pools, model_type, *MODELS[model_type], layout == "fixed", *options)
+def test_equals_one_process(rank_pools, layout, model_type, options):
+    _assert_equals_one_process(rank_pools, model_type, *MODELS[model_type], layout == "fixed", *OPTIONS[options])
 
 
 @pytest.mark.parametrize("model_type", SHARING)

@@ -62,8 +62,10 @@ features: $(SETUP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quantized]'
 	$(BIN)/python -m pytest -m features
 
-# What calls into other libraries, and trains under accelerate as users launch it.
+# What calls into other libraries, trains under accelerate as users launch it, and what a GPU would be given: PyPI's
+# torch is the CUDA build.
 VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \
+	tests/kernels/test_merge_triton.py tests/dispatch/test_sums_triton.py tests/dispatch/test_cuda_build.py tests/gpu \
 	tests/collator tests/dispatch/test_groups.py tests/patches/test_planned_attention.py \
 	tests/patches/test_unplanned.py tests/patches/test_compile.py tests/trainer/test_adapters.py \
 	tests/trainer/test_parallel.py tests/trainer/test_launch.py -k "not test_launch or fsdp2 or zero3"
@@ -80,20 +82,17 @@ oldest newest:
 
 # Without a GPU it says so at once and fails with status 3: nothing was checked. With the folder wheels/ it needs no
 # network, only a PYTHON that has torch and transformers: what else the library needs is taken from the folder.
+# GPU="kernel autocast" runs some parts; RESULTS=FILE is where results are written, after each part.
 gpu:
 	@$(PYTHON) benchmarks/gpu/devices.py
 	@$(MAKE) --no-print-directory $(if $(wildcard $(WHEELS)),$(GPU_SETUP),$(SETUP))
-	$(if $(wildcard $(WHEELS)),$(GPU_BIN),$(BIN))/python -m benchmarks.gpu $(GPU)
+	$(if $(wildcard $(WHEELS)),$(GPU_BIN),$(BIN))/python -m benchmarks.gpu $(if $(RESULTS),--output $(RESULTS)) $(GPU)
 
-# Python packages from elsewhere are seen by way of a .pth file: PYTHON may belong to a virtual environment itself.
-$(GPU_SETUP): pyproject.toml $(wildcard $(WHEELS)/*.whl)
-	$(PYTHON) -m venv --without-pip --system-site-packages --clear $(GPU_ENVIRONMENT)
-	$(PYTHON) benchmarks/gpu/environment.py $(GPU_ENVIRONMENT)
-	$(PYTHON) -m pip --python $(GPU_BIN)/python install --quiet --no-index --find-links $(WHEELS) \
-		--requirement $(GPU_ENVIRONMENT)/requirements.txt
+$(GPU_SETUP): pyproject.toml benchmarks/gpu/environment.py $(wildcard $(WHEELS)/*.whl)
+	$(PYTHON) benchmarks/gpu/environment.py $(GPU_ENVIRONMENT) $(WHEELS)
 	touch $@
 
-# For Python 3.12 on Linux, x86-64. torch and transformers are not among them, nor what they need themselves.
+# For Python 3.12 on Linux, x86-64: what an installation for deep learning usually lacks.
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --implementation cp \
 		$(foreach tag,2014_x86_64 _2_17_x86_64 _2_24_x86_64 _2_28_x86_64,--platform manylinux$(tag)) \

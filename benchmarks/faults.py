@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import free_port, print_json, run_ranks, table
+from harness import end_with_parent, free_port, print_json, run_ranks, table
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,6 +76,7 @@ class Losses(logging.Handler):
 
 def serve(port: int, transport: Choice, joined: Connection) -> None:
     """A server's process; says when it has joined."""
+    end_with_parent()
     torch.set_num_threads(1)
     device = torch.device("cpu")
     server = AttentionServer(TOKEN, device, get_kernel("cpu", device), transport=transport)

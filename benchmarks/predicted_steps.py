@@ -32,7 +32,7 @@ from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.seconds import KernelCost, LinkCost
+from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.sim.costs import Accuracy, DeviceProfile
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.ways import Setup, on_ranks, planned
@@ -71,9 +71,10 @@ class Calibration:
         hidden, mlp = SIZES["hidden_size"], SIZES["intermediate_size"]
         model = replace(ModelShape.llama(layers, hidden, mlp, 4, 4, 1024, 64))
         flops = 6.0 * (layers * (model.before + model.after) + model.head)  # forward and backward of a token
+        links = Links(self.link, self.link)
         profile = DeviceProfile(
             "this CPU", "measured in the same round", "float32", KIND, self.forward, self.backward,
-            flops / self.token, np.inf, flops / self.token, self.link, self.link, Accuracy(1.0, 1.0, 0),
+            flops / self.token, np.inf, flops / self.token, links, links, Accuracy(1.0, 1.0, 0),
         )  # fmt: skip
         return Setup(model, profile, RANKS, tokens, checkpointing=False)
 

@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Probe, print_json, spread, table
+from harness import Probe, end_with_parent, print_json, spread, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_distca import Dispatcher, PlanSettings
@@ -56,6 +56,7 @@ LEARNING = 4
 
 def serve(port: int, token: bytes, transport: Choice, readings: Connection) -> None:
     """The server's process: serves on threads, and takes a reading when it is told to."""
+    end_with_parent()
     torch.set_num_threads(1)
     device = torch.device("cpu")
     server = AttentionServer(token, device, get_kernel("cpu", device), transport=transport)

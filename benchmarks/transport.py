@@ -14,7 +14,7 @@ import time
 from multiprocessing.connection import Connection
 
 import torch
-from harness import print_json
+from harness import end_with_parent, print_json
 
 from hf_distca.pool.messages.call import Call, Reply
 from hf_distca.pool.messages.kinds import SERVER_SERVICE, Kind
@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 
 def serve(token: bytes, own: Connection) -> None:
     """The server's process: sends every call's rows back, and says what CPU time it took when asked."""
+    end_with_parent()
     torch.set_num_threads(1)
     memory = {choice: make_memory(choice, CPU, "127.0.0.1") for choice in TRANSPORTS}
 

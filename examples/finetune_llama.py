@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from typing import TYPE_CHECKING
 
 from datasets import Dataset, load_dataset
 from standard_library import standard_library
@@ -20,6 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, 
 from transformers.distributed import DistributedConfig
 
 import hf_distca
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 @dataclass
@@ -48,8 +52,10 @@ class ScriptArguments:
 def main() -> None:
     """Read the options, prepare documents and model, train, evaluate, report."""
     parser = HfArgumentParser((ScriptArguments, hf_distca.DistCATrainingArguments))
+    parser.set_defaults(logging_steps=5, logging_first_step=True)  # the table is made of what is logged
     script_args, training_args = parser.parse_args_into_dataclasses()
     training_args.serve_if_server()
+    adapters = lora_adapters() if script_args.lora else None
 
     # The data: every rank gets all documents, in the same order, and picks its rows when a plan says so.
     tokenizer = AutoTokenizer.from_pretrained(script_args.model)
@@ -67,10 +73,9 @@ def main() -> None:
         shards = training_args.world_size // script_args.tp_size
         divided["distributed_config"] = DistributedConfig(tp_size=script_args.tp_size, fsdp_size=shards)
     model = AutoModelForCausalLM.from_pretrained(script_args.model, attn_implementation="distca", **divided)
-    if script_args.lora:
-        from peft import LoraConfig, get_peft_model
+    if adapters is not None:
+        from peft import get_peft_model
 
-        adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
         model = get_peft_model(model, adapters)
 
     trainer = hf_distca.DistCATrainer(
@@ -92,6 +97,15 @@ def main() -> None:
     # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def lora_adapters() -> "LoraConfig":
+    """Adapters of rank 16 on all linear layers; ends the process with one line where peft is missing."""
+    try:
+        from peft import LoraConfig
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--lora needs peft, which cannot be imported ({error}): pip install peft") from error
+    return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
 
 def check_weights(folder: Path) -> None:
@@ -129,14 +143,15 @@ def tokenize(texts: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: st
 
 
 def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], documents: Dataset) -> dict[str, float]:
-    """What the run came to, from what the trainer logged on the way."""
+    """What the run came to; figures that the trainer logs on the way are left out where it logged nothing."""
     steps = [entry for entry in log_history if "loss" in entry]
+    summary = {"eval_loss": metrics["eval_loss"], "documents": len(documents), "tokens": sum(documents["length"])}
+    if not steps:
+        return summary
     return {
         "loss_first": steps[0]["loss"],
         "loss_last": steps[-1]["loss"],
-        "eval_loss": metrics["eval_loss"],
-        "documents": len(documents),
-        "tokens": sum(documents["length"]),
+        **summary,
         "imbalance_degree_as_packed": mean(entry["imbalance_degree_packed"] for entry in steps),
         "imbalance_degree_planned": mean(entry["imbalance_degree"] for entry in steps),
         "tokens_per_second": median(entry["tokens_per_second"] for entry in steps),
@@ -145,15 +160,20 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], do
 
 def print_table(summary: dict[str, float], ranks: int, output_dir: str) -> None:
     """The summary, for people."""
-    rows = [
-        ("Training documents", f"{summary['documents']:,} of {summary['tokens']:,} tokens in all"),
-        ("Loss", f"{summary['loss_first']:.3f} at first, {summary['loss_last']:.3f} at last"),
-        ("Evaluation loss", f"{summary['eval_loss']:.3f}"),
-        ("Query-key pairs of the busiest rank, over the mean", ""),
-        ("  documents packed in order", f"{summary['imbalance_degree_as_packed']:.3f}"),
-        ("  as planned", f"{summary['imbalance_degree_planned']:.3f}"),
-        ("Speed", f"{summary['tokens_per_second']:,.0f} tokens/s on {ranks} ranks"),
-    ]
+    documents = ("Training documents", f"{summary['documents']:,} of {summary['tokens']:,} tokens in all")
+    evaluation = ("Evaluation loss", f"{summary['eval_loss']:.3f}")
+    if "loss_first" in summary:
+        rows = [
+            documents,
+            ("Loss", f"{summary['loss_first']:.3f} at first, {summary['loss_last']:.3f} at last"),
+            evaluation,
+            ("Query-key pairs of the busiest rank, over the mean", ""),
+            ("  documents packed in order", f"{summary['imbalance_degree_as_packed']:.3f}"),
+            ("  as planned", f"{summary['imbalance_degree_planned']:.3f}"),
+            ("Speed", f"{summary['tokens_per_second']:,.0f} tokens/s on {ranks} ranks"),
+        ]
+    else:
+        rows = [documents, evaluation, ("Loss, pairs and speed", "not logged: see --logging_steps")]
     width = max(len(name) for name, _ in rows)
     print("\n" + "\n".join(f"{name:<{width}}  {value}".rstrip() for name, value in rows))
     print(f"\nModel and summary.json: {output_dir}")

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from datasets import Dataset
-from finetune_llama import check_weights, load_named
+from finetune_llama import check_weights, load_named, lora_adapters
 from standard_library import standard_library
 from transformers import AutoTokenizer, HfArgumentParser
 
@@ -60,8 +60,10 @@ class ScriptArguments:
 def main() -> None:
     """Read the options, prepare chats and tokenizer, train, evaluate, report."""
     parser = HfArgumentParser((ScriptArguments, hf_distca.DistCASFTConfig))
+    parser.set_defaults(logging_steps=5, logging_first_step=True)  # the table is made of what is logged
     script_args, training_args = parser.parse_args_into_dataclasses()
     training_args.serve_if_server()
+    adapters = lora_adapters() if script_args.lora else None
 
     # Every rank gets all chats, in the same order; TRL makes documents of them, and a plan says who holds which rows.
     with training_args.main_process_first(desc="loading"):
@@ -71,11 +73,6 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(script_args.model)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
-    adapters = None
-    if script_args.lora:
-        from peft import LoraConfig
-
-        adapters = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
     trainer = hf_distca.DistCASFTTrainer(
         model=script_args.model,  # loaded with attn_implementation="distca"
@@ -135,17 +132,20 @@ def library_chats(sources: Iterable[str]) -> Iterator[dict[str, list[dict[str, s
 
 
 def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], chats: int) -> dict[str, float]:
-    """What the run came to, from what the trainer logged on the way."""
+    """What the run came to; figures that the trainer logs on the way are left out where it logged nothing."""
     steps = [entry for entry in log_history if "loss" in entry]
+    evaluated = {name: metrics[name] for name in ("eval_loss", "eval_mean_token_accuracy")}
+    if not steps:
+        return {**evaluated, "chats": chats}
+    last = steps[-1]
     return {
         "loss_first": steps[0]["loss"],
-        "loss_last": steps[-1]["loss"],
-        "eval_loss": metrics["eval_loss"],
-        "eval_mean_token_accuracy": metrics["eval_mean_token_accuracy"],
+        "loss_last": last["loss"],
+        **evaluated,
         "chats": chats,
-        "tokens": steps[-1]["num_tokens"],
-        "imbalance_degree": steps[-1]["imbalance_degree"],
-        "tokens_per_second": steps[-1]["tokens_per_second"],
+        "tokens": last["num_tokens"],
+        "imbalance_degree": last["imbalance_degree"],
+        "tokens_per_second": last["tokens_per_second"],
     }
 
 

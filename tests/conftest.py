@@ -1,11 +1,14 @@
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
+from tests.backward_thread import backward_in_a_thread, with_backward_in_a_thread
 from tests.browser import Browser
 from tests.launch import cpu_environment
 from tests.ranks import RankPool
@@ -22,6 +25,18 @@ def rank_pools() -> Iterator[dict[int, RankPool]]:
     yield pools
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def backward_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every backward runs in a thread of its own, in this process and on `rank_pools`: as on a GPU."""
+    run = RankPool.run
+
+    def run_so(pool: RankPool, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return run(pool, with_backward_in_a_thread, function, *args, **options)
+
+    monkeypatch.setattr(RankPool, "run", run_so)
+    monkeypatch.setattr(torch.Tensor, "backward", backward_in_a_thread)
 
 
 @pytest.fixture(scope="session")

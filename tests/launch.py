@@ -13,6 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 CONFIGS = ROOT / "examples" / "configs"
 """A file for each way to train in parallel, by its name."""
+LOG = "log"
+"""File in the folder of a launch, with both streams as they come."""
 
 
 def launch(strategy: str, script: Path, run: dict[str, Any], folder: Path, ranks: int = 2) -> dict[str, Any]:
@@ -46,15 +48,17 @@ def run_launch(
         for name, run in runs.items()
     }
     (folder / "options.json").write_text(json.dumps({"output": str(folder / "result.json"), "runs": runs}))
-    return subprocess.run(
-        [*launcher(strategy, ranks), str(script), str(folder / "options.json")],
-        env=cpu_environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
+    with (folder / LOG).open("w") as log:
+        process: subprocess.CompletedProcess[str] = subprocess.run(
+            [*launcher(strategy, ranks), str(script), str(folder / "options.json")],
+            env=cpu_environment(),
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=280,
+        )
+    process.stdout = (folder / LOG).read_text()
+    return process
 
 
 def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[str]:

@@ -1,7 +1,7 @@
 """Runs all parts, or some of them, on the GPU of this machine.
 
 Writes what was found as JSON, and prints a table of it. The exit status is 0 if nothing is wrong, 1 if something is
-(a part that failed, hung or was not reached), and 3 where there is no GPU: nothing was checked then.
+(a part that failed, hung or was not run), and 3 where there is no GPU: nothing was checked then.
 """
 
 import argparse
@@ -17,6 +17,10 @@ from benchmarks.gpu.devices import NO_CUDA, cuda_devices, why_none
 
 LOGS = Path("runs/gpu")
 RESULTS = Path("benchmarks/results/gpu.json")
+SECONDS = 500
+"""For all parts and the start of this process; with the set-up before it a command of 600 s is enough."""
+START_S = 30
+"""Of these, what goes by before the first part begins: torch's first import takes long."""
 
 
 def main() -> int:
@@ -24,8 +28,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", metavar="NAME", help="these alone; a part whose name begins so is meant")
-    parser.add_argument("--seconds", type=float, default=580, help="for all parts together (default: 580)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="these alone: a name, or how names begin")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts together (default: {SECONDS})")
     parser.add_argument("--output", type=Path, default=RESULTS, help=f"where results are written (default: {RESULTS})")
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)  # one part, in this process
     options = parser.parse_args()
@@ -43,16 +47,15 @@ def main() -> int:
         return NO_CUDA
     from benchmarks.gpu.parts import parts_of
     from benchmarks.gpu.report import print_table
-    from benchmarks.gpu.runner import run_parts
+    from benchmarks.gpu.runner import chosen, run_parts
     from benchmarks.gpu.setting import setting_of_this_gpu
     from benchmarks.harness import provenance
 
     setting = setting_of_this_gpu()
-    wanted = options.parts or [""]
-    parts = [part for part in parts_of(setting) if part.name.startswith(tuple(wanted))]
-    if not parts:
-        names = ", ".join(part.name for part in parts_of(setting))
-        parser.error(f"no part is called {', '.join(wanted)}; there are {names}")
+    try:
+        parts = chosen(parts_of(setting), options.parts)
+    except ValueError as error:
+        parser.error(str(error))
     results: dict[str, Any] = {
         **provenance(),
         "setting": {
@@ -69,7 +72,7 @@ def main() -> int:
 
 def command_of(name: str, findings: Path) -> list[str]:
     """The command that runs one part."""
-    return [sys.executable, "-m", "benchmarks.gpu", "--parts", name, "--findings", str(findings)]
+    return [sys.executable, "-m", "benchmarks.gpu", name, "--findings", str(findings)]
 
 
 def run_here(name: str, path: Path) -> int:

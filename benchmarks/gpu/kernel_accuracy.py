@@ -17,10 +17,15 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.setting import Setting
 from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Kernel, TaskShapes, get_kernel
 from hf_distca.kernels.alignment import ALIGNMENT, aligned
+from hf_distca.kernels.packages import PACKAGES, MissingPackageError
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest deviation by dtype, over the largest magnitude in the tensor."""
 LSE_BOUND = 1e-3
+COMPILED = ("flash_attn_4",)
+"""Kernels that compile a variant for every dtype, head dim, ratio of heads and mask: some 9 s each."""
+VARIANTS = ("tasks of one row", "head dim 128, received", "window 128", "not causal")
+"""Cases of them: in bfloat16 alone, with all other cases that need no further variant."""
 SMALLEST = 0.1
 """Magnitude below which deviations count as if it were this: some gradients are 0 but for rounding."""
 
@@ -58,6 +63,12 @@ class Case:
         """The parameters of the call."""
         return AttentionParams(self.dim_qk**-0.5, window=self.window, softcap=self.softcap, causal=self.causal)
 
+    @property
+    def variant(self) -> tuple[object, ...]:
+        """What a kernel is compiled for."""
+        masked = (self.window is not None, self.softcap, self.causal)
+        return (self.dim_qk, self.dim_v, self.heads // self.kv_heads, *masked)
+
 
 def cases(setting: Setting) -> dict[str, Case]:
     """All cases by name."""
@@ -85,6 +96,15 @@ def cases(setting: Setting) -> dict[str, Case]:
         "softcap": Case(q_lens, k_lens, softcap=20.0),
         "softcap and window": Case(q_lens, k_lens, softcap=20.0, window=100),
     }
+
+
+def calls_of(setting: Setting, name: str) -> dict[tuple[torch.dtype, str], Case]:
+    """The cases of a kernel, by dtype and name."""
+    found, dtypes = cases(setting), (torch.bfloat16, torch.float16, torch.float32)
+    if name in COMPILED:
+        variants = {found[case].variant for case in VARIANTS}
+        found, dtypes = {case: of for case, of in found.items() if of.variant in variants}, dtypes[:1]
+    return {(dtype, case): of for dtype in dtypes for case, of in found.items()}
 
 
 def side_by_side(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -170,30 +190,27 @@ def check_kernel(setting: Setting, name: str) -> Findings:
     """
     findings = Findings()
     device = setting.device
-    try:
-        kernel = get_kernel(name, device)
-    except ImportError as error:
-        findings.skipped = str(error)
+    kernel = kernel_or_why_none(name, device, findings)
+    if kernel is None:
         return findings
     refused: dict[str, str] = {}
     worst: dict[str, dict[str, float]] = {}
     ran = 0
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for (dtype, case_name), case in calls_of(setting, name).items():
         dtype_name = str(dtype).removeprefix("torch.")
-        for case_name, case in cases(setting).items():
-            asked = {"head_dim_qk": case.dim_qk, "head_dim_v": case.dim_v, "params": case.params}
-            try:
-                kernel.check(device=device, dtype=dtype, **asked)
-            except ValueError as error:
-                refused[f"{dtype_name}, {case_name}"] = str(error)
-                continue
-            what = f"{name}, {dtype_name}, {case_name}"
-            with findings.trying(what):
-                ran += 1
-                for tensor, error in errors(kernel, case, dtype, device).items():
-                    findings.at_most(error, LSE_BOUND if tensor == "lse" else BOUNDS[dtype], f"{what}, {tensor}")
-                    seen = worst.setdefault(dtype_name, {})
-                    seen[tensor] = max(seen.get(tensor, 0.0), error)
+        asked = {"head_dim_qk": case.dim_qk, "head_dim_v": case.dim_v, "params": case.params}
+        try:
+            kernel.check(device=device, dtype=dtype, **asked)
+        except ValueError as error:
+            refused[f"{dtype_name}, {case_name}"] = str(error)
+            continue
+        what = f"{name}, {dtype_name}, {case_name}"
+        with findings.trying(what):
+            ran += 1
+            for tensor, error in errors(kernel, case, dtype, device).items():
+                findings.at_most(error, LSE_BOUND if tensor == "lse" else BOUNDS[dtype], f"{what}, {tensor}")
+                seen = worst.setdefault(dtype_name, {})
+                seen[tensor] = max(seen.get(tensor, 0.0), error)
     if get_kernel("auto", device).name == name:
         findings.check(bool(ran), f"{name} is what 'auto' is here, and refuses everything")
         findings.figures["is_auto"] = True
@@ -209,6 +226,23 @@ def check_kernel(setting: Setting, name: str) -> Findings:
         "errors": worst,
     }
     return findings
+
+
+def kernel_or_why_none(name: str, device: torch.device, findings: Findings) -> Kernel | None:
+    """The kernel; None where its package is missing, which is no fault, or cannot be imported, which is one."""
+    try:
+        return get_kernel(name, device)
+    except MissingPackageError as error:
+        findings.skipped = str(error)
+    except ImportError as error:
+        findings.check(False, str(error))
+    return None
+
+
+def why_missing(name: str) -> str:
+    """Why a kernel cannot be had on this machine, without importing its package; empty if it can."""
+    package = PACKAGES.get(name)
+    return "" if package is None or package.installed else package.needed
 
 
 def _call_without_waiting(kernel: Kernel, setting: Setting) -> None:

@@ -47,7 +47,9 @@ class Server:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        self._said.extend(line.strip() for line in self._process.stdout)
+        for line in self._process.stdout:
+            self._said.append(line.strip())
+            print("the server:", self._said[-1], flush=True)  # should the part be ended while it waits
 
     def kill(self) -> None:
         """End it without a warning."""

@@ -23,12 +23,16 @@ class Setting:
         context: rows of the one document that shards are compared with.
         shard_rows: rows of a shard.
         keys_at_once: the most K/V rows that one call gets.
-        least_share: of one document's speed that shards of a kernel block or more must reach.
+        least_share: of one document's speed that long shards must reach, see `shards.LONG`.
         repeats: times that what is timed is repeated.
         wide: shape of the model that is trained.
         tokens: tokens of its micro-batches.
         plans: steps of changing plans in which memory must stay flat.
         stock_steps: steps of the stock attentions beside it.
+        ranks: numbers of ranks that the one GPU stands for.
+        seconds_of_ranks: after which no further batch is begun with them.
+        published_heads: query heads, key-value heads and head dim of MagiAttention's setting.
+        published_tokens: tokens of each rank in it.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
@@ -58,6 +62,10 @@ class Setting:
     tokens: int = 32768
     plans: int = 50
     stock_steps: int = 6
+    ranks: tuple[int, ...] = (8, 16, 64)
+    seconds_of_ranks: float = 60.0
+    published_heads: tuple[int, int, int] = (64, 8, 128)
+    published_tokens: int = 8192
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision as `bf16=True` has it, where core attention is computed in a half precision."""

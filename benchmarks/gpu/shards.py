@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.kernel_accuracy import BOUNDS, deviation
+from benchmarks.gpu.kernel_accuracy import BOUNDS, deviation, kernel_or_why_none
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import median_seconds
-from hf_distca.kernels import AttentionParams, Kernel, TaskShapes, get_kernel
+from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.planner.cost import pairs
 
 BLOCK = 128
-"""Rows of a kernel block: shards of as many rows or more are expected to be about as fast as a document."""
+"""Rows of a kernel block: shards of as many rows or more say what a row costs besides its pairs."""
+LONG = 1024
+"""Rows of shards that are expected to be about as fast as a document. FlashAttention-2's backward writes dK and dV for
+every query head: with 128 rows that takes as long as its arithmetic. Shorter shards are figures alone."""
 SHORT = 500
 """Short documents beside a long one."""
 
@@ -131,9 +134,11 @@ def check_shards(setting: Setting, name: str = "auto") -> Findings:
         name: of the kernel.
     """
     findings = Findings()
+    kernel = kernel_or_why_none(name, setting.device, findings)
+    if kernel is None:
+        return findings
+    dim = setting.wide["head_dim"]
     try:
-        kernel = get_kernel(name, setting.device)
-        dim = setting.wide["head_dim"]
         kernel.check(
             device=setting.device,
             dtype=setting.dtype,
@@ -141,7 +146,7 @@ def check_shards(setting: Setting, name: str = "auto") -> Findings:
             head_dim_v=dim,
             params=AttentionParams(dim**-0.5),
         )
-    except (ImportError, ValueError) as error:
+    except ValueError as error:
         findings.skipped = str(error)
         return findings
     bench = Bench(setting, kernel)
@@ -149,7 +154,7 @@ def check_shards(setting: Setting, name: str = "auto") -> Findings:
     one = whole.tflops(bench.flops_of_a_pair)
     figures = findings.figures
     figures |= {"kernel": kernel.name, "context": setting.context, "one_document_tflops": one}
-    figures["shards_tflops"], figures["documents_tflops"] = {}, {}
+    figures["shards_tflops"], figures["shards_share_of_one_document"], figures["documents_tflops"] = {}, {}, {}
     fitted = [whole]
     for rows in setting.shard_rows:
         tasks = shards_of(setting, rows)
@@ -157,8 +162,10 @@ def check_shards(setting: Setting, name: str = "auto") -> Findings:
         error = deviation(o_QHD, bench.rows(o_LHD, tasks).double())
         findings.at_most(error, BOUNDS[setting.dtype], f"O of shards of {rows} rows beside the document's")
         tflops = figures["shards_tflops"][rows] = timed.tflops(bench.flops_of_a_pair)
+        figures["shards_share_of_one_document"][rows] = [a / b for a, b in zip(tflops, one, strict=True)]
         if rows >= BLOCK:
             fitted.append(timed)
+        if rows >= LONG:
             for way, mine, document in zip(("forward", "backward"), tflops, one, strict=True):
                 findings.check(
                     mine >= setting.least_share * document,

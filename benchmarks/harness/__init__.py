@@ -2,6 +2,7 @@
 
 from .figures import Spread, print_json, rounded, spread, table
 from .machine import provenance
+from .parent import end_with_parent
 from .ranks import Ranks, free_port, run_ranks
 from .rounds import PROBE, Measured, Round, over, report, rounds_parser, take_rounds
 from .timing import Probe, median_seconds
@@ -13,6 +14,7 @@ __all__ = [
     "Ranks",
     "Round",
     "Spread",
+    "end_with_parent",
     "free_port",
     "median_seconds",
     "over",

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .parent import end_with_parent
+
 
 class Ranks:
     """Processes with one thread each and a gloo group, that prepare something once and then take rounds of it.
 
-    A context manager: the processes start on entering it and end on leaving it.
+    A context manager: the processes start on entering it and end on leaving it, at once where an error leaves it or
+    this process is killed.
 
     Args:
         count: how many processes.
@@ -48,11 +51,12 @@ class Ranks:
             theirs.close()  # so that a rank sees the end of this process
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for connection in self._connections:
             connection.close()
         for process, _ in self._processes:
-            process.join(10)
+            if error is None:
+                process.join(10)
             process.kill()
 
     def take(self) -> list[Any]:
@@ -102,6 +106,7 @@ def _serve(
     args: tuple[Any, ...],
 ) -> None:
     """The life of a rank: until the other end of the connection is closed."""
+    end_with_parent()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:

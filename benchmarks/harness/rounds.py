@@ -18,6 +18,7 @@ from pathlib import Path
 
 from .figures import Spread, print_json, spread, table
 from .machine import CHECKOUT, commit
+from .parent import end_with_parent
 
 Round = Mapping[str, float]
 """Figures of one round by name, the same names in every round."""
@@ -120,6 +121,7 @@ class _Other:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            preexec_fn=end_with_parent,
         )
         told = self._heard()
         if Path(told["checkout"]) != checkout or checkout == here:

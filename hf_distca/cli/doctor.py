@@ -17,6 +17,7 @@ from hf_distca.cli.findings.links import Link, link_findings, measured_links
 from hf_distca.cli.findings.machine import device_of, machine_findings
 from hf_distca.cli.findings.network import network_findings
 from hf_distca.cli.findings.versions import agreement_findings, version_findings
+from hf_distca.cli.options import positive_seconds
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
 from hf_distca.planner.nodes import node_sizes, nodes_of
@@ -45,7 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=positive_seconds,
         default=60.0,
         metavar="SECONDS",
         help="that ranks wait for one another (default: 60)",

@@ -1,22 +1,44 @@
-"""Reading document lengths that a user wrote."""
+"""Document lengths from what a user names: a JSON file, a table, or a data set."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 EXPECTED = "expected a JSON list of document lengths, or a list of such lists, one per rank"
+TABLES = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
+"""What `datasets` calls a file with a column of lengths, or of tokens, by its ending."""
+COLUMNS = ("length", "input_ids")
+"""Columns that are looked for where none is named."""
 
 
 class InputError(ValueError):
     """Something a user gave cannot be used; the message says what and how to fix it, in one line."""
 
 
-def read_lengths(path: str) -> list[int] | list[list[int]]:
-    """Document lengths from a JSON file: all in one list, or one list per rank (of which some may be empty).
+def is_lengths_file(path: str) -> bool:
+    """Whether `read_lengths` takes a file of this name."""
+    return Path(path).suffix in (".json", *TABLES)
+
+
+def read_lengths(path: str, column: str | None = None) -> list[int] | list[list[int]]:
+    """Read document lengths from a file.
+
+    Args:
+        path: a table (.csv, .jsonl or .parquet); else JSON, with all lengths in one list, or one list per rank (of
+            which some may be empty).
+        column: of a table: lengths, or lists of tokens; None for the first of `COLUMNS` that it has.
 
     Raises:
-        InputError: the file cannot be read, is not JSON, or is not one of the two forms.
+        InputError: the file cannot be read, is not what its name says, or does not hold lengths.
     """
+    kind = TABLES.get(Path(path).suffix)
+    if kind is not None:
+        lengths: list[int] = _of_table(path, kind, column).tolist()
+        return lengths
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -37,6 +59,61 @@ def read_lengths(path: str) -> list[int] | list[list[int]]:
     if not any(True for _ in _all_lengths(content)):
         raise InputError(f"{path} holds no documents; {EXPECTED}")
     return content
+
+
+def lengths_of(source: str, load: Callable[[], Any], column: str | None, expected: str) -> NDArray[np.int64]:
+    """Return the lengths of the documents of a data set of `datasets`.
+
+    Args:
+        source: what the user named.
+        load: loads the data set.
+        column: as `read_lengths` takes it.
+        expected: what may be named instead, for an error.
+
+    Raises:
+        InputError: there is no such data set, or it holds no lengths.
+    """
+    try:
+        data = load()
+    except Exception as error:  # the hub's, a file system's, a parser's
+        cause = error.__cause__ or error  # `datasets` wraps what a parser says
+        why = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+        raise InputError(f"no document lengths at {source!r}: expected {expected} ({why})") from error
+    names = [column] if column else list(COLUMNS)
+    found = next((name for name in names if name in data.column_names), None)
+    if found is None:
+        raise InputError(
+            f"{source} has columns {data.column_names}, none of {names}: name one with lengths, or with lists of "
+            "tokens, by --column"
+        )
+    return _of_column(f"{source}: column {found}", data.with_format("arrow").data.column(found).combine_chunks())
+
+
+def _of_table(path: str, kind: str, column: str | None) -> NDArray[np.int64]:
+    from datasets import load_dataset
+
+    if not Path(path).is_file():
+        raise InputError(f"cannot read {path}: no such file")
+    return lengths_of(path, lambda: load_dataset(kind, data_files=path, split="train"), column, f"a {kind} file")
+
+
+def _of_column(where: str, values: Any) -> NDArray[np.int64]:
+    """Lengths of an Arrow array of lengths or of lists."""
+    import pyarrow
+
+    lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
+    if not pyarrow.types.is_integer(lengths.type):
+        raise InputError(f"{where} holds {values.type}; expected whole numbers of tokens, or lists of tokens")
+    if lengths.null_count:
+        row = lengths.is_null().index(True).as_py()
+        raise InputError(f"{where} is empty in row {row}; leave such rows out")
+    found: NDArray[np.int64] = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    if not len(found):
+        raise InputError(f"{where} holds no documents")
+    if found.min() < 1:
+        row = int(found.argmin())
+        raise InputError(f"{where}: row {row} is {found[row]}; a document has at least 1 token, leave empty ones out")
+    return found
 
 
 def _all_lengths(content: list[Any]) -> list[tuple[str, Any]]:

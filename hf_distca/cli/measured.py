@@ -7,6 +7,7 @@ from statistics import median
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from hf_distca.cli.findings.links import ROW_BYTES, message_of_rows
 from hf_distca.dispatch.exchange import Exchange, Message
@@ -103,20 +104,25 @@ def measured_memory(hidden: int, dtype: torch.dtype, device: torch.device) -> fl
     return 2.0 * x.nbytes / seconds_of(lambda: torch.nn.functional.rms_norm(x, (hidden,)), device)
 
 
-def measured_link(groups: Groups, device: torch.device, peers: Sequence[int]) -> LinkCost:
+def measured_link(groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False) -> LinkCost:
     """The cost of an exchange in which every rank sends to another one. A collective.
 
     Args:
-        groups: more than one rank.
+        groups: more than one rank, all of the world.
         device: where rows are.
         peers: [ranks] whom each sends to.
+        alone: over the default group, which leaves no room to attention and may use all of a link; else over the
+            exchange's.
     """
     exchange, ranks = Exchange(groups), groups.ranks
     to, of = peers[groups.rank], peers.index(groups.rank)
     sizes, times = [], []
     for rows in EXCHANGED_ROWS:
-        message = message_of_rows(exchange, to, of, ranks, rows, device)
-        taken = seconds_of(partial(_exchanged, message), device)
+        if alone:
+            call = _collective(to, of, ranks, rows, device)
+        else:
+            call = partial(_exchanged, message_of_rows(exchange, to, of, ranks, rows, device))
+        taken = seconds_of(call, device)
         sizes.append(float(rows * ROW_BYTES))
         times.append(max(groups.all_gather(taken)))
     found: FloatArray = np.array(times)
@@ -125,3 +131,10 @@ def measured_link(groups: Groups, device: torch.device, peers: Sequence[int]) ->
 
 def _exchanged(message: Message) -> None:
     message.send().wait()
+
+
+def _collective(to: int, of: int, ranks: int, rows: int, device: torch.device) -> Callable[[], object]:
+    """The same rows by torch's own collective over the default group."""
+    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
+    rows_in, rows_out = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return partial(dist.all_to_all_single, rows_out, rows_in, received, sent)

@@ -1,29 +1,86 @@
 """Numbers that options of the command line take."""
 
 import argparse
+from collections.abc import Callable
 from math import inf
+
+from hf_distca.cli.lengths_file import InputError
+from hf_distca.planner.settings import PlanSettings
 
 MOST_RANKS = 4096
 """Planned in 16 s where each has 32768 tokens (two busy cores); the time grows with the square of the ranks."""
+MOST_TOKENS = 2**27
+"""Of a rank: more than any device holds."""
+MOST_BATCHES = 100_000
+LARGEST = 2**31 - 1
+LEAST_STAGE = 128
+"""Rows of K and V that travel at a time, at the least: shorter stages are so many that planning does not end."""
+LONGEST_WAIT = 1e8
+"""Seconds: three years."""
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
+def whole(least: int, most: int = LARGEST, why: str = "") -> Callable[[str], int]:
+    """Return what reads a whole number.
+
+    Args:
+        least: the smallest, 0 or 1.
+        most: the largest.
+        why: no larger one is taken, for the error.
+    """
+
+    def number(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = least - 1
+        if found < least:
+            expected = "a positive whole number" if least else "0 or a positive whole number"
+            raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
+        if found > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text}{why}")
+        return found
+
+    return number
+
+
+positive = whole(1)
+ranks = whole(1, MOST_RANKS, ": planning would not end in time")
+servers = whole(0, MOST_RANKS, ": planning would not end in time")
+batches = whole(1, MOST_BATCHES, ": simulating would not end in time")
+tokens = whole(1, MOST_TOKENS, ": no device holds so many")
+seed = whole(0)
+
+
+def seconds(text: str) -> float:
+    """Seconds of a wait, 0 or more."""
     try:
-        number = int(text)
+        number = float(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
+        number = -1.0
+    if not 0 <= number <= LONGEST_WAIT:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {LONGEST_WAIT:g}, got {text!r}")
     return number
 
 
-def ranks(text: str) -> int:
-    """A number of ranks that can be planned for."""
-    number = positive(text)
-    if number > MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"must be at most {MOST_RANKS}, got {text}: planning would not end in time")
+def positive_seconds(text: str) -> float:
+    """Seconds of a wait, more than 0."""
+    if not (number := seconds(text)):
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, got {text!r}")
     return number
+
+
+def check_stages(settings: PlanSettings) -> None:
+    """Raise where buffers hold so few rows that planning their stages would not end.
+
+    Raises:
+        InputError: says what to set.
+    """
+    rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
+    if rows < LEAST_STAGE:
+        raise InputError(
+            f"--exchange-buffer-bytes {settings.exchange_buffer_bytes} holds {rows} rows of K and V, and stages of "
+            f"fewer than {LEAST_STAGE} are too many to plan; raise it"
+        )
 
 
 def gigabytes(text: str) -> float:

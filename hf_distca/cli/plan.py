@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from hf_distca.cli.lengths_file import InputError, read_lengths
-from hf_distca.cli.options import MOST_RANKS, gigabytes, positive, ranks
+from hf_distca.cli.options import MOST_RANKS, check_stages, gigabytes, positive, ranks, tokens
 from hf_distca.cli.plan_ranks import figures_of_ranks
-from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
+from hf_distca.cli.report_files import add_report_options, check_report_options, check_writable, write_report
 from hf_distca.cli.settings import add_setting, config_of
 from hf_distca.kernels import KERNELS
 from hf_distca.memory.core_attention import Use, busiest_rank, count_core_attention
@@ -49,7 +49,7 @@ Lay out the documents of one micro-batch on ranks, balance their core attention,
 that DistCATrainer makes of these documents with the same settings. Figures are those of both nano-batches together.
 
 FILE is JSON: a list of document lengths in tokens, or a list of such lists, one row per rank (rows may be
-empty).
+empty); or a .csv, .jsonl or .parquet file with a column of lengths, or of lists of tokens (--column).
 
 --document-layout joint  places the documents itself, tokens and attention together; rows are only a list of
                          documents.
@@ -73,9 +73,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--lengths", required=True, metavar="FILE", help="JSON file with document lengths, see above")
+    add("--lengths", required=True, metavar="FILE", help="file with document lengths, see above")
+    add("--column", help="of a .csv, .jsonl or .parquet file (default: length, or input_ids)")
     add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks, at most {MOST_RANKS}")
-    add_setting(parser, "tokens_per_rank", required=True, metavar="T")
+    add_setting(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
     for name in ("document_layout", "balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong"):
         add_setting(parser, name)
     add_setting(
@@ -124,11 +125,13 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         InputError: the options or the files cannot be used.
     """
-    lengths = read_lengths(options.lengths)
+    lengths = read_lengths(options.lengths, options.column)
     check_report_options(options)
+    check_writable(options.dump)
     memory = _memory(options)
     try:
         settings = _settings(options, memory)
+        check_stages(settings)
         began = time.perf_counter()
         plan = _plan(lengths, settings, options)
         plan_ms = (time.perf_counter() - began) * 1e3

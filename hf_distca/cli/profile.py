@@ -16,24 +16,26 @@ from hf_distca.cli.findings.machine import device_of
 from hf_distca.cli.lengths_file import InputError
 from hf_distca.cli.measured import measured_kernel, measured_link, measured_matrices, measured_memory
 from hf_distca.cli.options import positive
+from hf_distca.cli.report_files import check_writable
 from hf_distca.cli.settings import add_setting
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
-from hf_distca.kernels import get_kernel
+from hf_distca.kernels import AttentionParams, Kernel, Need, get_kernel
 from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
-from hf_distca.planner.seconds import LinkCost, Tasks
+from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
+from hf_distca.planner.seconds import LinkCost, Links, Tasks
 from hf_distca.sim.costs import DeviceProfile
 
 TIMEOUT_S = 60.0
+SIZES = "--q-heads, --kv-heads, --head-dim or --hidden"
 TOLD_TOKENS = 16384
 """Of the document whose attention tells how fast the kernel is."""
 
 DESCRIPTION = """\
 Time the attention kernel over numbers of query and K/V rows, matrices and memory, and, launched on several ranks, the
-exchange between them; fit costs to that and write them to a file for hf-distca simulate --profile. R² and the worst
+links between them; fit costs to that and write them to a file for hf-distca simulate --profile. R² and the worst
 ratio of predictions to measurements that were held out are printed. Alone it takes links as they are on an H100.
 
   hf-distca profile --output my_gpu.json
@@ -65,33 +67,26 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         InputError: the kernel cannot be had, the heads do not fit, or the file cannot be written.
     """
+    if os.environ.get("RANK", "0") == "0":  # which writes
+        check_writable(options.output)
     device = device_of(os.environ)
     world, _ = number_of_processes(os.environ)
     groups = _groups(device) if world > 1 and "LOCAL_RANK" in os.environ else None
-    name = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     try:
         kind = AttentionKind(None, options.q_heads, options.kv_heads, options.head_dim, options.head_dim)
-        kernel = get_kernel(options.attention_kernel, device)
+        need = Need(dtype, options.head_dim, options.head_dim, AttentionParams(scale=options.head_dim**-0.5))
+        kernel = get_kernel(options.attention_kernel, device, [need])
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device)
-    flops = measured_matrices(options.hidden, dtype, device)
-    profile = DeviceProfile(
-        name=f"{_device_name(device)}, {name}",
-        source=f"Measured by hf-distca profile with the kernel {kernel.name} and torch {torch.__version__}; "
-        + (f"links between {world} ranks." if groups else "links not measured, but taken as those of an H100."),
-        dtype=name,
-        measured=kind,
-        forward=forward,
-        backward=backward,
-        flops_per_second=flops,
-        bytes_per_second=measured_memory(options.hidden, dtype, device),
-        peak_flops=peak_flops(_device_name(device)) or flops,
-        within=LinkCost(3e-5, NODE_BANDWIDTH * 1e9),
-        between=LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9),
-        accuracy=accuracy,
-    )
+    links = f"links between {world} ranks." if groups else "links not measured, but taken as those of an H100."
+    source = f"Measured by hf-distca profile with the kernel {kernel.name} and torch {torch.__version__}; {links}"
+    try:
+        profile = _measured(kernel, kind, options.hidden, dtype, device, source)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        raise InputError(f"{device} has too little memory for rows of this size; make {SIZES} smaller") from error
     if groups is not None:
         profile = _with_links(profile, groups, device)
     if groups is None or groups.rank == 0:
@@ -102,6 +97,29 @@ def run(options: argparse.Namespace) -> None:
         print(_told(profile), flush=True)
     if groups is not None:
         dist.destroy_process_group()
+
+
+def _measured(
+    kernel: Kernel, kind: AttentionKind, hidden: int, dtype: torch.dtype, device: torch.device, source: str
+) -> DeviceProfile:
+    """The profile of a device, with links as on an H100."""
+    flops = measured_matrices(hidden, dtype, device)
+    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device)
+    name = str(dtype).removeprefix("torch.")
+    return DeviceProfile(
+        name=f"{_device_name(device)}, {name}",
+        source=source,
+        dtype=name,
+        measured=kind,
+        forward=forward,
+        backward=backward,
+        flops_per_second=flops,
+        bytes_per_second=measured_memory(hidden, dtype, device),
+        peak_flops=peak_flops(_device_name(device)) or flops,
+        links=_of_an_h100(NODE_BANDWIDTH),
+        exchange=_of_an_h100(EXCHANGE_BANDWIDTH),
+        accuracy=accuracy,
+    )
 
 
 def _groups(device: torch.device) -> Groups:
@@ -115,19 +133,28 @@ def _with_links(profile: DeviceProfile, groups: Groups, device: torch.device) ->
     """The profile with links as ranks see them: to the next rank of the node, and to the same rank of the next."""
     ranks = groups.ranks
     sizes = node_sizes(ranks, ranks_per_node(None, TIMEOUT_S))
-    if len(sizes) == 1 or len(sizes) == ranks:
-        link = measured_link(groups, device, [(rank + 1) % ranks for rank in range(ranks)])
-        return replace(profile, within=link, between=link)
     inside, across, first = [], [], 0
     for size in sizes:
         inside += [first + (rank + 1) % size for rank in range(size)]
         across += [(first + size + rank) % ranks for rank in range(size)]
         first += size
-    return replace(
-        profile,
-        within=measured_link(groups, device, inside),
-        between=measured_link(groups, device, across if sorted(across) == list(range(ranks)) else inside),
-    )
+    if len(sizes) == 1 or len(sizes) == ranks:
+        inside = across = [(rank + 1) % ranks for rank in range(ranks)]
+    elif sorted(across) != list(range(ranks)):
+        across = inside
+
+    def measured(*, alone: bool) -> Links:
+        within = measured_link(groups, device, inside, alone=alone)
+        return Links(within, within if across == inside else measured_link(groups, device, across, alone=alone))
+
+    exchange = measured(alone=False)
+    # gloo knows no thread blocks: both are the same.
+    return replace(profile, links=measured(alone=True) if device.type == "cuda" else exchange, exchange=exchange)
+
+
+def _of_an_h100(within: float) -> Links:
+    """Links that were not measured, with so many GB/s inside a node."""
+    return Links(LinkCost(3e-5, within * 1e9), LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9))
 
 
 def _device_name(device: torch.device) -> str:
@@ -146,8 +173,10 @@ def _told(profile: DeviceProfile) -> str:
         (f"{TOLD_TOKENS} tokens' attention", f"{tflops:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call"),
         ("matrices", f"{profile.flops_per_second / 1e12:.3g} TFLOP/s"),
         ("memory", f"{profile.bytes_per_second / 1e9:.3g} GB/s"),
-        ("links within nodes", _link(profile.within)),
-        ("links between nodes", _link(profile.between)),
+        ("links within nodes", _link(profile.links.within)),
+        ("links between nodes", _link(profile.links.between)),
+        ("exchange within nodes", _link(profile.exchange.within)),
+        ("exchange between nodes", _link(profile.exchange.between)),
         ("held-out calls", f"R² {accuracy.r2:.4f}, worst ratio {accuracy.worst_ratio:.2f}, of {accuracy.count}"),
     ]
     return "\n".join(f"{name:<26} {value}" for name, value in lines)

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.options import seconds
 from hf_distca.pool.wire.address import parse_address
 
 DESCRIPTION = """\
@@ -43,16 +44,6 @@ def _address(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, got {text!r}")
-    return seconds
-
-
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the subcommand and its options."""
     parser = commands.add_parser(
@@ -83,7 +74,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
         "--wait",
-        type=_seconds,
+        type=seconds,
         default=60.0,
         metavar="SECONDS",
         help="how long to try to join, and to join again when the run is not to be reached any more (default: 60)",
@@ -94,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     """Serve until training ends, or the process gets SIGINT or SIGTERM.
 
     Raises:
-        InputError: the options cannot be used, or the run was not to be reached in time.
+        InputError: the options cannot be used, ranks cannot use the server, or the run was not to be reached in time.
     """
     # Only this subcommand needs torch.
     import torch
@@ -102,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_distca.kernels import get_kernel
     from hf_distca.pool.server import AttentionServer
     from hf_distca.pool.transport.choice import Choice
-    from hf_distca.pool.wire import LinkLost, TokenError, parse_token, read_token
+    from hf_distca.pool.wire import LinkLost, MismatchError, TokenError, parse_token, read_token
 
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
@@ -133,6 +124,8 @@ def run(options: argparse.Namespace) -> None:
     try:
         host, port = options.join
         server.run(host, port, options.wait, lambda line: print(line, flush=True))
+    except MismatchError as error:
+        raise InputError(f"the training run cannot use this server: {error}") from error
     except LinkLost as error:
         raise InputError(f"{error}; see --join, --token-file and --wait") from error
     finally:

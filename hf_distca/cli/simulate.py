@@ -5,14 +5,16 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hf_distca.cli.lengths_file import InputError, read_lengths
-from hf_distca.cli.options import positive, ranks
+from hf_distca.cli.lengths_file import InputError, is_lengths_file, lengths_of, read_lengths
+from hf_distca.cli.options import batches, check_stages, positive, ranks, seed, servers, tokens
 from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
 from hf_distca.cli.settings import add_setting, config_of
+from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
@@ -41,9 +43,9 @@ Predict what a training step takes on a cluster, for documents like yours, by ea
 equal tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and core attention disaggregated
 with the layout fixed or joint, from measured costs of a device. Where it does not pay, it says so.
 
---lengths takes a JSON file as hf-distca plan does, a data set's name on the hub or its folder with a column of
-lengths or input_ids (--split, --column), the name of a distribution that comes along, {LONG_AND_SHORT} (a document of
-half of all ranks' tokens beside short ones), or {BUILT_IN}.
+--lengths takes a .json, .csv, .jsonl or .parquet file as hf-distca plan does, a data set's name on the hub or its
+folder with a column of lengths or input_ids (--split, --column), the name of a distribution that comes along,
+{LONG_AND_SHORT} (a document of half of all ranks' tokens beside short ones), or {BUILT_IN}.
 
 Steps are those of one micro-batch on each rank. Gradient synchronisation and the optimizer, which are the same in all
 ways, are not in them. Memory is counted as hf-distca plan --model does, with the model's state divided as by FSDP2;
@@ -65,10 +67,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add(
         "--column",
         default=None,
-        help="of a data set: lengths, or lists to be measured (default: length, or input_ids)",
+        help="of a file or data set: lengths, or lists to be measured (default: length, or input_ids)",
     )
     add("--ranks", required=True, type=ranks, metavar="N", help="number of ranks that train")
-    add_setting(parser, "tokens_per_rank", required=True, metavar="T")
+    add_setting(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
     for name in ("balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong"):
         add_setting(parser, name)
     add("--ranks-per-node", type=positive, default=8, metavar="K", help="ranks that share a node (default: 8)")
@@ -84,15 +86,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="costs of the device: h100, cpu, or a file of hf-distca profile (default: h100)",
     )
     add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
-    add("--servers", type=int, default=0, metavar="M", help="try dedicated attention servers too, so many")
+    add("--servers", type=servers, default=0, metavar="M", help="try dedicated attention servers too, so many")
     add(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="run layers again in the backward (default: yes)",
     )
-    add("--batches", type=positive, default=16, metavar="B", help="micro-batches to draw (default: 16)")
-    add("--seed", type=int, default=0, help="of the drawing (default: 0)")
+    add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
+    add("--seed", type=seed, default=0, help="of the drawing (default: 0)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add_report_options(parser, png=True)
 
@@ -105,6 +107,8 @@ def run(options: argparse.Namespace) -> None:
     """
     began = time.perf_counter()
     check_report_options(options)
+    if options.tokens_per_rank < 2:
+        raise InputError("--tokens-per-rank must be at least 2: memory is counted with full and with half rows")
     try:
         setup = _setup(options, options.ranks)
         counted = options.tensor_parallel == 1 and options.ranks <= COUNTED_RANKS
@@ -182,8 +186,14 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
 
 def _setup(options: argparse.Namespace, ranks: int) -> Setup:
     sizes = node_sizes(ranks, min(options.ranks_per_node, ranks))
+    model = _model(options.model)
+    for kind in model.layers:
+        if kind.q_heads % options.tensor_parallel:
+            raise InputError(
+                f"--tensor-parallel {options.tensor_parallel} does not divide the model's {kind.q_heads} query heads"
+            )
     return Setup(
-        model=_model(options.model),
+        model=model,
         profile=DeviceProfile.load(options.profile),
         ranks=ranks,
         tokens_per_rank=options.tokens_per_rank,
@@ -195,11 +205,13 @@ def _setup(options: argparse.Namespace, ranks: int) -> Setup:
 
 def _settings(options: argparse.Namespace, setup: Setup) -> PlanSettings:
     config = config_of(options)
-    return PlanSettings(
+    settings = PlanSettings(
         **{**config.planning(setup.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": "joint"},
         kinds=tuple(map(setup.on_a_gpu, setup.model.layers)),
         bytes_per_value=setup.profile.bytes_per_value,
     )
+    check_stages(settings)
+    return settings
 
 
 def _model(name: str) -> ModelShape:
@@ -223,52 +235,33 @@ def _micro_batches(options: argparse.Namespace, ranks: int) -> Any:
         draw, first = lognormal(2048, 1.0), np.array([tokens // 2])
     elif source.startswith("lognormal:"):
         draw = _lognormal(source)
-    elif source.endswith(".json"):
-        rows = read_lengths(source)
-        draw = of_documents(np.array([n for row in rows for n in (row if isinstance(row, list) else [row])], np.int64))
+    elif is_lengths_file(source):
+        rows = read_lengths(source, options.column)
+        draw = of_documents(as_lengths([n for row in rows for n in (row if isinstance(row, list) else [row])]))
     else:
-        draw = of_documents(_of_data_set(source, options, sorted(known)))
+        expected = f"a .json, .csv, .jsonl or .parquet file, one of {', '.join([*sorted(known), LONG_AND_SHORT])}, "
+        expected += f"{BUILT_IN}, or a data set"
+        draw = of_documents(lengths_of(source, lambda: _data_set(source, options.split), options.column, expected))
     return micro_batches(draw, tokens, options.seed, first)
 
 
 def _lognormal(source: str) -> Draw:
     try:
         median, sigma = map(float, source.removeprefix("lognormal:").split(","))
-    except ValueError:
-        median = sigma = 0.0
-    if median < 1 or sigma <= 0:
-        raise InputError(f"{source!r} is no distribution: expected {BUILT_IN}, such as lognormal:4000,1.5")
-    return lognormal(median, sigma)
+        return lognormal(median, sigma)
+    except ValueError as error:
+        raise InputError(
+            f"{source!r} is no distribution: expected {BUILT_IN}, such as lognormal:4000,1.5 ({error})"
+        ) from error
 
 
-def _of_data_set(source: str, options: argparse.Namespace, known: list[str]) -> np.ndarray:
-    """Lengths of the documents of a data set."""
-    from pathlib import Path
-
+def _data_set(source: str, split: str) -> Any:
+    """A data set: of the hub, of a folder of files, or saved in a folder."""
     from datasets import load_dataset, load_from_disk
 
-    try:
-        saved = Path(source, "state.json").exists() or Path(source, "dataset_dict.json").exists()
-        data = load_from_disk(source) if saved else load_dataset(source, split=options.split)
-        data = data[options.split] if isinstance(data, dict) else data
-    except Exception as error:  # the hub's, a file system's, a parser's
-        raise InputError(
-            f"no document lengths at {source!r}: expected a .json file, one of {', '.join([*known, LONG_AND_SHORT])}, "
-            f"{BUILT_IN}, or a data set ({str(error).strip().splitlines()[0] if str(error) else type(error).__name__})"
-        ) from error
-    names = [options.column] if options.column else ["length", "input_ids"]
-    column = next((name for name in names if name in data.column_names), None)
-    if column is None:
-        raise InputError(
-            f"{source} has columns {data.column_names}, none of {names}: name one with lengths, or with lists of "
-            "tokens, by --column"
-        )
-    values = data.with_format("arrow").data.column(column).combine_chunks()
-    lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
-    found: np.ndarray = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-    if not len(found) or found.min() < 1:
-        raise InputError(f"{source}: column {column} has documents without tokens, or none at all")
-    return found
+    saved = Path(source, "state.json").exists() or Path(source, "dataset_dict.json").exists()
+    data = load_from_disk(source) if saved else load_dataset(source, split=split)
+    return data[split] if isinstance(data, dict) else data
 
 
 def _table(result: Simulation, setup: Setup, seconds: float) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.report_files import check_writable, write_report
 from hf_distca.timeline.drawing import svg_of, text_of
 from hf_distca.timeline.steps import RankStep, ranks_of_step, step_names
 from hf_distca.timeline.trace import TraceError, parse, read_traces
@@ -40,6 +41,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         InputError: a file is no trace, there is no such step, or something cannot be written.
     """
+    check_writable(options.joined, options.svg)
     try:
         joined = read_traces(_files(options.traces))
         trace = parse(joined)
@@ -49,9 +51,9 @@ def run(options: argparse.Namespace) -> None:
         name = names[-1] if options.step is None else f"step {options.step}"
         steps = ranks_of_step(trace, name)
         if options.joined:
-            Path(options.joined).write_text(json.dumps(joined))
+            write_report(options.joined, json.dumps(joined).encode())
         if options.svg:
-            Path(options.svg).write_text(svg_of(name, steps))
+            write_report(options.svg, svg_of(name, steps).encode())
     except TraceError as error:
         raise InputError(str(error)) from error
     except OSError as error:

@@ -81,9 +81,11 @@ def disaggregated_attention(
                 f"a layer has {kind}; the plan was made for {'; '.join(map(str, nano.routes))}: "
                 "give all of them in PlanSettings.kinds"
             )
-        results = plan.kept_results.take((module, nano.index)) if recomputes else None
+        key = (module, nano.index)
+        were_kept = recomputes and key in plan.kept_results
+        results = plan.kept_results.take(key) if were_kept else None
         # Where results are kept through a checkpoint, what was received is gone with the first forward.
-        receives_again = keeps or results is not None or not plan.keep_received
+        receives_again = keeps or were_kept or not plan.keep_received
         # With sinks, O and LSE are not final when the worker has computed them.
         kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
         layer = getattr(module, "layer_idx", None)

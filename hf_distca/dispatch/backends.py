@@ -14,7 +14,8 @@ EXCHANGE_CTAS = 8
 
 NCCL by itself takes up to 32 (ncclConfig_t in its user guide), a quarter of an H100's 132 SMs. MagiAttention saw
 all-to-all exchanges run fully under attention that leaves 4 to 8 SMs free (its post "How to Ensure Kernels Actually
-Overlap"). A power of two, to which NCCL rounds the channels of sends and receives. Not measured here.
+Overlap"). A power of two, to which NCCL rounds the channels of sends and receives. Not measured here yet: the part
+"exchange blocks" of `make gpu` does.
 """
 
 
@@ -27,11 +28,15 @@ def exchange_backend(device: torch.device) -> str:
     return str(default.get_device_backend_map().get(device.type, "gloo"))
 
 
-def exchange_options(backend: str) -> Any:
+def exchange_options(backend: str, ctas: int = EXCHANGE_CTAS) -> Any:
     """Options of the exchange's group: on NCCL such that an exchange starts while attention fills the GPU.
 
     A stream of high priority gets the next SM that is free, before the waiting blocks of an attention kernel. No
     clusters: all blocks of a cluster need room at once.
+
+    Args:
+        backend: of the group.
+        ctas: the most thread blocks of an exchange.
 
     Returns:
         ProcessGroupNCCL.Options; None on other backends.
@@ -39,7 +44,7 @@ def exchange_options(backend: str) -> Any:
     if backend != dist.Backend.NCCL:
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    for name, value in (("max_ctas", EXCHANGE_CTAS), ("cga_cluster_size", 0)):
+    for name, value in (("max_ctas", ctas), ("cga_cluster_size", 0)):
         if hasattr(options.config, name):  # not in builds of torch with an NCCL before 2.17
             setattr(options.config, name, value)
     return options

@@ -13,6 +13,9 @@ from torch import Tensor
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What puts a tensor away that autograd saves, and what brings it back."""
 
+Checkpoints = tuple[int, bool]
+"""How many checkpoints are around a place in a forward; whether gradients are on, which reentrant ones turn off."""
+
 
 class KeptResults:
     """Tensors of checkpointed forwards, from the first forward to the recomputation.
@@ -22,21 +25,34 @@ class KeptResults:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, tuple[Hooks | None, list[Any]]] = {}
+        self._kept: dict[Hashable, tuple[Hooks | None, list[Any]] | None] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether tensors were kept under a key, even if they cannot be told apart."""
+        return key in self._kept
+
     def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
-        """Keep tensors under a key until `take`; nobody may change them until then."""
+        """Keep tensors under a key until `take`; nobody may change them until then.
+
+        Where a module attends several times in a forward (DiffLlama), none are kept: a recomputation does not tell
+        which of the calls it repeats.
+        """
+        if key in self._kept:
+            self._kept[key] = None
+            return
         hooks = _outer_hooks()
         self._kept[key] = hooks, [x if hooks is None else hooks[0](x) for x in tensors]
 
     def take(self, key: Hashable) -> tuple[Tensor, ...] | None:
         """The tensors that were kept under a key, from now on the caller's; None if there are none."""
-        if key not in self._kept:
+        kept = self._kept.get(key)
+        if kept is None:
             return None
-        hooks, packed = self._kept.pop(key)
+        hooks, packed = kept
+        del self._kept[key]
         return tuple(packed if hooks is None else map(hooks[1], packed))
 
 
@@ -53,6 +69,11 @@ def is_checkpointed(training: bool) -> bool:
             training: nothing else tells of it.
     """
     return any(map(_of_checkpoint, _hooks())) or (training and not torch.is_grad_enabled())
+
+
+def checkpoints_around() -> Checkpoints:
+    """The checkpoints around this place in a forward: others than around another place where one begins between."""
+    return sum(map(_of_checkpoint, _hooks())), torch.is_grad_enabled()
 
 
 def _outer_hooks() -> Hooks | None:

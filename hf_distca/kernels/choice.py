@@ -90,7 +90,7 @@ def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, s
 
     Raises:
         ValueError: no kernel has this name, or it cannot do what is needed, or "auto" finds none that can.
-        ImportError: the kernel's package is missing.
+        ImportError: the kernel's package is missing, or cannot be imported.
     """
     if name == "auto":
         return choose_kernel(device, needs, sm_margin=sm_margin).kernel

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .flash_varlen import FlashVarlenKernel
+from .packages import PACKAGES
 from .packed import empty_gradients
 from .split import Grid
 from .varlen_call import VarlenCall
@@ -19,7 +20,7 @@ class FlashAttnKernel(FlashVarlenKernel):
     """`_flash_attn_varlen_forward` and `_backward` of the package, which has softcap.
 
     Raises:
-        ImportError: the package is missing, or older than 2.7.
+        ImportError: the package is missing, broken, or older than 2.7.
     """
 
     name = "flash_attn"
@@ -86,15 +87,8 @@ class FlashAttnKernel(FlashVarlenKernel):
 
 
 def _package() -> ModuleType:
-    try:
-        from flash_attn import flash_attn_interface
-    except ImportError as error:
-        raise ImportError(
-            "kernel 'flash_attn' needs the flash-attn package: pip install 'hf-distca[flash-attn]' (it needs "
-            "CUDA); kernel 'torch_varlen' comes with torch"
-        ) from error
-    if not hasattr(flash_attn_interface, "_wrapped_flash_attn_varlen_forward"):
+    package = PACKAGES["flash_attn"].load()
+    if not hasattr(package, "_wrapped_flash_attn_varlen_forward"):
         # 2.7 made them custom ops, with the window as two numbers.
         raise ImportError("kernel 'flash_attn' needs flash-attn 2.7 or later: pip install -U flash-attn")
-    package: ModuleType = flash_attn_interface
     return package

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from .flash_varlen import FlashVarlenKernel
+from .packages import PACKAGES, MissingPackageError
 from .packed import empty_gradients
 from .params import AttentionParams
 from .split import Grid
 from .varlen_call import VarlenCall
 
 HUB_BUILD, HUB_VERSION = "kernels-community/flash-attn3", 1
-INSTALL = (
-    "pip install flash-attn-3 --find-links https://download.pytorch.org/whl/flash-attn-3/ (or build it from the "
-    "hopper folder of Dao-AILab/flash-attention)"
-)
 
 
 class FlashAttn3Kernel(FlashVarlenKernel):
@@ -32,7 +29,7 @@ class FlashAttn3Kernel(FlashVarlenKernel):
         hub: where the package is not installed, take the hub's build by the `kernels` package, which downloads it.
 
     Raises:
-        ImportError: neither is there, or what is there is too old.
+        ImportError: neither is there, or what is there is broken or too old.
     """
 
     name = "flash_attn_3"
@@ -118,17 +115,20 @@ def not_deterministic(name: str, head_dim_qk: int, head_dim_v: int) -> str | Non
 
 
 def _operators(hub: bool) -> Any:
-    """The namespace of operators of the package, else of the hub's build."""
+    """The namespace of operators of the package; where it is not installed, of the hub's build."""
+    package = PACKAGES["flash_attn_3"]
     try:
-        import flash_attn_interface  # noqa: F401 - registers the operators
-    except ImportError as error:
+        package.load()  # registers the operators
+    except MissingPackageError:
         operators = _hub_operators() if hub else None
         if operators is None:
-            raise ImportError(f"kernel 'flash_attn_3' needs the flash_attn_3 package: {INSTALL}") from error
+            raise
     else:
         operators = torch.ops.flash_attn_3
     if not hasattr(operators, "fwd") or not hasattr(operators, "bwd"):
-        raise ImportError(f"the flash_attn_3 package has no operators fwd and bwd; install a newer one: {INSTALL}")
+        raise ImportError(
+            f"the flash_attn_3 package has no operators fwd and bwd; install a newer one: {package.install}"
+        )
     return operators
 
 
@@ -136,6 +136,8 @@ def _hub_operators() -> Any:
     """The operators of the hub's build; None without the `kernels` package."""
     try:
         from kernels import get_kernel
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name != "kernels":  # it is there, and what it needs is not
+            raise
         return None
     return get_kernel(HUB_BUILD, version=HUB_VERSION).ops

@@ -4,13 +4,13 @@ Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G k
 queries and keys, R padded head dim of values.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .flash_varlen import FlashVarlenKernel
+from .packages import PACKAGES
 from .params import AttentionParams
 from .varlen_call import VarlenCall
 
@@ -21,7 +21,7 @@ class FlashAttn4Kernel(FlashVarlenKernel):
     The first kernel call of each kind compiles its kernel, which takes some seconds.
 
     Raises:
-        ImportError: the package is missing.
+        ImportError: the package is missing or broken.
     """
 
     name = "flash_attn_4"
@@ -33,7 +33,7 @@ class FlashAttn4Kernel(FlashVarlenKernel):
     backward_grid = None
 
     def __init__(self) -> None:
-        self._package = _package()
+        self._package = PACKAGES["flash_attn_4"].load()
 
     def _padded(self, head_dim_qk: int, head_dim_v: int, device: torch.device) -> tuple[int, int]:
         return padded_head_dims(head_dim_qk, head_dim_v, torch.cuda.get_device_capability(device)[0])
@@ -108,15 +108,3 @@ def _options(call: VarlenCall) -> dict[str, Any]:
         "window_size_left": call.window_left,
         "window_size_right": call.window_right,
     }
-
-
-def _package() -> ModuleType:
-    try:
-        from flash_attn.cute import interface
-    except ImportError as error:
-        raise ImportError(
-            "kernel 'flash_attn_4' needs the flash-attn-4 package: pip install --pre flash-attn-4 (on CUDA 13: "
-            "'flash-attn-4[cu13]')"
-        ) from error
-    package: ModuleType = interface
-    return package

@@ -17,9 +17,9 @@ from hf_distca.patches.layers import decoder_layers
 
 logger = logging.getLogger(__name__)
 
-ROUTING = ("Expert", "Router", "TopK")
-"""In names of classes: a block that sends rows to experts. How many rows an expert has depends on all rows, and what
-the router says of them is collected for the model's loss."""
+EXPERTS = "Expert"
+"""In the name of a class that a block has inside: it sends rows to experts. How many rows an expert has depends on all
+rows, and what the router says of them is collected for the model's loss."""
 
 
 def chunk_mlps(model: nn.Module, rows: int) -> None:
@@ -62,7 +62,7 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
 
 def _why_not(module: nn.Module) -> str:
     """Why a module of a decoder layer cannot be divided by rows; "" where it can."""
-    if any(word in type(inner).__name__ for inner in module.modules() for word in ROUTING):
+    if any(EXPERTS in type(inner).__name__ for inner in module.modules()):
         return "routes rows to experts"
     if "forward" in vars(module):
         return "has got another forward, such as Liger's"

@@ -31,13 +31,16 @@ from hf_distca.plan import PLAN_KEY
 logger = logging.get_logger(__name__)
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_WEIGHTS = "torch.distributed.fsdp."
+"""Whose hooks gather and free weights, as often as a module is called: FSDP2's of experts inside a layer."""
 
 
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     """Let a model's decoder layers run planned micro-batches nano-batch by nano-batch. Do it before `prepare`.
 
-    What mixes along the row otherwise than by attention runs document by document. Outside a planned step the layers
-    behave as before.
+    What mixes along the row otherwise than by attention runs document by document. A layer inside a layer that is a
+    checkpoint of its own (Zamba) is planned too: it is recomputed apart from the layer around it. Outside a planned
+    step the layers behave as before.
 
     Args:
         model: the model; its layers are changed in place.
@@ -48,22 +51,31 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     Raises:
         ValueError: the model has no layer that transformers can checkpoint.
     """
+    check_layers(model)
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}
-    for layer in decoder_layers(model):
+    outer = decoder_layers(model)
+    for layer in [*outer, *_inner_layers(outer)]:
         cls = type(layer)
         if cls not in subclasses and not issubclass(cls, _PlannedLayer):
             # accelerate and PEFT find layers by the name of their class.
             subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
         if cls in subclasses:
             layer.__class__ = subclasses[cls]
-        vars(layer).update(attends=has_attention(layer), mixes=plan_mixing(layer))
-    planned = [type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)]
-    if not planned:
+        vars(layer).update(attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer))
+    return list(dict.fromkeys(type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)))
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise if a model has no layers in which two nano-batches can take turns.
+
+    Raises:
+        ValueError: it has no layer that transformers can checkpoint.
+    """
+    if not decoder_layers(model):
         raise ValueError(
             f"{type(model).__name__} has no decoder layer of transformers' GradientCheckpointingLayer; set "
             "ping_pong=False"
         )
-    return list(dict.fromkeys(planned))
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -81,6 +93,18 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def _inner_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """What transformers can checkpoint inside these decoder layers and mixes along the row."""
+    inside = {id(module): module for layer in layers for module in layer.modules()}
+    for layer in layers:
+        inside.pop(id(layer), None)
+    return [
+        module
+        for module in inside.values()
+        if isinstance(module, GradientCheckpointingLayer) and mixing_modules(module)
+    ]
+
+
 def has_attention(layer: nn.Module) -> bool:
     """Whether a decoder layer has attention that a plan can move."""
     return any(map(is_attention, layer.modules()))
@@ -95,17 +119,17 @@ class _PlannedLayer(nn.Module):
     """Comes before a decoder layer's own class.
 
     Attributes:
-        attends: whether it has attention that a plan can move.
-        mixes: whether it has modules that mix along the row otherwise.
+        attends: how many modules of attention it has that a plan can move.
+        mixes: how many modules it has that mix along the row otherwise.
     """
 
-    attends: bool
-    mixes: bool
+    attends: int
+    mixes: int
     _inner_hooks: "list[tuple[str, dict[int, Callable[..., Any]]]] | None" = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = kwargs.get(PLAN_KEY)
-        if not isinstance(plan, BoundPlan) or plan.is_part:
+        if not isinstance(plan, BoundPlan) or (plan.is_part and not self.mixes):
             return super().forward(*args, **kwargs)
         return self._planned_forward(super().forward, plan, args, kwargs)
 
@@ -114,12 +138,25 @@ class _PlannedLayer(nn.Module):
         self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         run = _seen_by_mixing(run) if self.mixes else run
-        if not self.attends:  # nothing is exchanged in it
-            return run(*args, **kwargs)
-        plan.ran.layers += 1
-        if len(plan.nano_batches) == 1 or self._is_watched():
-            return run(*args, **kwargs)
-        plan.ran.layers_in_turns += 1
+        ran, attentions, mixing = plan.ran, plan.ran.attentions, plan.ran.mixing
+        takes_turns = False
+        if self.attends and not plan.is_part:  # else nothing is exchanged in it, or the layer around it takes turns
+            ran.layers += 1
+            takes_turns = len(plan.nano_batches) == 2 and not self._is_watched()
+            ran.layers_in_turns += takes_turns
+        result = self._in_turns(run, plan, args, kwargs) if takes_turns else run(*args, **kwargs)
+        calls = 1 + takes_turns
+        if ran.attentions - attentions < calls * self.attends or ran.mixing - mixing < calls * self.mixes:
+            raise ValueError(
+                f"{type(self).__name__} ran without its plan in some module that attends or mixes along the row: "
+                "documents would attend to one another, or be mixed; this model cannot train with planned attention"
+            )
+        return result
+
+    def _in_turns(
+        self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run both nano-batches in turns; their joint result."""
         del kwargs[PLAN_KEY]
         first, second = (nano.rows for nano in plan.nano_batches)
         sizes = (first, second)
@@ -137,7 +174,7 @@ class _PlannedLayer(nn.Module):
         return result
 
     def _is_watched(self) -> bool:
-        """Whether a module inside the layer has a hook of the user's, which is to see all rows in one call."""
+        """Return whether a module inside the layer has a hook of the user's, which is to see all rows in one call."""
         if self._inner_hooks is None:  # collected once: a walk over all modules takes longer than a short layer
             self._inner_hooks = [
                 (f"{name} ({type(module).__name__})", getattr(module, kind))
@@ -148,13 +185,14 @@ class _PlannedLayer(nn.Module):
         for name, hooks in self._inner_hooks:
             for hook in hooks.values():
                 # How transformers records outputs; `_take_turns` joins what it finds.
-                if "output_capturing_hook" not in hook.__qualname__:
-                    logger.warning_once(
-                        f"ping-pong is off in every {type(self).__name__} with a hook inside, such as "
-                        f"{hook.__module__}.{hook.__qualname__} on {name}: the hook is to see all rows in one call. "
-                        "Exchanges hide behind less computation; results stay the same."
-                    )
-                    return True
+                if "output_capturing_hook" in hook.__qualname__ or hook.__module__.startswith(OF_WEIGHTS):
+                    continue
+                logger.warning_once(
+                    f"ping-pong is off in every {type(self).__name__} with a hook inside, such as "
+                    f"{hook.__module__}.{hook.__qualname__} on {name}: the hook is to see all rows in one call. "
+                    "Exchanges hide behind less computation; results stay the same."
+                )
+                return True
         return False
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
 from hf_distca.patches.kinds import calls_interface, is_named_attention
 from hf_distca.patches.split import Refusal, Sizes, join_results, split_argument
 from hf_distca.patches.uncompiled import uncompiled
@@ -29,17 +30,18 @@ DOCUMENTS = Refusal(
     "rows: got {described}; this model cannot train with planned attention",
 )
 
-_layer_plan: ContextVar[BoundPlan | None] = ContextVar("plan of the decoder layer that runs", default=None)
+_running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar("decoder layer that runs", default=None)
+"""The plan of the layer, and the checkpoints around it."""
 
 
 @contextmanager
 def layer_runs(plan: BoundPlan) -> Iterator[None]:
     """While inside, a decoder layer runs on the rows of this plan; models do not hand it to all modules of a layer."""
-    token = _layer_plan.set(plan)
+    token = _running.set((plan, checkpoints_around()))
     try:
         yield
     finally:
-        _layer_plan.reset(token)
+        _running.reset(token)
 
 
 def mixing_modules(layer: nn.Module) -> list[nn.Module]:
@@ -64,11 +66,11 @@ def _mixes(module: nn.Module) -> bool:
     return any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in module.children())
 
 
-def plan_mixing(layer: nn.Module) -> bool:
+def plan_mixing(layer: nn.Module) -> int:
     """Let a layer's mixing modules run document by document while `layer_runs`; elsewhere they behave as before.
 
     Returns:
-        Whether the layer has any.
+        How many the layer has.
     """
     modules = mixing_modules(layer)
     for module in modules:
@@ -76,7 +78,7 @@ def plan_mixing(layer: nn.Module) -> bool:
         if not issubclass(cls, _MixingModule):
             # Others find modules by the name of their class.
             module.__class__ = type(cls.__name__, (_MixingModule, cls), {"__module__": cls.__module__})
-    return bool(modules)
+    return len(modules)
 
 
 def takes_keywords(module: nn.Module) -> bool:
@@ -89,15 +91,26 @@ class _MixingModule(nn.Module):
     """Comes before a mixing module's own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan = _layer_plan.get()
-        if plan is None:
+        running = _running.get()
+        if running is None:
             return super().forward(*args, **kwargs)
-        return self._by_document(super().forward, plan, args, kwargs)
+        return self._by_document(super().forward, *running, args, kwargs)
 
     @uncompiled("a mixing module runs on one document after another, of lengths that are new with each micro-batch")
     def _by_document(
-        self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: Callable[..., Any],
+        plan: BoundPlan,
+        around_layer: Checkpoints,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
+        if checkpoints_around() != around_layer:
+            raise ValueError(
+                f"{type(self).__name__} runs in a gradient checkpoint that begins inside its decoder layer: it would "
+                "be computed again without the layer's plan, its documents as one. Put checkpoints around whole "
+                "layers, as model.gradient_checkpointing_enable() does"
+            )
         plan.ran.mixing += 1
         sizes = plan.document_rows
         split_args = [split_argument(f"argument {i}", value, sizes, DOCUMENTS) for i, value in enumerate(args)]

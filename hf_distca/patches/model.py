@@ -16,7 +16,7 @@ from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.patches.adapters import check_adapters
 from hf_distca.patches.dropout import check_dropout
 from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, decoder_attentions, hands_on
-from hf_distca.patches.layers import decoder_layers, has_attention, mixing_layers
+from hf_distca.patches.layers import check_layers, decoder_layers, has_attention, mixing_layers
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.patches.mixing import mixing_modules, takes_keywords
 from hf_distca.plan import AttentionKind
@@ -48,12 +48,14 @@ def plan_settings(
         ranks_per_node: how many of the ranks share a node, where config.ranks_per_node leaves it to the launch.
 
     Raises:
-        ValueError: the model cannot be planned, see `checked_attentions`, the kernel cannot compute its attention, or
-            nodes have another number of ranks together.
+        ValueError: the model cannot be planned, see `checked_attentions`, it has no layers for config.ping_pong, the
+            kernel cannot compute its attention, or nodes have another number of ranks together.
         ImportError: the package of the kernel is missing.
     """
     attentions = checked_attentions(model)
     model = base_model(model)
+    if config.ping_pong:
+        check_layers(model)
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = attention_kinds(model, attentions)
@@ -132,10 +134,10 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
         The attention layers of the transformers model by name.
 
     Raises:
-        ValueError: the model has no attention interface, does not use attn_implementation="distca", masks by a rule
-            of its own, adds a bias to its scores, drops attention weights in training, does not hand the plan to its
-            attention layers, mixes along the row in a way that cannot be kept apart by documents, or has an adapter of
-            a kind that packed rows cannot train.
+        ValueError: the model has no attention interface, does not use attn_implementation="distca", numbers positions
+            by itself, is not causal, masks by a rule of its own, adds a bias to its scores, drops attention weights in
+            training, does not hand the plan to its attention layers, mixes along the row in a way that cannot be kept
+            apart by documents, computes its loss by itself, or has an adapter of a kind that packed rows cannot train.
     """
     check_adapters(model)
     model = base_model(model)
@@ -159,13 +161,8 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
             f"a plan cannot express it. This model can train with {_other_implementations(model)}"
         )
     check_dropout(config, attentions)
-    for module_name, module in model.named_modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            raise ValueError(
-                f"{module_name} of {type(model).__name__} numbers positions from its padding token on, not from 0 as "
-                f"packed batches do; this model can train with {_other_implementations(model)}, but not with planned "
-                "attention"
-            )
+    _check_positions(model)
+    _check_causal(model, attentions)
     for module_name, module in attentions.items():
         if hands_on(module, "position_bias"):
             raise ValueError(
@@ -181,6 +178,7 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
                 f"takes none, or does not use them), so the plan would not reach it; this model can train with "
                 f"{_other_implementations(model)}, but not with planned attention"
             )
+    _check_loss(model)
     return attentions
 
 
@@ -199,19 +197,57 @@ def check_reentrant(model: PreTrainedModel) -> None:
             )
 
 
-def check_loss(model: PreTrainedModel) -> None:
-    """Raise if a model of transformers computes its loss by itself: it knows no targets but its own rank's.
-
-    Raises:
-        ValueError: it does.
-    """
-    base = base_model(model)
-    forward = inspect.unwrap(type(base).forward)
-    if forward.__module__.startswith("transformers.") and "loss_function" not in forward.__code__.co_names:
+def _check_positions(model: PreTrainedModel) -> None:
+    """Raise unless a model numbers positions as the batch says: from 0 on in each document."""
+    reason = None
+    for name, module in model.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            reason = f"{name} of {type(model).__name__} numbers positions from its padding token on, not from 0"
+    if not _takes_positions(model):
+        reason = (
+            f"{type(model).__name__} takes no position_ids: it numbers the positions of a row by itself, and does not "
+            "begin again at 0 with each document"
+        )
+    if reason is not None:
         raise ValueError(
-            f"{type(base).__name__} computes its loss without transformers' loss function, as the mean over its own "
+            f"{reason} as packed batches do; this model can train with {_other_implementations(model)}, but not with "
+            "planned attention"
+        )
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model's forward names position_ids, or hands keywords on to a decoder whose forward does."""
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        return True
+    decoder: Any = model.get_decoder()
+    return takes_keywords(model) and "position_ids" in inspect.signature(decoder.forward).parameters
+
+
+def _check_causal(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> None:
+    """Raise if rows of a model attend to later ones, or to those of an encoder."""
+    config = model.config.get_text_config(decoder=True)
+    not_causal = [name for name, module in attentions.items() if not getattr(module, "is_causal", True)]
+    if not getattr(config, "is_causal", True):  # its masks let rows attend to later ones, whatever its modules say
+        not_causal = list(attentions)
+    if not_causal:
+        decoder = "" if getattr(config, "is_decoder", True) else "set is_decoder=True in its config, else "
+        raise ValueError(
+            f"{not_causal[0]} of {type(model).__name__} is not causal: its rows attend to later ones or to an "
+            f"encoder's, and a plan knows earlier rows only; {decoder}this model can train with "
+            f"{_other_implementations(model)}, but not with planned attention"
+        )
+
+
+def _check_loss(model: PreTrainedModel) -> None:
+    """Raise if a model of transformers computes its loss by itself: it knows no targets but its own rank's."""
+    forward = inspect.unwrap(type(model).forward)
+    computes_loss = "labels" in inspect.signature(forward).parameters
+    is_stock = forward.__module__.startswith("transformers.")
+    if computes_loss and is_stock and "loss_function" not in forward.__code__.co_names:
+        raise ValueError(
+            f"{type(model).__name__} computes its loss without transformers' loss function, as the mean over its own "
             "rows: ranks with different numbers of targets would have no exact loss. This model can train with "
-            f"{_other_implementations(base)} and transformers' Trainer"
+            f"{_other_implementations(model)} and transformers' Trainer"
         )
 
 

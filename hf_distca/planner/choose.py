@@ -31,7 +31,7 @@ GOOD_ENOUGH = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class _Candidate:
+class Candidate:
     """One way to carry a micro-batch out.
 
     Attributes:
@@ -74,6 +74,20 @@ def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Micro
     return MicroBatchPlan(nano_batches, summary_of(lengths, nano_batches, settings), choice=best.choice)
 
 
+def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Iterator[Candidate]:
+    """Every plan that may be chosen, however slow: what the search is compared with.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        settings: see PlanSettings.
+        choices: what may be chosen.
+    """
+    search = _Search(lengths, settings, choices)
+    for placing in search.placings():
+        for tolerance in choices.tolerances:
+            yield from search.tried(placing, tolerance, choices.nano_batches, (True, False), every=True)
+
+
 class _Search:
     """Looks for the fastest plan.
 
@@ -87,9 +101,10 @@ class _Search:
         self._lengths, self._settings, self._choices = lengths, replace(settings, choices=None), choices
         self._nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
         self._costs = choices.costs
-        self._best: _Candidate | None = None
+        self._seconds = document_seconds(lengths, choices.costs)
+        self._best: Candidate | None = None
 
-    def run(self) -> _Candidate:
+    def run(self) -> Candidate:
         """The best candidate."""
         finest, *coarser = self._choices.tolerances
         if not self._choices.groups or self._settings.document_layout != "joint":
@@ -103,10 +118,9 @@ class _Search:
         assert self._best is not None
         return self._best
 
-    def _as_set(self, tolerances: tuple[float, ...]) -> Iterator[_Candidate]:
+    def _as_set(self, tolerances: tuple[float, ...]) -> Iterator[Candidate]:
         """Plans with the layout of the settings."""
-        seconds = document_seconds(self._lengths, self._costs)
-        every = Placing.of_all(seconds, self._settings.ranks)
+        every = Placing.of_all(self._seconds, self._settings.ranks)
         for tolerance in tolerances:
             for count in self._choices.nano_batches:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
@@ -114,31 +128,31 @@ class _Search:
                 if len(plan.nano_batches) == count or count == 1 or len(self._choices.nano_batches) == 1:
                     yield self._candidate(plan.nano_batches, every, tolerance)
 
-    def _in_groups(self, finest: float, coarser: list[float]) -> Iterator[_Candidate]:
+    def _in_groups(self, finest: float, coarser: list[float]) -> Iterator[Candidate]:
         """Plans whose documents lie inside groups of ranks."""
-        settings = self._settings
-        seconds = document_seconds(self._lengths, self._costs)
-        ideal = float(seconds.sum()) / settings.ranks
-        every = partitions(node_sizes(settings.ranks, settings.ranks_per_node))
-        placings = [
-            placing
-            for sizes in every
-            if (placing := place_in_groups(self._lengths, seconds, sizes, settings.tokens_per_rank))
-        ]
+        ideal = float(self._seconds.sum()) / self._settings.ranks
+        placings = self.placings()
         # The smallest groups that compute alike come first, then smaller ones, which exchange less, then larger ones.
         limit = min(placing.slowest for placing in placings) * (1 + GOOD_ENOUGH)
         first = next(index for index, placing in enumerate(placings) if placing.slowest <= limit)
         for placing in [*reversed(placings[: first + 1]), *placings[first + 1 :]]:
             if self._worth(placing, ideal):
-                dominated = placing.longest_share(seconds) > DOMINANT_SHARE
-                yield from self._tried(placing, finest, self._choices.nano_batches, (dominated, False))
+                dominated = placing.longest_share(self._seconds) > DOMINANT_SHARE
+                yield from self.tried(placing, finest, self._choices.nano_batches, (dominated, False))
         for tolerance in coarser:
             best = self._best
             if best is None or best.waited <= GOOD_ENOUGH:
                 return
-            yield from self._tried(best.placing, tolerance, (best.choice.nano_batches,), (False,))
+            yield from self.tried(best.placing, tolerance, (best.choice.nano_batches,), (False,))
             if self._best is best:
                 return
+
+    def placings(self) -> list[Placing]:
+        """The documents of groups, for every division into groups that can hold them; the smallest groups first."""
+        ranks, tokens = self._settings.ranks, self._settings.tokens_per_rank
+        every = partitions(node_sizes(ranks, self._settings.ranks_per_node))
+        found = [place_in_groups(self._lengths, self._seconds, sizes, tokens) for sizes in every]
+        return [placing for placing in found if placing is not None]
 
     def _worth(self, placing: Placing, ideal: float) -> bool:
         """Whether a division into groups could be faster than the best plan so far."""
@@ -151,9 +165,15 @@ class _Search:
         before = self._best.placing
         return len(placing.sizes) > len(before.sizes) or placing.slowest < before.slowest * (1 - GOOD_ENOUGH)
 
-    def _tried(
-        self, placing: Placing, tolerance: float, nano_batches: tuple[int, ...], evenly: tuple[bool, ...]
-    ) -> Iterator[_Candidate]:
+    def tried(
+        self,
+        placing: Placing,
+        tolerance: float,
+        nano_batches: tuple[int, ...],
+        evenly: tuple[bool, ...],
+        *,
+        every: bool = False,
+    ) -> Iterator[Candidate]:
         """Plans on one division into groups, until exchanges cost next to nothing.
 
         Args:
@@ -161,6 +181,7 @@ class _Search:
             tolerance: of balance.
             nano_batches: numbers of them.
             evenly: whether long documents are divided evenly.
+            every: do not end where exchanges cost next to nothing.
         """
         chosen = replace(self._settings, balance_tolerance=tolerance)
         exchanges = max(placing.sizes) > 1 or bool(placing.left)
@@ -175,10 +196,10 @@ class _Search:
                 )
                 candidate = self._candidate(planned, placing, tolerance)
                 yield candidate
-                if candidate.choice.seconds * (1 - GOOD_ENOUGH) <= placing.slowest:
+                if not every and candidate.choice.seconds * (1 - GOOD_ENOUGH) <= placing.slowest:
                     return
 
-    def _candidate(self, nano_batches: tuple[NanoBatch, ...], placing: Placing, tolerance: float) -> _Candidate:
+    def _candidate(self, nano_batches: tuple[NanoBatch, ...], placing: Placing, tolerance: float) -> Candidate:
         alone = len(nano_batches) == 1
         counted = [
             {
@@ -194,4 +215,4 @@ class _Search:
         ]
         step = predict_step(counted, [nano.layout.tokens for nano in nano_batches], self._costs)
         choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds)
-        return _Candidate(placing, nano_batches, choice, float(step.waited.max()) / step.seconds)
+        return Candidate(placing, nano_batches, choice, float(step.waited.max()) / step.seconds)

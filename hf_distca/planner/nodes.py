@@ -6,6 +6,8 @@ import numpy as np
 
 NODE_BANDWIDTH = 450.0
 """GB/s that a GPU sends, and receives, inside its node: NVLink of an H100 or H200."""
+EXCHANGE_BANDWIDTH = 100.0
+"""GB/s of an exchange inside a node, by the 8 thread blocks that it may use (`EXCHANGE_CTAS`): some 12 GB/s each."""
 NETWORK_BANDWIDTH = 50.0
 """GB/s that a GPU sends, and receives, between nodes: a network port of 400 Gbit/s for each GPU."""
 

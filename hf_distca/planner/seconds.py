@@ -109,6 +109,19 @@ class LinkCost:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Seconds between ranks.
+
+    Attributes:
+        within: inside a node.
+        between: between nodes.
+    """
+
+    within: LinkCost
+    between: LinkCost
+
+
+@dataclass(frozen=True)
 class KindCosts:
     """What core attention takes in the layers of one kind.
 
@@ -139,8 +152,7 @@ class StepCosts:
         after: seconds of a token behind core attention, in one layer's forward.
         backward_factor: backward over forward of these two; with checkpointing the forward is run again in it.
         head: seconds of a token in the output head and the loss, forward and backward.
-        within: links inside a node.
-        between: links between nodes.
+        exchange: of rows between ranks.
     """
 
     kinds: tuple[KindCosts, ...]
@@ -148,8 +160,7 @@ class StepCosts:
     after: float
     backward_factor: float
     head: float
-    within: LinkCost
-    between: LinkCost
+    exchange: Links
 
     @property
     def token(self) -> float:

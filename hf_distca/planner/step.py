@@ -53,9 +53,7 @@ def predict_step(
     seconds = 0.0
     for of_kind in costs.kinds:
         counted = [nano[of_kind.kind] for nano in nano_batches]
-        layer = LayerCosts(
-            of_kind.forward, of_kind.backward, before, after, costs.backward_factor, costs.within, costs.between
-        )
+        layer = LayerCosts(of_kind.forward, of_kind.backward, before, after, costs.backward_factor, costs.exchange)
         for direction in ("forward", "backward"):
             walked = walk_layer(counted, layer, direction)
             attention += of_kind.layers * walked.attention

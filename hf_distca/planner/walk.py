@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import Direction
 from hf_distca.planner.counted import CountedPlan
 from hf_distca.planner.schedule import Group, Phase, Transfer, Turn, make_schedule
-from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Tasks
+from hf_distca.planner.seconds import FloatArray, KernelCost, Links, Tasks
 
 SETTLED = 2
 """A layer begins while exchanges of the one before still end, so several are walked and the last one is taken."""
@@ -24,7 +24,7 @@ SETTLED = 2
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """What one layer takes outside of exchanges.
+    """What the parts of one layer take.
 
     Attributes:
         forward: of the kernel.
@@ -32,8 +32,7 @@ class LayerCosts:
         before: for each nano-batch, what comes before core attention, forward.
         after: for each nano-batch, what comes behind it, forward.
         backward_factor: backward of these over their forward; recomputation included.
-        within: links inside a node.
-        between: links between nodes.
+        exchange: of rows between ranks.
     """
 
     forward: KernelCost
@@ -41,8 +40,7 @@ class LayerCosts:
     before: Sequence[FloatArray]
     after: Sequence[FloatArray]
     backward_factor: float
-    within: LinkCost
-    between: LinkCost
+    exchange: Links
 
     def kernel(self, direction: Direction) -> KernelCost:
         """Of a direction."""
@@ -180,7 +178,7 @@ class _Layer:
     ) -> tuple[NDArray[np.bool_], list[tuple[int, NDArray[np.bool_], FloatArray]]] | None:
         """Which ranks take part in a transfer, and for each link who uses it and for how many seconds."""
         size = _bytes(self._nano_batches[index], rows, columns)
-        costs = (self._costs.within, self._costs.between)
+        costs = (self._costs.exchange.within, self._costs.exchange.between)
         used = [
             (link, size[link] > 0, cost.seconds(size[link])) for link, cost in enumerate(costs) if size[link].any()
         ]
@@ -194,7 +192,7 @@ class _Layer:
 
     def _serve(self, index: int, counted: CountedPlan, size: FloatArray, back: Transfer, walk: _Walk) -> None:
         """Servers compute once their rows are there, and send the results."""
-        ranks, link = counted.ranks, self._costs.between
+        ranks, link = counted.ranks, self._costs.exchange.between
         there = walk.clock + link.seconds(size[:, :ranks].max(axis=0))
         begins = np.maximum(walk.servers, there.max())
         begins = np.maximum(begins, walk.clock.min() + link.seconds(size[:, ranks:].max(axis=0)))

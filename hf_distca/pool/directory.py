@@ -8,6 +8,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from hf_distca.pool.messages.hello import DirectoryWelcome, Refusal, ServerHello
@@ -53,6 +54,7 @@ class Directory:
         port: TCP port; 0 for any that is free.
         token: the run's token.
         silence_s: a member that says nothing for so long is dropped.
+        ended: called when training is over, for those that servers' connections do not reach.
 
     Attributes:
         host: where it listens.
@@ -62,8 +64,16 @@ class Directory:
         OSError: the address cannot be listened on.
     """
 
-    def __init__(self, host: str, port: int, token: bytes, silence_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        silence_s: float = 20.0,
+        ended: Callable[[], None] | None = None,
+    ) -> None:
         self._silence_s = silence_s
+        self._tell_ended = ended
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._members: dict[int, tuple[ServerInfo, Channel]] = {}
@@ -76,15 +86,19 @@ class Directory:
         with self._lock:
             return tuple(info for info, _ in self._members.values())
 
-    def drop(self, member: int) -> None:
-        """Drop a server that does not answer ranks; it may join again, as a new member.
+    def drop(self, member: int, refusal: str = "") -> None:
+        """Drop a server that ranks cannot use.
 
         Args:
             member: its id; nothing happens if it is gone already.
+            refusal: why it need not try again, which it is told; without one it may join again, as a new member.
         """
         with self._lock:
             _, channel = self._members.pop(member, (None, None))
             if channel is not None:
+                if refusal:
+                    with suppress(LinkLost):  # it has left by itself
+                        channel.send(Kind.REFUSED, Refusal(refusal).header())
                 channel.shut_down()
 
     def end(self) -> None:
@@ -96,6 +110,8 @@ class Directory:
                     channel.send(Kind.END, {})
                 except LinkLost as error:
                     logger.warning("server %s:%d was not told that training ended: %s", info.host, info.port, error)
+        if self._tell_ended is not None:
+            self._tell_ended()
 
     def close(self) -> None:
         """Listen no more; servers that were not told of an end try to join again."""
@@ -130,6 +146,7 @@ class State(enum.Enum):
     JOINED = "joined"
     ENDED = "ended"  # training is over
     LOST = "lost"  # the directory is gone, or has dropped this server
+    REFUSED = "refused"  # ranks cannot use this server, now or later
 
 
 class Membership:
@@ -141,10 +158,12 @@ class Membership:
 
     Attributes:
         id: the id that the directory gave.
+        refusal: why ranks cannot use this server, where that is so.
     """
 
     def __init__(self, channel: Channel, member: int) -> None:
         self.id = member
+        self.refusal = ""
         self._channel = channel
         self._state = State.JOINED
         self._said_alive = time.monotonic()
@@ -211,8 +230,12 @@ class Membership:
                 self._said_alive = time.monotonic()
                 self._channel.send(Kind.ALIVE, {})
             if select.select([self._channel], [], [], timeout_s)[0]:
-                ended = self._channel.receive().kind is Kind.END
-                self._state = State.ENDED if ended else State.LOST
+                frame = self._channel.receive()
+                if frame.kind is Kind.REFUSED:
+                    self.refusal = Refusal.read(frame.header).reason
+                    self._state = State.REFUSED
+                else:
+                    self._state = State.ENDED if frame.kind is Kind.END else State.LOST
         except LinkLost as error:
             logger.warning("the directory is gone: %s", error)
             self._state = State.LOST

@@ -2,13 +2,11 @@
 
 import logging
 import os
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from accelerate.utils import parse_flag_from_env
 from torch.cuda import device_count, is_available
 
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.pool.child import ChildServer
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import Pool, use_servers
 from hf_distca.pool.transport.choice import Choice, make_memory
@@ -80,7 +79,8 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
         )
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.PrefixStore(
-        "hf_distca/attention_servers",
+        # The launcher's store outlives a restart of all processes, and with it what they left there.
+        f"hf_distca/attention_servers/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -140,29 +140,21 @@ def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
 
 
 def _serve(store: dist.Store, timeout_s: float, device: str) -> None:
-    """Run a server until training ends.
-
-    The server is a process of its own: the launcher ends all ranks when one of its processes fails, and a lost
-    server must not hurt the run.
-    """
+    """Run a server until training ends, in a child: a lost server must not hurt the run."""
     # Ranks load their model first; if they fail instead, the launcher ends this process.
     store.set_timeout(timedelta(days=1))
     address, token, transport = (store.get(name).decode() for name in ("address", "token", "transport"))
     command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", address, "--token-file", "-"]
     command += ["--device", device, "--wait", f"{timeout_s:g}", "--transport", transport]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    ChildServer(command, token + "\n", partial(_has_ended, store)).run()
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        server.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
-    assert server.stdin is not None
-    server.stdin.write(token + "\n")
-    server.stdin.close()
-    code = server.wait()
-    if code:
-        print(f"attention server: ended with {code}; training goes on without it", file=sys.stderr, flush=True)
+def _has_ended(store: dist.Store) -> bool:
+    """Whether ranks have left word that training is over."""
+    try:
+        return store.check(["ended"])
+    except dist.DistError:  # the process that has the store is gone, and rank 0 with it
+        return True
 
 
 def open_pool(
@@ -196,7 +188,8 @@ def open_pool(
         try:
             host, port = _address(address)
             token = make_token() if launch is not None else _file_token(Path(token_file))
-            directory = Directory(host, port, token)
+            ended = partial(launch.store.set, "ended", "") if launch is not None and launch.store is not None else None
+            directory = Directory(host, port, token, ended=ended)
             place = directory.host, directory.port
         except (OSError, ValueError) as caught:
             error = caught

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost
+from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Links
 
 PROFILES = Path(__file__).parent / "profiles"
 """Those that come with the package, by name."""
@@ -52,8 +52,8 @@ class DeviceProfile:
         flops_per_second: of the matrices of a layer.
         bytes_per_second: at which norms, activations and sums read and write the memory of the device.
         peak_flops: that the maker names, of which model FLOPs utilization (MFU) is a share.
-        within: links inside a node.
-        between: links between nodes.
+        links: what collectives take that may use all of a link, such as the gathering of K and V.
+        exchange: what the exchange of rows takes, whose few thread blocks on GPUs leave the others to attention.
         accuracy: of the kernel's forward.
     """
 
@@ -66,8 +66,8 @@ class DeviceProfile:
     flops_per_second: float
     bytes_per_second: float
     peak_flops: float
-    within: LinkCost
-    between: LinkCost
+    links: Links
+    exchange: Links
     accuracy: Accuracy = field(default=Accuracy(1.0, 1.0, 0))
 
     @property
@@ -100,7 +100,10 @@ class DeviceProfile:
                     **content,
                     "measured": AttentionKind(**content["measured"]),
                     **{side: KernelCost(**content[side]) for side in ("forward", "backward")},
-                    **{link: LinkCost(**content[link]) for link in ("within", "between")},
+                    **{
+                        speed: Links(**{place: LinkCost(**cost) for place, cost in content[speed].items()})
+                        for speed in ("links", "exchange")
+                    },
                     "accuracy": Accuracy(**content["accuracy"]),
                 }
             )

@@ -14,6 +14,8 @@ Draw = Callable[[np.random.Generator, int], IntArray]
 
 CORPORA = Path(__file__).parent / "document_lengths.json"
 """Histograms of the document lengths of public corpora, see the file's own note."""
+LONGEST_MEDIAN, WIDEST = 1e9, 3.0
+"""Of lognormal lengths: beyond them documents would be longer than any text, and than 64 bits can count."""
 SHORT_DOCUMENTS = 2048
 """Tokens of the short documents beside a long one, at the median."""
 
@@ -45,7 +47,14 @@ def lognormal(median: float, sigma: float) -> Draw:
     Args:
         median: tokens.
         sigma: standard deviation of the natural logarithm.
+
+    Raises:
+        ValueError: one of them is out of range.
     """
+    if not 1 <= median <= LONGEST_MEDIAN:
+        raise ValueError(f"the median must be from 1 to {LONGEST_MEDIAN:.0f} tokens, got {median:g}")
+    if not 0 < sigma <= WIDEST:
+        raise ValueError(f"sigma must be above 0 and at most {WIDEST:g}, got {sigma:g}")
     return lambda random, count: np.maximum(random.lognormal(np.log(median), sigma, count), 1).astype(np.int64)
 
 

@@ -85,8 +85,7 @@ class Setup:
             after=self._matrices(model.after, TOUCHED_AFTER),
             backward_factor=self.backward_factor,
             head=self._matrices(model.head, 0) * (1 + BACKWARD),  # chunks are computed once
-            within=profile.within,
-            between=profile.between,
+            exchange=profile.exchange,
         )
 
     def _matrices(self, weights: int, touched: int) -> float:
@@ -316,7 +315,7 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
         if context > 1:
             size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
             inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
-            link = setup.profile.within if inside else setup.profile.between
+            link = setup.profile.links.within if inside else setup.profile.links.between
             # Forward; in the backward again, and dK and dV are summed to where they belong.
             gathered += 3 * of_kind.layers * link.seconds(size)
             moved = max(moved, float(size.max()))

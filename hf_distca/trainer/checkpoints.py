@@ -11,6 +11,7 @@ from hf_distca.trainer.arguments import DistCAArguments
 
 STATE_FILE = "trainer_state.json"
 """What Trainer writes last into a checkpoint."""
+OPTIMIZER, SCHEDULE = "the optimizer's state", "the learning rate's schedule"
 _ZERO_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 
 
@@ -26,13 +27,14 @@ def agreed_checkpoint(
         groups: the ranks that train.
 
     Raises:
-        ValueError: on every rank, where any finds no such checkpoint, or one that was not saved whole, or DeepSpeed
-            cannot load its optimizer state on this number of ranks.
+        ValueError: on every rank, where any finds no such checkpoint, or one that was not saved whole, or one of the
+            model only, or DeepSpeed cannot load its optimizer state on this number of ranks.
     """
     checkpoint, error, saved_by = None, None, 0
     if resume_from_checkpoint:
         try:
             checkpoint = _found(resume_from_checkpoint, str(args.output_dir))
+            _check_state(Path(checkpoint), accelerator)
             saved_by = _zero_ranks(Path(checkpoint)) if _loads_zero_shards(accelerator) else 0
         except (ValueError, OSError) as caught:
             error = caught
@@ -58,6 +60,29 @@ def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
             "it is no checkpoint. Remove it, and resume from the one before"
         )
     return str(checkpoint)
+
+
+def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
+    """Raise where Trainer would find no optimizer or schedule in the checkpoint, and begin them anew in silence."""
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    needed = {OPTIMIZER: ["optimizer.pt"], SCHEDULE: ["scheduler.pt"]}
+    if deepspeed is not None:
+        needed[OPTIMIZER] = ["global_step*"]
+        if "scheduler" in deepspeed.deepspeed_config:  # which DeepSpeed saves beside the optimizer
+            del needed[SCHEDULE]
+    elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        needed[OPTIMIZER] = ["optimizer_0", "optimizer.bin"]
+    for state, names in needed.items():
+        if not any(found for name in names for found in checkpoint.glob(name)):
+            load = f"from_pretrained('{checkpoint}')"
+            if (checkpoint / "adapter_config.json").is_file():
+                load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
+            raise ValueError(
+                f"{checkpoint} has no {' or '.join(names)}, which holds {state}: it was saved with "
+                "save_only_model=True or under another strategy, and training would begin that anew in the middle. "
+                f"Load it as the model, {load}, and train without resume_from_checkpoint; or resume from a checkpoint "
+                "that was saved with save_only_model=False under the same strategy"
+            )
 
 
 def _loads_zero_shards(accelerator: Accelerator) -> bool:

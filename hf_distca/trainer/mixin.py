@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,12 +39,14 @@ from hf_distca.trainer.data_order import (
     packed_order,
     streamed_order,
 )
+from hf_distca.trainer.disk import disk_errors_named
 from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
 from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.model_flops import ModelFlops
 from hf_distca.trainer.parallel import (
+    allow_for_towers,
     data_parallel_mesh,
     dtype_of_computation,
     forget_evaluation,
@@ -97,6 +99,7 @@ class DistCAMixin(_Trainer):
         super().__init__(*args, **kwargs)
         with raised_together(self.args.exchange_timeout):
             check_trainer(self)
+            allow_for_towers(self.model, self.args, self.accelerator)
         self.dispatcher = self._make_dispatcher()
         check_agreement(self.args, self.dispatcher)
         self.pool = self._open_pool()
@@ -237,10 +240,10 @@ class DistCAMixin(_Trainer):
 
         Raises:
             RuntimeError: another rank failed; says which and why.
-            ValueError: the checkpoint was not saved whole, or DeepSpeed cannot load it on this number of ranks; or the
-                documents that are left cannot be those that it has not seen yet; says what must be set, on every rank,
-                before any work starts. Or this trainer has trained before, under DeepSpeed; or nothing brings the
-                gradients of ranks together.
+            ValueError: the checkpoint was not saved whole, or without optimizer and schedule, or DeepSpeed cannot load
+                it on this number of ranks; or the documents that are left cannot be those that it has not seen yet;
+                says what must be set, on every rank, before any work starts. Or this trainer has trained before, under
+                DeepSpeed; or nothing brings the gradients of ranks together.
         """
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
@@ -419,10 +422,11 @@ class DistCAMixin(_Trainer):
         return place.epoch, place.steps * self.args.gradient_accumulation_steps
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, *args: Any, **kwargs: Any) -> None:
-        if self.args.should_save:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self._progress.place.save(Path(self._get_output_dir(trial=trial)) / folder)
-        super()._save_checkpoint(model, trial, *args, **kwargs)
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with disk_errors_named(folder):
+            if self.args.should_save:
+                self._progress.place.save(folder)
+            super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False, *args: Any, **kwargs: Any
@@ -431,6 +435,8 @@ class DistCAMixin(_Trainer):
 
         Every rank calls it. Under FSDP and ZeRO-3, rank 0 gathers the weights in host memory.
         """
-        is_checkpoint = _internal_call and output_dir is not None
-        with nullcontext() if is_checkpoint else whole_weights(self.accelerator, self.deepspeed):
+        with ExitStack() as around:
+            if not _internal_call or output_dir is None:  # it is no checkpoint
+                around.enter_context(whole_weights(self.accelerator, self.deepspeed))
+                around.enter_context(disk_errors_named(Path(output_dir or str(self.args.output_dir))))
             super().save_model(output_dir, _internal_call, *args, **kwargs)

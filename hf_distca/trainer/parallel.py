@@ -77,6 +77,57 @@ def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
             model.forward = vars(model).pop("_original_forward")
 
 
+def allow_for_towers(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> None:
+    """Let DDP and FSDP train a model that has towers for images or sound, which text gives no gradient.
+
+    Args:
+        model: before it is wrapped.
+        args: of the trainer.
+        accelerator: the trainer's; DDP is told to look for parameters without a gradient.
+
+    Raises:
+        ValueError: DDP would train ranks apart; says what to freeze or to set.
+    """
+    base: Any = base_model(model)
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None and base._no_split_modules:
+        # Among them are classes of towers that this model has none of, for which accelerate and PEFT look in vain.
+        names = {type(module).__name__ for module in base.modules()}
+        base._no_split_modules = {name for name in base._no_split_modules if name in names}
+    if accelerator.distributed_type not in DDP or is_divided_at_load(model):
+        return
+    towers = trained_towers(base)
+    if not towers:
+        return
+    checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+    reentrant = args.gradient_checkpointing and checkpointing.get("use_reentrant")
+    if reentrant or args.ddp_find_unused_parameters is False:
+        setting, other = (
+            ("gradient_checkpointing_kwargs={'use_reentrant': True}", "set 'use_reentrant' to False")
+            if reentrant
+            else ("ddp_find_unused_parameters=False", "leave ddp_find_unused_parameters unset")
+        )
+        raise ValueError(
+            f"text gives {', '.join(towers)} of {type(base).__name__} no gradient, which DDP would wait for with "
+            f"{setting}, and ranks would train apart; freeze them (requires_grad_(False)), or {other}"
+        )
+    accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
+
+
+def trained_towers(model: PreTrainedModel) -> list[str]:
+    """The parts of a model besides its text model and head that are trained, such as a tower for images."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return []
+    of_text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    reached = {id(parameter) for module in of_text if module is not None for parameter in module.parameters()}
+    return list(
+        dict.fromkeys(
+            ".".join(name.split(".")[:2])
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in reached
+        )
+    )
+
+
 def gathers_parameters(accelerator: Accelerator) -> bool:
     """Whether ZeRO-3 gathers the parameters of each module when it begins."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)

@@ -8,7 +8,7 @@ from accelerate.utils import DynamoBackend
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
-from hf_distca.patches.model import check_loss, check_reentrant
+from hf_distca.patches.model import check_reentrant
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.refused_parallelism import check_parallelism, check_rows_are_whole
 
@@ -161,8 +161,6 @@ def check_trainer(trainer: Trainer) -> None:
     if trainer.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
         model = trainer.model
         check_reentrant(model)
-    model = trainer.model
-    check_loss(model)
     if not trainer.model_accepts_loss_kwargs:
         raise ValueError(
             f"{type(trainer.model).__name__} does not take num_items_in_batch, without which ranks with different "

@@ -13,6 +13,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.timeline.events import TRACED, Place, Zero, rank_trace
 from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.disk import disk_errors_named
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class StepTracer(TrainerCallback):
         place = Place(rank, self._args.world_size, groups.members)
         path = Path(str(self._args.output_dir)) / f"trace_rank_{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w") as file:
+        with disk_errors_named(path.parent), path.open("w") as file:
             json.dump(rank_trace(self._spans, place, self._zero), file)
         self._spans = []
         if rank == 0:

@@ -3,8 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,68 @@ def test_two_checkouts_take_rounds_in_turns(tmp_path):
     # The package of another checkout than the script's, on either side, would measure something else.
     assert "set PYTHONPATH" in run(ours, theirs, "--against", str(theirs)).stderr
     assert "give another checkout's folder" in run(ours, ours, "--against", str(ours)).stderr
+
+
+ENDLESS = """
+import os, time
+from pathlib import Path
+from harness import Ranks, rounds_parser, take_rounds
+import hf_distca
+
+PIDS = Path({pids!r})
+
+def prepare():
+    (PIDS / f"rank {{os.getpid()}}").touch()
+    return take
+
+def take():
+    (PIDS / "taking").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    options = rounds_parser(__doc__, rounds=1).parse_args()
+    (PIDS / f"script {{os.getpid()}}").touch()
+    if options.follow or options.against is None:
+        with Ranks(2, prepare) as ranks:
+            take_rounds(options, ranks.take)
+    take_rounds(options, dict)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_script_that_is_killed_leaves_no_process_behind(tmp_path, number):
+    """In the middle of a round; with SIGKILL it is a round of another checkout's script, which is to end as well."""
+    folders = [checkout(tmp_path / name, []) for name in ("ours", "theirs")]
+    for folder in folders:
+        (folder / "benchmarks" / "bench.py").write_text(ENDLESS.format(pids=str(tmp_path)))
+    ours, theirs = folders
+    command = [sys.executable, str(ours / "benchmarks" / "bench.py")]
+    if number == signal.SIGKILL:
+        command += ["--against", str(theirs)]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ours)}, stderr=subprocess.DEVNULL) as script:
+        wait_until((tmp_path / "taking").exists, 120)
+        script.send_signal(number)
+    pids = [int(path.name.split()[1]) for path in tmp_path.glob("* *")]
+    assert len(pids) == (4 if number == signal.SIGKILL else 3)
+    try:
+        wait_until(lambda: not any(map(is_running, pids)), 5)
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_documents_of_the_step_benchmark(harness):

@@ -177,6 +177,13 @@ def test_one_process(monkeypatch, capsys):
     assert told["GLOO_SOCKET_IFNAME"]["state"] == "wrong"
 
 
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "0", "x"])
+def test_a_wait_is_a_number_of_seconds(capsys, timeout):
+    with pytest.raises(SystemExit):
+        main(["doctor", "--timeout", timeout])
+    assert "--timeout: must be " in capsys.readouterr().err
+
+
 def test_a_launch():
     done = subprocess.run(
         [*launcher("ddp", 2), "--module", "hf_distca.cli.main", "doctor", "--json"],

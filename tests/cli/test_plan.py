@@ -157,7 +157,11 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1], ("--network-bandwidth", "0"), "--network-bandwidth: must be a positive number of gigabytes, got '0'"),
         ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
         ([1], ("--dtype", "int3"), "--dtype: invalid choice"),
-        ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x"),
+        ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x: no such folder"),
+        ([1], ("--dump", "."), "cannot write .: it is a folder; name a file"),
+        ([1], ("--tokens-per-rank", str(10**20)), "--tokens-per-rank: must be at most 134217728"),
+        ([1], ("--window", str(10**20)), "--window: must be at most 2147483647"),
+        ([1], ("--exchange-buffer-bytes", "1"), "--exchange-buffer-bytes 1 holds 0 rows of K and V"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(plan, capsys, lengths, options, message):
@@ -173,7 +177,7 @@ def test_bad_input_is_one_line_and_status_2(plan, capsys, lengths, options, mess
     ("option", "message"),
     [
         ("--ranks", "--ranks: must be a positive whole number"),
-        ("--tokens-per-rank", "tokens_per_rank must be positive, got 0"),
+        ("--tokens-per-rank", "--tokens-per-rank: must be a positive whole number"),
     ],
 )
 def test_sizes_must_be_positive(plan, capsys, option, message):
@@ -258,6 +262,42 @@ def test_nodes_in_the_table(plan, capsys):
     assert "bytes within nodes             4.19 MB, busiest rank 2.10 MB, busiest node 3.15 MB\n" in output
     assert "bytes between nodes            2.10 MB, busiest rank 1.05 MB, busiest node 2.10 MB\n" in output
     assert "busiest link, per layer        0.02 ms at 450 GB/s within and 50 GB/s between nodes\n" in output
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_tables_hold_lengths_or_tokens(capsys, tmp_path, ending):
+    file = tmp_path / f"documents.{ending}"
+    columns = {"length": [4, 4, 2, 6]} if ending == "csv" else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
+    getattr(datasets.Dataset.from_dict(columns), {"jsonl": "to_json"}.get(ending, f"to_{ending}"))(file)
+    assert main(["plan", "--lengths", str(file), "--ranks", "2", "--tokens-per-rank", "8"]) == 0
+    assert "documents                      4, 16 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "column", "message"),
+    [
+        (None, None, "no such file"),
+        ("", None, "expected a csv file (No columns to parse from file)"),
+        ("text\nab", None, "has columns ['text'], none of ['length', 'input_ids']"),
+        ("text\nab", "text", "string; expected whole numbers of tokens, or lists of tokens"),
+        ("length\n2.5", None, "column length holds double; expected whole numbers"),
+        ("length\n3\n0", None, "column length: row 1 is 0; a document has at least 1 token"),
+    ],
+)
+def test_tables_that_hold_none(capsys, tmp_path, content, column, message):
+    file = tmp_path / "documents.csv"
+    if content is not None:
+        file.write_text(content)
+    options = ["--ranks", "2", "--tokens-per-rank", "8", *(["--column", column] if column else [])]
+    assert main(["plan", "--lengths", str(file), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_empty_row_of_a_table(capsys, tmp_path):
+    file = tmp_path / "documents.jsonl"
+    file.write_text('{"input_ids": [1, 2]}\n{"input_ids": null}\n')
+    assert main(["plan", "--lengths", str(file), "--ranks", "2", "--tokens-per-rank", "8"]) == 2
+    assert "column input_ids is empty in row 1; leave such rows out" in capsys.readouterr().err
 
 
 def test_an_unreadable_file(capsys, tmp_path):

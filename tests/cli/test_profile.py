@@ -9,7 +9,7 @@ from hf_distca.cli.main import main
 from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels.speed import PEAK_FLOPS
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.seconds import KernelCost
+from hf_distca.planner.seconds import KernelCost, LinkCost
 from hf_distca.sim.costs import Accuracy, DeviceProfile
 
 SMALL = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16", "--hidden", "64"]
@@ -30,6 +30,7 @@ def test_a_device_is_measured_and_simulated(tmp_path, capsys, few_calls):
     assert found.dtype == "float32"
     assert "links not measured" in found.source
     assert found.accuracy.count == 3
+    assert (found.links.within.bandwidth, found.exchange.within.bandwidth) == (450e9, 100e9)
     assert min(found.flops_per_second, found.bytes_per_second) > 1e6
     setting = ["--lengths", "prolong", "--ranks", "2", "--tokens-per-rank", "2048", "--batches", "1"]
     assert main(["simulate", *setting, "--profile", str(path), "--json"]) == 0
@@ -48,6 +49,22 @@ def test_a_long_document_tells_how_fast_the_kernel_is(tmp_path, capsys, monkeypa
     assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL]) == 0
     flops = 2 * 2 * (16 + 16) * (16384 * 16385 / 2)
     assert f"16384 tokens' attention    {flops / seconds / 1e12:.3g} TFLOP/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--output", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: no such folder; make it first"),
+        (["--output", "."], "cannot write .: it is a folder; name a file"),
+        (["--q-heads", "3", "--kv-heads", "2"], "kv_heads must divide q_heads"),
+        (["--attention-kernel", "torch_varlen"], "torch_varlen"),
+        (["--hidden", "1000000000"], "cpu has too little memory for rows of this size; make --q-heads"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_first(tmp_path, capsys, monkeypatch, options, told):
+    monkeypatch.setattr(measured, "seconds_of", lambda *_: pytest.fail("measured"))
+    assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL, *options]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_costs_follow_what_calls_take(monkeypatch):
@@ -80,27 +97,18 @@ def test_short_calls_do_not_bend_what_long_ones_cost():
     assert found.seconds(tasks)[3:] == pytest.approx(seconds[3:], rel=0.05)
 
 
-def _link(_: None) -> tuple[float, float]:
-    link = measured.measured_link(Groups(torch.device("cpu"), 60.0), torch.device("cpu"), [1, 0])
-    return link.latency, link.bandwidth
+def _links(_: None) -> list[LinkCost]:
+    groups, device = Groups(torch.device("cpu"), 60.0), torch.device("cpu")
+    return [measured.measured_link(groups, device, [1, 0], alone=alone) for alone in (False, True)]
 
 
 def test_ranks_measure_the_same_link(rank_pools):
-    first, second = rank_pools[2].run(_link, None)
+    first, second = rank_pools[2].run(_links, None)
     assert first == second
-    assert first[0] >= 0
-    assert np.isfinite(first[1])
-    assert first[1] > 1e6
-
-
-def test_what_cannot_be_measured(tmp_path, capsys):
-    assert main(["profile", "--output", str(tmp_path / "no" / "where.json"), "--q-heads", "3", "--kv-heads", "2"]) == 2
-    assert "kv_heads must divide q_heads" in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written(tmp_path, capsys, few_calls):
-    assert main(["profile", "--output", str(tmp_path / "no" / "where.json"), *SMALL]) == 2
-    assert "cannot write" in capsys.readouterr().err
+    for link in first:
+        assert link.latency >= 0
+        assert np.isfinite(link.bandwidth)
+        assert link.bandwidth > 1e6
 
 
 def test_peaks_are_of_devices_that_are_known():

@@ -11,6 +11,14 @@ from hf_distca.cli.main import main
 SETTING = ["--ranks", "8", "--tokens-per-rank", "4096", "--batches", "2"]
 
 
+def status(*command: str) -> object:
+    """What the command ends with."""
+    try:
+        return main(command)
+    except SystemExit as ended:
+        return ended.code
+
+
 def figures(capsys, *options: str) -> dict:
     assert main(["simulate", *SETTING, "--json", *options]) == 0
     return json.loads(capsys.readouterr().out)
@@ -126,17 +134,41 @@ def test_it_is_shown_as_a_table(capsys):
     [
         (
             ["--lengths", "/no/where"],
-            "no document lengths at '/no/where': expected a .json file, one of prolong, wlbllm",
+            "no document lengths at '/no/where': expected a .json, .csv, .jsonl or .parquet file, one of prolong",
         ),
         (["--lengths", "lognormal:0"], "is no distribution: expected lognormal:MEDIAN,SIGMA"),
+        (["--lengths", "lognormal:nan,1"], "the median must be from 1 to 1000000000 tokens, got nan"),
+        (["--lengths", "lognormal:1e12,9"], "the median must be from 1 to 1000000000 tokens, got 1e+12"),
+        (["--lengths", "lognormal:1000,9"], "sigma must be above 0 and at most 3, got 9"),
+        (["--lengths", "lognormal:1000,nan"], "sigma must be above 0 and at most 3, got nan"),
+        (["--lengths", "prolong", "--servers", "-1"], "--servers: must be 0 or a positive whole number, got '-1'"),
+        (["--lengths", "prolong", "--servers", "4097"], "--servers: must be at most 4096, got 4097"),
+        (["--lengths", "prolong", "--seed", "-1"], "--seed: must be 0 or a positive whole number, got '-1'"),
+        (["--lengths", "prolong", "--batches", "9999999"], "--batches: must be at most 100000, got 9999999"),
+        (["--lengths", "prolong", "--tokens-per-rank", "1"], "--tokens-per-rank must be at least 2"),
+        (["--lengths", "prolong", "--exchange-buffer-bytes", "1"], "holds 0 rows of K and V"),
+        (["--lengths", "prolong", "--tensor-parallel", "3"], "does not divide the model's 32 query heads"),
+        (["--lengths", "prolong", "--report", "."], "cannot write .: it is a folder; name a file"),
         (["--lengths", "prolong", "--profile", "abacus"], "no profile of a device at 'abacus': expected one of"),
         (["--lengths", "prolong", "--model", "/no/where"], "no config of a model at '/no/where'"),
         (["--lengths", "prolong", "--ranks-per-node", "3"], "ranks_per_node=3 does not divide the 8 ranks"),
     ],
 )
 def test_what_cannot_be_used(capsys, options, told):
-    assert main(["simulate", *SETTING, *options]) == 2
+    assert status("simulate", *SETTING, *options) == 2
     assert told in capsys.readouterr().err
+
+
+def test_lengths_of_a_table(tmp_path, capsys):
+    (tmp_path / "lengths.csv").write_text("tokens\n300\n40\n5\n")
+    options = ("--lengths", str(tmp_path / "lengths.csv"), "--column", "tokens", "--batches", "1")
+    assert figures(capsys, *options)["documents"] > 100
+
+
+def test_lengths_that_no_number_holds(tmp_path, capsys):
+    (tmp_path / "lengths.json").write_text(json.dumps([10**30]))
+    assert main(["simulate", *SETTING, "--lengths", str(tmp_path / "lengths.json")]) == 2
+    assert "must be 64-bit integers" in capsys.readouterr().err
 
 
 def test_a_column_that_is_not_there(tmp_path, capsys):

@@ -83,6 +83,12 @@ def test_a_rank_without_rows_gets_a_filler():
             assert values(batch)["position_ids"] == [[0]]
 
 
+def test_a_rank_without_a_whole_document_gets_a_filler():
+    batches = collate([{"input_ids": [5, 6, 7]}], PlanSettings(2, 8, document_layout="whole"), filler=99)
+    assert [batch["input_ids"].tolist() for batch in batches] == [[[5, 6, 7]], [[99]]]
+    assert [batch["distca_plan"].fillers for batch in batches] == [1, 1]
+
+
 def test_a_rank_with_a_filler_only_reads_no_document():
     batches = collate(datasets.Dataset.from_dict({"input_ids": [[5]]}), PlanSettings(2, 8), filler=99)
     assert sorted(batch["input_ids"].tolist() for batch in batches) == [[[5]], [[99]]]

@@ -88,6 +88,16 @@ def test_documents_that_fit_in_one_way_only():
     assert len(orders) > 2
 
 
+def test_two_bins_of_a_micro_batch_that_fit_in_one_way_only():
+    """As above, each bin for a rank: both are in one micro-batch, one after the other."""
+    sampler = sampler_of([5, 5, 4, 3, 3], 10, bins=2)
+    assert len(sampler) == 1
+    for epoch in range(8):
+        sampler.set_epoch(epoch)
+        (batch,) = documents(sampler)
+        assert (sorted(batch[:2]), sorted(batch[2:])) == ([0, 1], [2, 3, 4])
+
+
 @given(
     st.lists(st.integers(1, 120), min_size=1, max_size=80),
     st.integers(50, 200),

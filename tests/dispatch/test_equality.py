@@ -135,12 +135,8 @@ def assert_equal_to_single_process(
                 assert relative_error(got[name], grads[name]) < 1e-5, name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    "lengths",
-    [[120, 7, 1, 33, 64], [300], [5, 1], [17] * 11, [90, 200, 1, 2, 3]],
-    ids=["mixed", "one", "few", "equal", "long"],
-)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("lengths", [[120, 7, 1, 33, 64], [300], [90, 200, 1, 2, 3]], ids=["mixed", "one", "long"])
 def test_joint_layout(rank_pools, ranks, lengths):
     assert_equal_to_single_process(rank_pools, ranks, lengths)
 

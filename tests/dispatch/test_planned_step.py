@@ -23,6 +23,8 @@ from tests.models import (
     small_model,
 )
 
+pytestmark = pytest.mark.usefixtures("backward_thread")
+
 LENGTHS = [120, 7, 1, 33, 64]
 
 

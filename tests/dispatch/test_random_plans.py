@@ -90,17 +90,25 @@ def expected():
             random_documents([length for row in ROWS[:ranks] for length in row]),
         )
         for model_type, (config, _, other) in MODELS.items()
-        for ranks in (2, 3, 4)
+        for ranks in (3, 4)
     }
 
 
-@pytest.mark.parametrize("ranks", [3])
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("keep_received", [False, True], ids=["sent-again", "keep-received"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpoint"])
-@pytest.mark.parametrize("ping_pong", [False, True], ids=["whole", "ping-pong"])
-def test_equals_one_process(rank_pools, expected, ranks, model_type, keep_received, checkpointing, ping_pong):
-    _check(rank_pools, expected, ranks, model_type, keep_received, checkpointing, ping_pong)
+@pytest.mark.parametrize(
+    ("model_type", "keep_received", "checkpointing", "ping_pong"),
+    [  # all of the three together, and each model with and without each of them
+        ("gemma2", False, False, False),
+        ("llama", False, False, True),
+        ("llama", False, True, False),
+        ("gpt_oss", False, True, True),
+        ("gpt_oss", True, False, False),  # rows that are kept without a checkpoint: with sinks it is less
+        ("gemma2", True, False, True),
+        ("gemma2", True, True, False),
+        ("llama", True, True, True),
+    ],
+)
+def test_equals_one_process(rank_pools, expected, model_type, keep_received, checkpointing, ping_pong):
+    _check(rank_pools, expected, 3, model_type, keep_received, checkpointing, ping_pong)
 
 
 def test_two_nodes_of_two(rank_pools, expected):

@@ -1,8 +1,10 @@
 """The training examples as a user starts them, with small settings."""
 
 import json
+import sys
 
 import pytest
+from datasets import Dataset
 
 from tests.examples.running import EXAMPLES, finetune, run
 
@@ -20,7 +22,8 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
 
 
 def test_ranks_that_share_layers(checkpoint, tmp_path):
-    options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split --max_steps 4"
+    options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split"
+    options += " --max_steps 4 --logging_steps 1"
     summary, _ = finetune(checkpoint, tmp_path, options, ranks=4, config="tp")
     assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
     assert summary["loss_last"] < summary["loss_first"]
@@ -60,6 +63,34 @@ def test_a_loop_of_ones_own(checkpoint):
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+@pytest.fixture
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import finetune_llama
+    import sft_chat
+
+    return finetune_llama, sft_chat
+
+
+def test_a_run_that_logged_nothing(examples, capsys):
+    finetune_llama, sft_chat = examples
+    metrics = {"eval_loss": 2.5, "eval_mean_token_accuracy": 0.5}
+    documents = Dataset.from_dict({"length": [3, 4]})
+    summary = finetune_llama.summarize([{"epoch": 1.0}], metrics, documents)
+    assert summary == {"eval_loss": 2.5, "documents": 2, "tokens": 7}
+    finetune_llama.print_table(summary, 2, "out")
+    assert "not logged: see --logging_steps" in capsys.readouterr().out
+    assert sft_chat.summarize([], metrics, 2) == {**metrics, "chats": 2}
+
+
+def test_adapters_without_peft(examples, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr(sys, "argv", ["x", "--model", "/nowhere", "--lora", "--use_cpu", "--output_dir", "/nowhere"])
+    for example in examples:
+        with pytest.raises(SystemExit, match=r"^--lora needs peft, .*: pip install peft$"):
+            example.main()
 
 
 def test_no_model_where_there_are_no_weights(tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def test_its_name_says_its_version(wheel):
 
 
 def test_it_trains_the_example_on_two_ranks(python, clone, checkpoint, tmp_path):
-    options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12"
+    options = "--max_documents 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --logging_steps 1"
     summary, printed = finetune(
         checkpoint, tmp_path, options, folder=clone / "examples", ranks=2, python=str(python), PYTHONPATH=""
     )

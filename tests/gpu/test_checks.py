@@ -9,12 +9,13 @@ import torch
 from benchmarks.gpu.autocast import Products, _check_products, check_autocast
 from benchmarks.gpu.compared import compare
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.kernel_accuracy import check_kernel, deviation, side_by_side
+from benchmarks.gpu.kernel_accuracy import calls_of, cases, check_kernel, deviation, side_by_side, why_missing
 from benchmarks.gpu.models import StepResult
-from benchmarks.gpu.shards import Timed, row_overhead, shards_of
+from benchmarks.gpu.shards import Bench, Timed, check_shards, row_overhead, shards_of
 from benchmarks.gpu.tracing import busy_and_span
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory, collate
 from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels.packages import Package
 from hf_distca.patches.thread_state import ThreadState
 from tests.gpu.test_parts import SMALL
 
@@ -49,10 +50,45 @@ def test_a_kernel_that_takes_windows_for_one_wider_is_found(monkeypatch):
     assert all("window" in sentence for sentence in wrong)
 
 
-def test_a_kernel_that_is_not_installed_is_skipped():
-    findings = check_kernel(SMALL, "flash_attn")
+@pytest.mark.parametrize("check", [check_kernel, check_shards])
+def test_a_kernel_that_is_not_installed_is_skipped(check, monkeypatch):
+    findings = check(SMALL, "flash_attn")
     assert "flash-attn package" in findings.skipped
     assert findings.wrong == []
+    assert why_missing("flash_attn") == findings.skipped
+    assert why_missing("torch_varlen") == ""
+    monkeypatch.setattr(Package, "installed", True)  # but it cannot be imported
+    findings = check(SMALL, "flash_attn")
+    (wrong,) = findings.wrong
+    assert "is installed, but cannot be imported: ModuleNotFoundError" in wrong
+    assert (findings.skipped, why_missing("flash_attn")) == ("", "")
+
+
+def test_of_a_kernel_that_is_compiled_there_are_few_variants():
+    few, every = calls_of(SMALL, "flash_attn_4"), calls_of(SMALL, "flash_attn_3")
+    assert len({(dtype, case.variant) for (dtype, _), case in few.items()}) == 4
+    assert {dtype for dtype, _ in few} == {torch.bfloat16}
+    assert {"no tasks", "one row, many keys", "window 1", "not causal, one row"} <= {name for _, name in few}
+    assert {name for dtype, name in every if dtype == torch.float16} == set(cases(SMALL))
+
+
+def test_only_long_shards_must_be_about_as_fast_as_a_document(monkeypatch):
+    setting = replace(SMALL, context=4096, shard_rows=(128, 512, 1024, 2048), least_share=0.6)
+
+    def time(_bench, tasks, *, whole=False):
+        rows = tasks[0][1] - tasks[0][0]
+        slower = {128: 100.0, 512: 3.0, 1024: 1.8, 2048: 1.5}.get(rows, 1.0)
+        return Timed(rows, 10**6, 1e-3, slower * 1e-3), torch.zeros(1)
+
+    monkeypatch.setattr(Bench, "time", time)
+    monkeypatch.setattr(Bench, "rows", lambda *_: torch.zeros(1))
+    findings = check_shards(setting, "cpu")
+    (wrong,) = findings.wrong
+    assert wrong.startswith("backward of shards of 1024 rows runs at ")
+    shares = findings.figures["shards_share_of_one_document"]
+    assert {rows: share[1] for rows, share in shares.items()} == pytest.approx(
+        {128: 0.01, 512: 1 / 3, 1024: 1 / 1.8, 2048: 1 / 1.5}
+    )
 
 
 def test_deviations():

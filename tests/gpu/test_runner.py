@@ -1,20 +1,26 @@
 """The runner of `make gpu`: what hangs, breaks or finds something hides no other part."""
 
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
+import pytest
+
 from benchmarks.gpu import devices
 from benchmarks.gpu.findings import Findings
-from benchmarks.gpu.runner import Part, run_parts
+from benchmarks.gpu.report import print_table
+from benchmarks.gpu.runner import Part, chosen, run_part, run_parts
 
 ROOT = Path(__file__).parents[2]
-LEAVE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({told}))"
+WRITE = "import json, sys; open(sys.argv[1], 'w').write(json.dumps(told))"
+LEAVE = "told = {told}; " + WRITE
 CODE = {
     "good": LEAVE.format(told={"figures": {"a": 1}, "wrong": [], "skipped": ""}),
-    "wrong": LEAVE.format(told={"figures": {"b": 2}, "wrong": ["too slow"], "skipped": ""}),
+    "wrong": "print('slow');" + LEAVE.format(told={"figures": {"b": 2}, "wrong": ["too slow"], "skipped": ""}),
     "skipped": LEAVE.format(told={"figures": {}, "wrong": [], "skipped": "not installed"}),
     "broken": "import sys; print('segfault'); sys.exit(139)",
     # Waits together with a process that it has started.
@@ -32,10 +38,10 @@ def never(_setting: object) -> Findings:
     raise AssertionError("parts run in processes of their own")
 
 
-def run(tmp_path, names, seconds=60.0, limit_s=20.0):
+def run(tmp_path, names, seconds=60.0, hanging_s=2.0):
     results = {"command": "this"}
     right = run_parts(
-        [Part(name, never, 2.0 if name == "hanging" else limit_s) for name in names],
+        [Part(name, never, hanging_s if name == "hanging" else 20.0) for name in names],
         lambda name, findings: [sys.executable, "-c", CODE[name], str(findings)],
         results,
         tmp_path / "results" / "gpu.json",
@@ -58,13 +64,15 @@ def test_every_part_is_reported(tmp_path):
         "skipped": "skipped",
         "good": "passed",
     }
-    (where,) = parts["hanging"]["wrong"]
-    assert where.startswith("not done in 2 s")
-    assert "in wait_for_ever" in where
-    assert parts["broken"]["wrong"] == ["ended with status 139 and without findings: segfault"]
+    assert parts["hanging"]["wrong"] == ["not done in 2 s"]
+    assert "in wait_for_ever" in parts["hanging"]["printed"]
+    assert parts["broken"]["wrong"] == ["ended with status 139, without findings"]
+    assert parts["broken"]["printed"] == "segfault"
     assert parts["wrong"]["wrong"] == ["too slow"]
     assert parts["wrong"]["figures"] == {"b": 2}
+    assert parts["wrong"]["printed"] == "slow"
     assert parts["skipped"]["skipped"] == "not installed"
+    assert parts["good"]["printed"] == ""
 
 
 def test_nothing_wrong(tmp_path):
@@ -72,10 +80,75 @@ def test_nothing_wrong(tmp_path):
     assert right
 
 
-def test_parts_that_time_is_up_for_are_not_reached(tmp_path):
-    right, parts = run(tmp_path, ["good", "wrong"], seconds=0.0)
+def test_for_a_part_that_has_nothing_to_do_no_process_is_started(tmp_path):
+    results = {}
+    right = run_parts(
+        [Part("kernel", never, 20.0, skipped="needs a package")],
+        lambda *_: pytest.fail("a process was started"),
+        results,
+        tmp_path / "gpu.json",
+        tmp_path / "logs",
+        60.0,
+    )
+    assert right
+    assert results["parts"]["kernel"]["status"] == "skipped"
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"]["kernel"]["skipped"] == "needs a package"
+
+
+def test_a_part_sees_the_first_gpu_or_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    code = f"import os; told = dict(figures=os.environ['CUDA_VISIBLE_DEVICES'], wrong=[], skipped=''); {WRITE}"
+    seen = [
+        run_part("part", lambda _, findings: [sys.executable, "-c", code, str(findings)], tmp_path, 20.0, all_gpus=all)
+        for all in (False, True)
+    ]
+    assert [part["figures"] for part in seen] == ["3", "3,5"]
+
+
+def test_parts_that_do_not_fit_are_not_run(tmp_path, capsys):
+    right, parts = run(tmp_path, ["wrong", "hanging", "broken", "good"], seconds=21.9, hanging_s=22.0)
     assert not right
-    assert [part["status"] for part in parts.values()] == ["NOT REACHED", "NOT REACHED"]
+    assert [part["status"] for part in parts.values()] == ["FAILED", "NOT RUN", "FAILED", "passed"]
+    (why,) = parts["hanging"]["wrong"]
+    assert why.startswith("it is given 22 s, of 22 s 2")
+    print_table({"parts": {**parts, "two ranks": parts["hanging"]}})
+    assert capsys.readouterr().out.endswith("""not run: make gpu GPU="hanging 'two ranks'"\n""")
+
+
+def test_a_run_that_is_killed_leaves_its_results_and_no_process(tmp_path):
+    process = multiprocessing.get_context("fork").Process(
+        target=run, args=(tmp_path, ["good", "hanging", "broken"], 90.0, 60.0)
+    )
+    process.start()
+    results = tmp_path / "results" / "gpu.json"
+    parts = {}
+    children: list[psutil.Process] = []
+    while parts.get("hanging", {}).get("status") != "NOT DONE" or len(children) < 3:  # it, its child and its watch
+        time.sleep(0.05)
+        parts = json.loads(results.read_text())["parts"] if results.exists() else {}
+        children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.join()
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+    assert {name: part["status"] for name, part in json.loads(results.read_text())["parts"].items()} == {
+        "good": "passed",
+        "hanging": "NOT DONE",
+        "broken": "NOT RUN",
+    }
+
+
+def test_parts_by_name_or_how_they_begin():
+    parts = [Part(name, never, 1.0) for name in ("kernel a", "kernel a2", "two ranks", "trace")]
+
+    def names(*words):
+        return [part.name for part in chosen(parts, words)]
+
+    assert names() == ["kernel a", "kernel a2", "two ranks", "trace"]
+    assert names("t", "kernel a") == ["kernel a", "two ranks", "trace"]
+    with pytest.raises(
+        ValueError, match=r"no part is called 'nccl'; there are: kernel a, kernel a2, two ranks, trace"
+    ):
+        names("kernel", "nccl")
 
 
 def test_without_a_gpu(monkeypatch):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hf_distca.kernels import AttentionParams, Need, choose_kernel, get_kernel
+from hf_distca.kernels.packages import PACKAGES
 from tests.kernels.cases import CASES, assert_matches_reference
 
 CUDA = torch.device("cuda")
-MODULES = {"flash_attn": "flash_attn", "flash_attn_3": "flash_attn_interface", "flash_attn_4": "flash_attn.cute"}
 ALL = "flash_attn flash_attn_3 flash_attn_4"
 
 
@@ -30,11 +30,9 @@ def only(installed, monkeypatch):
     """Leaves some packages and takes the others away."""
 
     def leave(names: str) -> None:
-        for name, module in MODULES.items():
+        for name, package in PACKAGES.items():
             if name not in names.split():
-                monkeypatch.setitem(sys.modules, module, None)
-                if name == "flash_attn":
-                    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)
+                monkeypatch.setitem(sys.modules, package.module, None)
         monkeypatch.setitem(sys.modules, "kernels", None)
 
     return leave

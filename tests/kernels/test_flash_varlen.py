@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel, split
+from hf_distca.kernels.packages import PACKAGES, MissingPackageError
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
 from tests.kernels.stand_ins import FlashAttn2, FlashAttn3, hub, removed_afterwards
 
@@ -138,17 +139,17 @@ def test_the_hub_has_the_third_where_its_package_is_missing(monkeypatch, capabil
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "message"),
+    ("name", "message"),
     [
-        ("flash_attn", "flash_attn", r"pip install 'hf-distca\[flash-attn\]'.*'torch_varlen'"),
-        ("flash_attn_3", "flash_attn_interface", "pip install flash-attn-3 --find-links"),
-        ("flash_attn_4", "flash_attn.cute", "pip install --pre flash-attn-4"),
+        ("flash_attn", r"pip install 'hf-distca\[flash-attn\]'.*'torch_varlen'"),
+        ("flash_attn_3", "pip install flash-attn-3 --find-links"),
+        ("flash_attn_4", "pip install --pre flash-attn-4"),
     ],
 )
-def test_a_missing_package_names_what_to_install(name, module, message, installed, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
+def test_a_missing_package_names_what_to_install(name, message, installed, monkeypatch):
+    monkeypatch.setitem(sys.modules, PACKAGES[name].module, None)
     monkeypatch.setitem(sys.modules, "kernels", None)
-    with pytest.raises(ImportError, match=message):
+    with pytest.raises(MissingPackageError, match=message):
         get_kernel(name, CUDA)
 
 

@@ -15,13 +15,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from transformers.utils import logging
 
+from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
 from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
+
+pytestmark = pytest.mark.usefixtures("backward_thread")
 
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 
@@ -247,6 +251,31 @@ def _left_by_an_evaluation() -> int:
 
 def test_an_evaluation_keeps_nothing(rank_pools):
     assert rank_pools[2].run(_left_by_an_evaluation) == [0, 0]
+
+
+def _attending_twice() -> list[tuple[float, dict]]:
+    """Steps of DiffLlama: either kind of checkpoint, with received rows kept or not."""
+    steps = []
+    for reentrant in (False, True):
+        for keep_received in (False, True):
+            model = small_model("diffllama").train()
+            config = DistCAConfig(tokens_per_rank=4096, balance_block_size=8, keep_received=keep_received)
+            dispatcher = make_dispatcher(model, config, torch.device("cpu"))
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+            loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
+            steps.append((loss, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    return steps
+
+
+def test_a_module_that_attends_twice_in_a_checkpoint(rank_pools):
+    loss, grads = reference_step(small_model("diffllama", "eager"), random_documents(LENGTHS))
+    largest = max(grad.abs().max() for grad in grads.values())
+    for steps in rank_pools[2].run(_attending_twice):
+        for got_loss, got in steps:
+            assert got_loss == pytest.approx(loss, rel=1e-6)
+            for name, grad in grads.items():
+                assert (got[name] - grad).abs().max() < 1e-5 * max(grad.abs().max(), 0.1 * largest), name
 
 
 def _error_of_a_step(model, dispatcher: Dispatcher, kind: type[Exception]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_distca import DistCAConfig, plan_settings
 from hf_distca.kernels.cpu import CpuKernel
@@ -80,6 +80,13 @@ def test_row_bytes(model_type, config, dtype, expected):
     settings = plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"), dtype=dtype)
     (kind,) = settings.kinds
     assert settings.row_bytes(kind) == expected
+
+
+def test_a_config_that_does_not_say_how_many_heads():
+    model = small_model()
+    model.config = PreTrainedConfig()
+    with pytest.raises(ValueError, match=r"does not say how many heads .*num_attention_heads.*train it with stock"):
+        attention_kinds(model, decoder_attentions(model))
 
 
 def test_row_bytes_by_kind():

@@ -1,6 +1,7 @@
 """The loss of a planned step over chunks of rows, beside the model's own loss of all logits."""
 
 import inspect
+import math
 from dataclasses import replace
 from types import MethodType
 
@@ -145,6 +146,30 @@ def test_many_chunks_add_up_without_rounding_each_time():
     )
     assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
     assert relative_error(grad_VD, exact_VD) < 5e-3
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "any head"])
+def test_targets_of_another_index_count_for_nothing(linear):
+    weight_VD = torch.zeros(4, 1, requires_grad=True)
+    hidden_TD = torch.ones(3, 1)
+    chunked = ChunkedSum(torch.tensor([1, 2, 3]), ignore_index=2, steps=[], rows=1)
+    if linear:
+        loss = chunked.of_linear(hidden_TD, weight_VD, None)
+    else:
+        loss = chunked.of_head(lambda hidden_CD: hidden_CD @ weight_VD.T, hidden_TD)
+    loss.backward()
+    assert loss.item() == pytest.approx(2 * math.log(4))
+    assert weight_VD.grad.flatten().tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5])
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float64, 257.0), (torch.float32, 256.0)])
+def test_autocast_leaves_float64_as_it_is(dtype, expected):
+    """As it does for a linear layer: 257 is none of the numbers of bfloat16."""
+    weight_VD = torch.tensor([[257.0], [0.0]], dtype=dtype)
+    chunked = ChunkedSum(torch.tensor([1]), ignore_index=-100, steps=[], rows=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked.of_linear(torch.ones(1, 1, dtype=dtype), weight_VD, None)
+    assert loss.item() == expected
 
 
 def test_evaluation():

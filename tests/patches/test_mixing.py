@@ -3,6 +3,7 @@
 import peft
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, plan_settings
@@ -15,7 +16,10 @@ from tests.dispatch.test_equality import planned_step
 from tests.models import random_documents, reference_step, relative_error
 from tests.survey.tiny import tiny_config
 
+pytestmark = pytest.mark.usefixtures("backward_thread")
+
 LENGTHS = [60, 7, 45, 33, 24, 1, 18]
+FEW = [60, 7, 29]
 CONFIG = DistCAConfig(tokens_per_rank=96, balance_block_size=8, loss_chunk_bytes=4 * 64 * 20)
 MODELS = ("qwen3_next", "falcon_h1")
 """With a mixing module instead of attention in some layers, and with one beside it in every layer."""
@@ -39,26 +43,35 @@ COMPANY = {
 }
 
 
-def _steps() -> dict[tuple[str, str], tuple[float, dict[str, torch.Tensor], tuple[int, ...]]]:
-    found = {}
-    for model_type in MODELS:
-        for name, company in COMPANY.items():
-            model = make_model(model_type, lora=company.get("lora", False))
-            config = DistCAConfig(**{**vars(CONFIG), "ping_pong": company.get("ping_pong", True)})
-            dispatcher = make_dispatcher(model, config, torch.device("cpu"))
-            if "checkpointing" in company:
-                model.gradient_checkpointing_enable(company["checkpointing"])
-                model.enable_input_require_grads()
-            plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-            bound = []
-            bind = dispatcher.bind
-            dispatcher.bind = lambda plan, bind=bind, bound=bound: bound.append(bind(plan)) or bound[-1]
-            with torch.autocast("cpu", torch.bfloat16, enabled=company.get("autocast", False)):
-                loss = planned_step(model, plan, dispatcher, random_documents(LENGTHS))
-            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-            ran = bound[0].ran
-            found[model_type, name] = loss, grads, (ran.mixing, ran.layers, ran.layers_in_turns)
-    return found
+Step = tuple[float, dict[str, torch.Tensor], tuple[int, ...]]
+"""Loss and gradients of all ranks, and how often mixing modules, layers and layers in turns ran."""
+
+
+def _step(model_type: str, company: dict, lengths: list[int] = LENGTHS) -> Step:
+    model = make_model(model_type, lora=company.get("lora", False))
+    config = DistCAConfig(**{**vars(CONFIG), "ping_pong": company.get("ping_pong", True)})
+    dispatcher = make_dispatcher(model, config, torch.device("cpu"))
+    if "checkpointing" in company:
+        model.gradient_checkpointing_enable(company["checkpointing"])
+        model.enable_input_require_grads()
+    for name in company.get("checkpointed", ()):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, checkpoint_wrapper(model.get_submodule(name), company["kind"]))
+    plan = plan_micro_batch(lengths, dispatcher.settings)
+    bound = []
+    bind = dispatcher.bind
+    dispatcher.bind = lambda plan: bound.append(bind(plan)) or bound[-1]
+    with torch.autocast("cpu", torch.bfloat16, enabled=company.get("autocast", False)):
+        loss = planned_step(model, plan, dispatcher, random_documents(lengths))
+    ran = bound[0].ran
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss, grads, (ran.mixing, ran.layers, ran.layers_in_turns)
+
+
+def _steps() -> dict[tuple[str, str], Step]:
+    return {
+        (model_type, name): _step(model_type, company) for model_type in MODELS for name, company in COMPANY.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +84,44 @@ def steps(rank_pools):
 def test_loss_and_gradients_are_those_of_document_by_document(steps, model_type, name):
     company = COMPANY[name]
     model = make_model(model_type, "eager", lora=company.get("lora", False))
-    loss, grads = reference_step(model, random_documents(LENGTHS))
-    rough = {}
+    rough = None
     if company.get("autocast"):
         with torch.autocast("cpu", torch.bfloat16):
-            rough_loss, rough = reference_step(model, random_documents(LENGTHS))
-    largest = max(grad.abs().max() for grad in grads.values())
+            rough = reference_step(model, random_documents(LENGTHS))
+    reference = reference_step(model, random_documents(LENGTHS))
     for of_rank in steps:
-        got_loss, got, _ = of_rank[model_type, name]
-        assert got.keys() == grads.keys()
-        if company.get("autocast"):
-            assert abs(got_loss - loss) < 2 * abs(rough_loss - loss) + 1e-3
-        else:
-            assert got_loss == pytest.approx(loss, rel=1e-6)
-        for key in grads:
-            if grads[key].abs().max() < 1e-3 * largest:
-                continue
-            bound = 2 * relative_error(rough[key], grads[key]) + 5e-2 if rough else 2e-5
-            assert relative_error(got[key], grads[key]) < bound, key
+        assert_equal(of_rank[model_type, name], reference, rough)
+
+
+def assert_equal(step, reference, rough=None) -> None:
+    """A step's loss and gradients are those of the reference, or of one as rough in bfloat16."""
+    (got_loss, got, _), (loss, grads) = step, reference
+    largest = max(grad.abs().max() for grad in grads.values())
+    assert got.keys() == grads.keys()
+    if rough:
+        assert abs(got_loss - loss) < 2 * abs(rough[0] - loss) + 1e-3
+    else:
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+    for key in grads:
+        if grads[key].abs().max() < 1e-3 * largest:
+            continue
+        bound = 2 * relative_error(rough[1][key], grads[key]) + 5e-2 if rough else 2e-5
+        assert relative_error(got[key], grads[key]) < bound, key
+
+
+def _checkpointed_steps(model_type: str, lengths: list[int]) -> list[Step]:
+    return [_step(model_type, {"checkpointing": {"use_reentrant": kind}}, lengths) for kind in (False, True)]
+
+
+@pytest.mark.parametrize(("ranks", "lengths"), [(1, FEW), (2, LENGTHS)])
+@pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
+def test_checkpoints_inside_checkpointed_layers(rank_pools, ranks, lengths, model_type):
+    # A hybrid layer has a Mamba layer inside, which is a checkpoint too and is recomputed apart from it.
+    reference = reference_step(make_model(model_type, "eager"), random_documents(lengths))
+    for of_kinds in rank_pools[ranks].run(_checkpointed_steps, model_type, lengths):
+        for step in of_kinds:
+            assert_equal(step, reference)
+            assert step[2][1:] == (4, 4 if ranks == 2 else 0)  # two layers with attention, each recomputed
 
 
 def test_layers_with_attention_take_turns_and_all_mixing_is_by_document(steps):
@@ -117,6 +150,45 @@ def test_cut_documents_and_caches_are_refused_on_every_rank(rank_pools):
     for cut, cached in rank_pools[2].run(_errors):
         assert "the plan cuts documents between ranks; plan with document_layout='whole'" in cut
         assert "set model.config.use_cache = False" in cached
+
+
+INNER_CHECKPOINTS = {
+    "plain": {"kind": CheckpointImpl.NO_REENTRANT},
+    "reentrant": {"kind": CheckpointImpl.REENTRANT},
+    "plain in a checkpoint": {"kind": CheckpointImpl.NO_REENTRANT, "checkpointing": {"use_reentrant": False}},
+    "reentrant in a reentrant one": {"kind": CheckpointImpl.REENTRANT, "checkpointing": {"use_reentrant": True}},
+}
+
+
+def _errors_of_inner_checkpoints() -> dict[str, str]:
+    errors = {}
+    for name, company in INNER_CHECKPOINTS.items():
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            _step("qwen3_next", {**company, "checkpointed": ["model.layers.0.linear_attn"]}, FEW)
+        errors[name] = str(raised.value)
+    return errors
+
+
+def test_a_mixing_module_that_would_be_recomputed_without_the_plan_is_refused(rank_pools):
+    (errors,) = rank_pools[1].run(_errors_of_inner_checkpoints)
+    for message in errors.values():
+        assert "Qwen3NextGatedDeltaNet runs in a gradient checkpoint that begins inside its decoder layer" in message
+
+
+def _error_without_the_plan(model_type: str, module: str) -> str:
+    model = make_model(model_type)
+    dispatcher = make_dispatcher(model, CONFIG, torch.device("cpu"))
+    inner = model.get_submodule(module)
+    forward = inner.forward
+    inner.forward = lambda *args, distca_plan=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        planned_step(model, plan_micro_batch(FEW, dispatcher.settings), dispatcher, random_documents(FEW))
+    return str(raised.value)
+
+
+def test_a_layer_that_loses_its_plan_on_the_way_is_refused(rank_pools):
+    for message in rank_pools[1].run(_error_without_the_plan, "falcon_h1", "model.layers.0.self_attn"):
+        assert "FalconH1DecoderLayer ran without its plan in some module that attends" in message
 
 
 @pytest.mark.parametrize("model_type", MODELS)

@@ -17,6 +17,8 @@ from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import cut_rows, planned_step
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
 
+pytestmark = pytest.mark.usefixtures("backward_thread")
+
 LENGTHS = [120, 7, 90, 33, 64, 1, 48]
 ROWS = [[64, 30, 60], [100, 40, 2, 31, 77]]
 GEMMA = {
@@ -74,16 +76,32 @@ def _assert_equals_one_process(rank_pools, model_type, config, other, fixed, *op
         assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("fixed", [False, True], ids=["joint", "fixed"])
+OPTIONS = {  # checkpointing, keep_core_attention, keep_received
+    "plain": (None, True, False),
+    "keep-received": (None, True, True),
+    "checkpoint": (False, True, False),
+    "checkpoint-recompute": (False, False, True),
+    "reentrant": (True, True, False),
+}
+
+
 @pytest.mark.parametrize(
-    ("checkpointing", "keep_core_attention", "keep_received"),
-    [(None, True, False), (None, True, True), (False, True, False), (False, False, True), (True, True, False)],
-    ids=["plain", "keep-received", "checkpoint", "checkpoint-recompute", "reentrant"],
+    ("layout", "model_type", "options"),
+    [  # all options in both layouts, each model in both
+        ("joint", "llama", "plain"),
+        ("joint", "qwen3", "keep-received"),
+        ("joint", "mistral", "checkpoint"),
+        ("joint", "gemma2", "checkpoint-recompute"),
+        ("joint", "mixtral", "reentrant"),
+        ("fixed", "llama", "reentrant"),
+        ("fixed", "qwen3", "plain"),
+        ("fixed", "mistral", "keep-received"),
+        ("fixed", "gemma2", "checkpoint"),
+        ("fixed", "mixtral", "checkpoint-recompute"),
+    ],
 )
-def test_equals_one_process(rank_pools, model_type, fixed, checkpointing, keep_core_attention, keep_received):
-    options = (fixed, checkpointing, keep_core_attention, keep_received)
-    _assert_equals_one_process(rank_pools, model_type, *MODELS[model_type], *options)
+def test_equals_one_process(rank_pools, layout, model_type, options):
+    _assert_equals_one_process(rank_pools, model_type, *MODELS[model_type], layout == "fixed", *OPTIONS[options])
 
 
 @pytest.mark.parametrize("model_type", SHARING)

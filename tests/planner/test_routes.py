@@ -2,6 +2,7 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.routes import TaskGroup
 from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.passed_on import pass_on
+from hf_distca.planner.routes.passed_on_stages import hops_by_stage
 from tests.planner.carried_out import messages_of, routes_of
 from tests.planner.drawn_plans import plans_of_all_kinds
 
@@ -158,6 +160,41 @@ def test_keys_of_one_query_in_two_stages():
     assert (len(first.visiting.q_lens), len(second.visiting_prefix.q_lens)) == (0, 0)
     assert (second.visiting.q_lens.tolist(), second.visiting.k_lens.tolist()) == ([1], [2])
     assert (first.visiting_prefix.pairs, second.visiting.pairs) == (2, 2)
+
+
+def crossing(rows, readers):
+    """Moves of the same rows of a document on rank 0 to so many ranks."""
+    document = Intervals(np.zeros(readers, np.int64), np.zeros(readers, np.int64), np.full(readers, rows))
+    return Moves(document, np.zeros(readers, np.int64), 1 + np.arange(readers), np.zeros(readers, np.int64))
+
+
+def ways(moves):
+    """[(source, target, first row, row behind the last)]."""
+    columns = (moves.source, moves.target, moves.rows.start, moves.rows.stop)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "second"),
+    [
+        # Half and half: both readers receive and send as much.
+        (257, [(0, 1, 0, 129), (0, 2, 129, 257)], [(1, 2, 0, 129), (2, 1, 129, 257)]),
+        (255, [(0, 1, 0, 255)], [(1, 2, 0, 255)]),  # less than two blocks stay together
+    ],
+)
+def test_rows_that_two_ranks_read_cross_to_both_of_them(rows, first, second):
+    hops = pass_on(crossing(rows, 2), (0, 1, 1), 3)
+    assert (ways(hops.first), ways(hops.second)) == (first, second)
+
+
+def test_a_row_goes_on_to_all_its_readers_in_its_stage_even_if_they_are_more_than_the_rows_of_a_stage():
+    hops = pass_on(crossing(2, 4), (0, 1, 1, 1, 1), 5)
+    stages = hops_by_stage(hops, 1, 5)
+    assert [ways(stage.first) for stage in stages] == [[(0, 1, 0, 1)], [(0, 1, 1, 2)]]
+    assert [ways(stage.second) for stage in stages] == [
+        [(1, 2, 0, 1), (1, 3, 0, 1), (1, 4, 0, 1)],
+        [(1, 2, 1, 2), (1, 3, 1, 2), (1, 4, 1, 2)],
+    ]
 
 
 def test_rows_are_passed_on_whatever_the_number_of_documents_and_nodes():

@@ -56,6 +56,14 @@ def test_rows_of_other_nodes_go_to_those_with_room():
     assert tasks.tolist() == [(0, 0, 48, 0), (1, 0, 16, 1), (0, 48, 56, 2), (2, 0, 8, 2), (0, 56, 64, 3), (3, 0, 8, 3)]
 
 
+def test_rows_that_see_a_window_take_as_much_room_as_they_have_pairs():
+    rows = ShiftedRows.of(fixed_layout([[64], [16], [8], [64]]), 8, 0, 8)
+    of_nodes = np.array([(0, 0, 48, 0), (0, 48, 64, 1), (1, 0, 16, 1), (2, 0, 8, 1), (3, 0, 64, 1)], TASK)
+    tasks = tasks_of_workers(of_nodes, rows, Workers.uniform(4), (0, 0, 1, 1), limit=1000.0, block=8)
+    # Rank 2 has room for 964 pairs, then 836: still more than the 516 of rank 3. Without a window it had 60 left.
+    assert tasks.tolist() == [(0, 0, 48, 0), (0, 48, 64, 2), (1, 0, 16, 2), (2, 0, 8, 2), (3, 0, 64, 3)]
+
+
 def test_a_surplus_stays_on_its_node():
     # Both nodes have the same to do, and on each one rank has all of it.
     layout = fixed_layout([[4096], [16] * 8, [16] * 8, [4096]])

@@ -9,7 +9,7 @@ from hf_distca.planner.counted import CountedPlan, RowsMoved, count_plan
 from hf_distca.planner.metrics import bytes_by_link
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
-from hf_distca.planner.seconds import KernelCost, LinkCost, Tasks
+from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.walk import LayerCosts, walk_layer
 
@@ -48,8 +48,7 @@ def costs(before: float = 0.0, after: float = 0.0, bandwidth: float = np.inf, na
         before=[np.full(2, before)] * nano_batches,
         after=[np.full(2, after)] * nano_batches,
         backward_factor=3.0,
-        within=LinkCost(0.0, bandwidth),
-        between=LinkCost(0.0, bandwidth),
+        exchange=Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth)),
     )
 
 

@@ -60,7 +60,7 @@ def test_the_end_is_told_to_members_and_to_those_that_come_later(directory, toke
     late.close()
 
 
-def test_a_dropped_server_notices_and_can_come_back(directory, token):
+def test_a_dropped_server_notices_and_can_come_back_unless_it_is_told_why_not(directory, token):
     member = join(directory, token)
     directory.drop(member.id)
     assert directory.members() == ()
@@ -68,6 +68,9 @@ def test_a_dropped_server_notices_and_can_come_back(directory, token):
     assert member.poll(60) is State.LOST
     again = join(directory, token)
     assert again.id != member.id
+    directory.drop(again.id, "it cannot be used")
+    assert again.poll(60) is State.REFUSED
+    assert again.refusal == "it cannot be used"
     member.close()
     again.close()
 

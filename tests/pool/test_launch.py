@@ -1,10 +1,13 @@
 """Training with dedicated attention servers under `accelerate launch`, against one process with "sdpa"."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -21,7 +24,7 @@ from hf_distca.pool import launch as launches
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
 from hf_distca.pool.transport.nixl import agent as nixl_agent
 from hf_distca.pool.wire.token import make_token, write_token
-from tests.launch import ROOT, launch
+from tests.launch import LOG, ROOT, launch
 from tests.models import small_kinds
 from tests.pool.servers import wait_until
 from tests.pool.transport.ends import needs_nixl
@@ -39,6 +42,33 @@ def attention_servers(result: dict) -> list[int]:
     return [entry["attention_servers"] for entry in result["history"] if "attention_servers" in entry]
 
 
+class Struck:
+    """Servers of a launch, one of which is killed and one stopped.
+
+    Args:
+        folder: of the launch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / LOG
+        self._moments = {3: folder / "killed", 6: folder / "again", STEPS: folder / "stopped"}
+        self.pauses = {step: str(file) for step, file in self._moments.items()}
+
+    def strike(self) -> None:
+        """Kill the first server, wait until another has joined in its place, and stop the second one at the end."""
+        killed, again, stopped = self._moments.values()
+        self._strike(0, signal.SIGKILL, killed)
+        wait_until(lambda: " as server 2" in self._log.read_text(), 100)
+        again.touch()
+        self._strike(1, signal.SIGSTOP, stopped)
+
+    def _strike(self, server: int, number: signal.Signals, file: Path) -> None:
+        wait_until(file.with_suffix(".reached").exists, 100)
+        pids = re.findall(r"process (\d+) serves and may die", self._log.read_text())
+        os.kill(int(pids[server]), number)
+        file.touch()
+
+
 @pytest.mark.parametrize(
     ("strategy", "servers", "serve", "transport"),
     [("ddp", 2, False, "auto"), pytest.param("zero2", 1, True, "nixl", marks=needs_nixl)],
@@ -51,12 +81,20 @@ def test_servers_of_the_same_launch(strategy, servers, serve, transport, expecte
         "save_strategy": "steps",  # the arguments are saved too
         "dataloader_num_workers": servers - 1,
     }
-    result = launch(strategy, SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path, ranks=2 + servers)
+    struck = Struck(tmp_path) if servers == 2 else None
+    options = {"lengths": LENGTHS, "arguments": arguments, "pauses": struck.pauses if struck else {}}
+    with ThreadPoolExecutor(1) as beside:
+        training = beside.submit(launch, strategy, SCRIPT, options, tmp_path, ranks=2 + servers)
+        if struck:
+            struck.strike()
+        result = training.result()
     assert result["world_size"] == 2
     assert result["losses"] == pytest.approx(expected, rel=2e-5)
-    assert attention_servers(result) == [servers] * STEPS
+    numbers = attention_servers(result)
+    assert (len(numbers), numbers[0], numbers[-1]) == (STEPS, servers, servers)
+    assert min(numbers) == (1 if struck else servers)
     carried_by = [line.partition("rows travel over ")[2] for line in result["pool_log"] if "takes part" in line]
-    assert len(carried_by) == servers
+    assert len(carried_by) == servers + bool(struck)
     if transport == "nixl":
         assert carried_by == ["NIXL (both ends have it)"]
 

@@ -23,6 +23,8 @@ from tests.pool.servers import TOKEN, Fault, ServerProcess, alike
 from tests.pool.transport.ends import TRANSPORTS, memory_of
 from tests.ranks import free_port
 
+pytestmark = pytest.mark.usefixtures("backward_thread")
+
 LENGTHS = [120, 7, 1, 33, 64, 90]
 PAIRS = sum(length * (length + 1) // 2 for length in LENGTHS)
 ATTENTIONS = 4

@@ -70,6 +70,12 @@ def test_profiles_that_come_along_predict_what_they_were_not_fitted_to(name, wor
     assert len(profile.source) > 40
 
 
+def test_an_exchange_inside_a_node_is_not_as_fast_as_its_links():
+    h100 = DeviceProfile.load("h100")
+    assert h100.exchange.within.bandwidth == 100e9 < h100.links.within.bandwidth
+    assert h100.exchange.between == h100.links.between
+
+
 def test_profiles_that_come_along_are_named():
     assert {path.stem for path in PROFILES.glob("*.json")} == {"h100", "cpu"}
 

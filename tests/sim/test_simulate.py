@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.seconds import KernelCost, LinkCost
+from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.memory import LeastMemory
@@ -16,9 +16,10 @@ from hf_distca.sim.ways import Setup
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape({KIND: 3}, hidden=8, before=5, after=6, head=7, parameters=1000)
+FREE = Links(LinkCost(0, np.inf), LinkCost(0, np.inf))
 PROFILE = DeviceProfile(
     "unit", "a pair takes a second", "float32", KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),
-    np.inf, np.inf, 10.0, LinkCost(0, np.inf), LinkCost(0, np.inf),
+    np.inf, np.inf, 10.0, FREE, FREE,
 )  # fmt: skip
 SETUP = Setup(MODEL, PROFILE, ranks=2, tokens_per_rank=8)
 SETTINGS = PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.seconds import KernelCost, LinkCost
+from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import LLAMA_8B, ModelShape
@@ -12,9 +12,10 @@ from hf_distca.sim.ways import Setup, data_and_context_parallel, plain, planned
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape({KIND: 3}, hidden=8, before=0, after=0, head=0, parameters=0)
+FREE = Links(LinkCost(0, np.inf), LinkCost(0, np.inf))
 PROFILE = DeviceProfile(
     "unit", "a pair takes a second", "float32", KIND, KernelCost(0, 0, 0, 1.0), KernelCost(0, 0, 0, 2.0),
-    1.0, np.inf, 1.0, LinkCost(0, np.inf), LinkCost(0, np.inf),
+    1.0, np.inf, 1.0, FREE, FREE,
 )  # fmt: skip
 SETUP = Setup(MODEL, PROFILE, ranks=2, tokens_per_rank=8)
 PER_PAIR = 3 * (1 + 2)
@@ -40,7 +41,7 @@ def test_whole_documents_balanced():
 
 
 def test_context_parallelism_shares_every_document_and_gathers_keys():
-    setup = replace(SETUP, profile=replace(PROFILE, within=LinkCost(0, 1.0)), ranks_per_node=2)
+    setup = replace(SETUP, profile=replace(PROFILE, links=Links(LinkCost(0, 1.0), FREE.between)), ranks_per_node=2)
     step = data_and_context_parallel(np.array([8]), setup, 2)
     row_bytes = 4 * (4 + 4)
     assert step.attention == PER_PAIR * 36 / 2
@@ -57,6 +58,19 @@ def test_planned_attention_on_free_links_takes_the_mean(layout):
     assert step.attention == pytest.approx(PER_PAIR * float((lengths * (lengths + 1) / 2).sum()) / 4, rel=0.015)
     assert step.seconds == pytest.approx(step.attention, rel=1e-6)
     assert plan.summary.max_over_mean < 1.011
+
+
+@pytest.mark.parametrize(("ranks_per_node", "place"), [(2, "within"), (1, "between")])
+def test_planned_steps_take_the_exchange_and_no_collectives(ranks_per_node, place):
+    slow = replace(FREE, **{place: LinkCost(1e4, np.inf)})  # nothing hides it
+    settings = PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1, ranks_per_node=ranks_per_node)
+
+    def seconds(**profile):
+        setup = replace(SETUP, profile=replace(PROFILE, **profile), ranks_per_node=ranks_per_node)
+        return planned(np.array([16]), setup, settings)[0].seconds
+
+    assert seconds(links=slow) == seconds()
+    assert seconds(exchange=slow) > seconds()
 
 
 def test_servers_take_their_share():

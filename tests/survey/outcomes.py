@@ -1,18 +1,25 @@
-"""What becomes of a causal language model of transformers, tiny, on two ranks with ping-pong: equal or refused."""
+"""What becomes of a causal language model of transformers, tiny, on two ranks with ping-pong: equal or refused.
+
+Each model trains in two ways: as the trainer does, which lays documents out anew, and in a custom loop, whose batches
+come from a collator of transformers, with gradient checkpointing.
+"""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_distca.config import DistCAConfig
-from hf_distca.patches.model import check_loss, plan_settings
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.padding_free import CollatorWithLengths
+from hf_distca.patches.model import plan_settings
+from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import cut_rows
@@ -36,14 +43,14 @@ class Outcome:
         model_type: as configs name it.
         status: what became of it.
         told: the reason, or the error.
-        error: where it ran, the largest relative error of loss and gradients.
+        errors: where it ran, the largest relative error of loss and gradients in each of WAYS.
         layout: where it ran, how documents were laid out.
     """
 
     model_type: str
     status: Status
     told: str = ""
-    error: float = 0.0
+    errors: tuple[float, ...] = ()
     layout: str = ""
 
 
@@ -69,43 +76,68 @@ def outcome(model_type: str, pool: Any) -> Outcome:
     except Exception as error:  # whatever a config or a package that is missing raises
         return Outcome(model_type, "not built", _first_line(error))
     try:
-        check_loss(model)
         settings = plan_settings(model, CONFIG, ranks=2, device=torch.device("cpu"), dtype=torch.float32)
     except ValueError as error:
         return Outcome(model_type, "refused", str(error))
-    steps = pool.run(planned, model_type)
-    refusals = {told for told, refused, _ in steps if refused}
-    errors = [told for told, _, _ in steps if told]
-    if errors and len(refusals) == 1 and all(refused for _, refused, _ in steps):
-        return Outcome(model_type, "refused", refusals.pop())
+    ranks = pool.run(planned, model_type)
+    errors = [error for error, _ in ranks if error]
     if errors:
         return Outcome(model_type, "unclear error", " | ".join(errors))
-    return _compared(model_type, [step for _, _, step in steps], settings.document_layout)
+    *steps, reference = (_sum(parts) for parts in zip(*(results for _, results in ranks), strict=True))
+    return _compared(model_type, steps, reference, settings.document_layout)
 
 
-def planned(model_type: str) -> tuple[str, bool, Any]:
-    """On each rank: the error, whether hf_distca raised it before any work, and else its loss and gradients."""
+Step = tuple[float, dict[str, Any]]
+"""Loss and gradients of one rank, or of both."""
+
+
+def planned(model_type: str) -> tuple[str, list[Step]]:
+    """On each rank: the error, if any, and else its steps in each of WAYS and that of the reference."""
     documents = random_documents(LENGTHS)
-    begun = False
     try:
         model = _model(model_type, "distca")
         dispatcher = make_dispatcher(model, CONFIG, torch.device("cpu"))
-        begun = True
-        plan = plan_micro_batch(LENGTHS, dispatcher.settings)
-        assert plan.summary.exchange.bytes_total > 0
-        bound = dispatcher.bind(plan)
-        batch = cut_rows(plan, dist.get_rank(), documents)
-        targets = torch.tensor(sum(max(length - 1, 0) for length in LENGTHS))
-        loss = model(**batch, labels=batch["shift_labels"], num_items_in_batch=targets, distca_plan=bound).loss
-        loss.backward()
-        if not bound.ran.attentions or bound.ran.layers_in_turns < bound.ran.layers or len(plan.nano_batches) != 2:
-            return f"ran {bound.ran} with {len(plan.nano_batches)} nano-batches", False, None
-        result = loss.item(), _gradients(model), _reference(model_type, documents)
+        steps = [_planned_step(model, way(model, dispatcher, documents)) for way in WAYS.values()]
+        return "", [*steps, _reference(model_type, documents)]
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        own = isinstance(error, ValueError) and "/hf_distca/" in last.filename and not begun
-        return f"{error}" if own else f"{_first_line(error)} ({last.filename.split('/')[-1]}:{last.lineno})", own, None
-    return "", False, result
+        return f"{_first_line(error)} ({last.filename.split('/')[-1]}:{last.lineno})", []
+
+
+def _in_trainer(model: PreTrainedModel, dispatcher: Dispatcher, documents: list[Tensor]) -> dict[str, Any]:
+    """This rank's batch as the trainer makes it: rows of documents that are laid out anew."""
+    plan = plan_micro_batch(LENGTHS, dispatcher.settings)
+    batch = cut_rows(plan, dist.get_rank(), documents)
+    return dispatcher.prepare({**batch, "labels": batch["shift_labels"], PLAN_KEY: plan})
+
+
+def _in_loop(model: PreTrainedModel, dispatcher: Dispatcher, documents: list[Tensor]) -> dict[str, Any]:
+    """This rank's batch as in examples/accelerate_loop.py: documents as they lie; from now on with checkpoints."""
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    collate = CollatorWithLengths(DataCollatorWithFlattening())
+    return dispatcher.plan_batch(collate([{"input_ids": document.tolist()} for document in _share(documents)]))
+
+
+WAYS: dict[str, Callable[[PreTrainedModel, Dispatcher, list[Tensor]], dict[str, Any]]] = {
+    "trainer": _in_trainer,
+    "loop": _in_loop,
+}
+"""How a rank's batch is made."""
+
+
+def _planned_step(model: PreTrainedModel, batch: dict[str, Any]) -> Step:
+    """This rank's loss and gradients of a batch that carries a plan; raises if the model did not follow the plan."""
+    bound = batch[PLAN_KEY]
+    model.zero_grad()
+    loss = model(**batch, num_items_in_batch=torch.tensor(_targets(random_documents(LENGTHS)))).loss
+    loss.backward()
+    ran, nano_batches = bound.ran, len(bound.plan.nano_batches)
+    assert ran.attentions > 0, ran
+    assert ran.layers_in_turns == ran.layers > 0, ran
+    assert nano_batches == 2, nano_batches
+    assert bound.plan.summary.exchange.bytes_total > 0
+    return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _model(model_type: str, implementation: str) -> PreTrainedModel:
@@ -113,43 +145,49 @@ def _model(model_type: str, implementation: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=implementation)
 
 
-def _reference(model_type: str, documents: Sequence[Tensor]) -> tuple[float, dict[str, Any]]:
+def _share(documents: list[Tensor]) -> list[Tensor]:
+    return documents[dist.get_rank() :: 2]
+
+
+def _targets(documents: Sequence[Tensor]) -> int:
+    return sum(max(len(document) - 1, 0) for document in documents)
+
+
+def _reference(model_type: str, documents: list[Tensor]) -> Step:
     """This rank's share of what one process computes with "eager", document by document."""
-    model = _model(model_type, "eager")
-    targets = sum(max(len(document) - 1, 0) for document in documents)
-    share = documents[dist.get_rank() :: 2]
-    own = sum(max(len(document) - 1, 0) for document in share)
-    loss, gradients = reference_step(model, share)
-    return loss * own / targets, {name: (grad * own / targets).numpy() for name, grad in gradients.items()}
+    share = _share(documents)
+    part = _targets(share) / _targets(documents)
+    loss, gradients = reference_step(_model(model_type, "eager"), share)
+    return loss * part, {name: (grad * part).numpy() for name, grad in gradients.items()}
 
 
-def _gradients(model: PreTrainedModel) -> dict[str, Any]:
-    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _compared(model_type: str, steps: list[Any], layout: str) -> Outcome:
-    """Both ranks' losses and gradients together beside those of the reference."""
-    got, expected = sum(step[0] for step in steps), sum(step[2][0] for step in steps)
-    errors = {"loss": abs(got - expected) / abs(expected)}
-    got_grads, expected_grads = _added([step[1] for step in steps]), _added([step[2][1] for step in steps])
-    largest = max(grad.abs().max() for grad in expected_grads.values())
-    for name in {**got_grads, **expected_grads}:
-        zero = torch.zeros(())
-        one, other = got_grads.get(name, zero), expected_grads.get(name, zero)
-        scale = torch.maximum(other.abs().max(), largest * NEGLIGIBLE)
-        errors[name] = ((one - other).abs().max() / scale).item()
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
-    status: Status = "equal" if errors[worst] < ACCEPTED else "wrong"
-    return Outcome(model_type, status, f"{worst}, loss {got:.6f} for {expected:.6f}", errors[worst], layout)
-
-
-def _added(of_ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+def _sum(steps: Sequence[Step]) -> tuple[float, dict[str, Tensor]]:
+    """The step of both ranks."""
     added: dict[str, Tensor] = {}
-    for gradients in of_ranks:
+    for _, gradients in steps:
         for name, gradient in gradients.items():
             tensor = torch.from_numpy(gradient)
             added[name] = added[name] + tensor if name in added else tensor
-    return added
+    return sum(loss for loss, _ in steps), added
+
+
+def _compared(model_type: str, steps: Sequence[Step], reference: Step, layout: str) -> Outcome:
+    """Losses and gradients in each of WAYS beside those of the reference."""
+    expected, expected_grads = reference
+    largest = max(grad.abs().max() for grad in expected_grads.values())
+    zero = torch.zeros(())
+    told, errors_of_ways = [], []
+    for way, (got, got_grads) in zip(WAYS, steps, strict=True):
+        errors = {"loss": abs(got - expected) / abs(expected)}
+        for name in {**got_grads, **expected_grads}:
+            one, other = got_grads.get(name, zero), expected_grads.get(name, zero)
+            scale = torch.maximum(other.abs().max(), largest * NEGLIGIBLE)
+            errors[name] = ((one - other).abs().max() / scale).item()
+        worst = max(errors, key=lambda name, of=errors: of[name] if of[name] == of[name] else float("inf"))
+        told.append(f"{way}: {worst}, loss {got:.6f} for {expected:.6f}")
+        errors_of_ways.append(errors[worst])
+    status: Status = "equal" if all(error < ACCEPTED for error in errors_of_ways) else "wrong"
+    return Outcome(model_type, status, "; ".join(told), tuple(errors_of_ways), layout)
 
 
 def _first_line(error: Exception) -> str:

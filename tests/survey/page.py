@@ -16,19 +16,21 @@ TOP = """\
 
 Every causal language model of transformers {version}, tiny (some 32 wide, a layer of each kind, random weights), on
 two ranks with ping-pong: loss and all gradients beside those of one process that runs stock "eager" attention document
-by document. `make survey` fails where one is wrong, hangs or ends in an error that does not say why; this page is
-written by `python -m tests.survey.page`.
+by document. Each trains in two ways: as the trainer does, which lays documents out anew, and in a custom loop
+(`make_dispatcher`, `plan_batch`) with gradient checkpointing, where documents stay on the rank that has them.
+`make survey` fails where one is wrong, hangs or ends in an error that does not say why; this page is written by
+`python -m tests.survey.page`.
 
-{equal} give the same, {whole} of them with documents whole on their rank, since they mix along the row otherwise than
-by attention. {refused} are refused before the first step, on every rank. {unbuilt} cannot be made as a tiny causal
-language model from a config of their type.
+{equal} give the same in both, {whole} of them with documents whole on their rank, since they mix along the row
+otherwise than by attention. {refused} are refused before the first step, on every rank, by the trainer and by
+`make_dispatcher` alike. {unbuilt} cannot be made as a tiny causal language model from a config of their type.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {
     "equal": (
         "Equal",
         "Largest error of a gradient, or of the loss, by the largest value of its tensor, in float32; at most "
-        "{most:.0e} is\naccepted. `whole` is the `document_layout` that `auto` chooses.\n\n"
-        "| model | layout | largest error |\n| --- | --- | --- |",
+        "{most:.0e} is\naccepted. `layout` is the trainer's `document_layout` that `auto` chooses.\n\n"
+        "| model | layout | trainer | loop |\n| --- | --- | --- | --- |",
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
     "not built": ("Not tried", "| model | why |\n| --- | --- |"),
@@ -62,7 +64,8 @@ def without_errors(text: str) -> str:
 
 def _row(each: Outcome) -> str:
     if each.status == "equal":
-        return f"| `{each.model_type}` | {each.layout} | {each.error:.1e} |"
+        errors = " | ".join(f"{error:.1e}" for error in each.errors)
+        return f"| `{each.model_type}` | {each.layout} | {errors} |"
     return f"| `{each.model_type}` | {each.told.replace('|', '/').replace('<', '&lt;')} |"
 
 

@@ -209,6 +209,7 @@ def test_the_command_joins_and_draws(traced, tmp_path, capsys):
         (["--step", "9"], "there is no step 9 in the trace; it has step 4, step 5"),
         (["{folder}/trace_rank_0.json"], "are both of rank 0; give one file a rank"),
         (["{folder}/nothing.json"], "No such file"),
+        (["{folder}", "--joined", "/nonexistent/x"], "cannot write /nonexistent/x: no such folder"),
         (["tests"], "tests holds no trace_rank_*.json"),
         ([__file__], "is not a trace that training with trace_steps has written"),
     ],

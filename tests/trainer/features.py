@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, TrainerCallback
 
-from tests.models import small_model
+from tests.models import SMALL, small_model
 from tests.trainer import liger
 from tests.trainer.launches import CHECKPOINTING
 
@@ -138,6 +138,26 @@ def with_column(name: str, values: Callable[[int], Any]) -> Callable[[int, Examp
     return lambda index, example: {**example, name: values(len(example["input_ids"]))}
 
 
+def with_tower(implementation: str) -> nn.Module:
+    """A model that takes images too, of which nothing is trained on."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return small_model(
+        "gemma3",
+        implementation,
+        text_config={**SMALL, "sliding_window": 24},
+        vision_config={**sizes, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+
+
+def with_frozen_tower(implementation: str) -> nn.Module:
+    """The same, of which the text model alone is trained."""
+    model: Any = with_tower(implementation)
+    model.requires_grad_(False)
+    model.get_decoder().requires_grad_(True)
+    return model
+
+
 class Average(TrainerCallback):
     """An exponential moving average of the weights that are trained."""
 
@@ -169,6 +189,7 @@ class Pad:
 
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 BF16 = {"bf16": True}
+OF_TOWERS = "Gemma 3, on text: DDP is not to wait for the tower's gradients, FSDP2 not to look for layers it lacks"
 
 FEATURES: dict[str, Feature] = {
     # Adapters
@@ -339,6 +360,9 @@ FEATURES: dict[str, Feature] = {
         given=lambda model: {"model": None, "model_init": lambda: plain("distca")},
         refused={"*": ("another model when training begins", "make the model beforehand and give it as model")},
     ),
+    # Models
+    "a frozen tower for images": Feature(model=with_frozen_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
+    "a tower for images": Feature(model=with_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
 }
 
 

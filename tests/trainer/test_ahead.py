@@ -30,7 +30,7 @@ def loader_of(*plans: str):
 
 def test_next_of_the_step_and_first_of_the_next_step():
     binder = Binder()
-    upcoming, loader = UpcomingBatches(binder), loader_of("a", "b", "c")
+    upcoming, loader = UpcomingBatches(binder), loader_of("a", "b", "c", "d")
     batches = upcoming.fetch(loader, 2)
     upcoming.begin_step(batches)
     assert upcoming.bind("a") == "a bound"
@@ -39,12 +39,19 @@ def test_next_of_the_step_and_first_of_the_next_step():
     assert upcoming.bind("b") == "b bound"
     upcoming.bind_next()
     assert binder.bound == ["a", "b", "c"]
-    upcoming.begin_step(upcoming.fetch(loader, 2))
+    batches = upcoming.fetch(loader, 1)
+    assert batches == [{PLAN_KEY: "c"}]  # fetched before, and counted
+    upcoming.begin_step(batches)
     assert upcoming.bind("evaluation") == "evaluation bound"
     assert upcoming.bind("c") == "c bound"
     upcoming.bind_next()
+    batches = upcoming.fetch(loader, 2)
+    assert batches == [{PLAN_KEY: "d"}]
+    upcoming.begin_step(batches)
+    assert upcoming.bind("d") == "d bound"
+    upcoming.bind_next()
     assert upcoming.fetch(loader, 2) == []
-    assert binder.bound == ["a", "b", "c", "evaluation"]
+    assert binder.bound == ["a", "b", "c", "evaluation", "d"]
 
 
 def test_another_loader_begins_anew():

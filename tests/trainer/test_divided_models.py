@@ -61,6 +61,21 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"loss_chunk_bytes": CHUNK_BYTES, **ONE_MICRO_BATCH},
     },
     "replicas of shards": {"divided": {"dp_replicate_size": 2, "fsdp_size": 2}, "arguments": ONE_MICRO_BATCH},
+    "experts": {
+        "divided": {"fsdp_size": 4, "ep_size": 2},
+        "model": {"model_type": "mixtral", "num_local_experts": 4},
+        "arguments": {"loss_chunk_bytes": CHUNK_BYTES, "gradient_checkpointing": True},
+    },
+    "experts and tensor parallelism": {
+        "divided": {**TP_FSDP, "ep_size": 4},
+        "model": {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "arguments": ONE_MICRO_BATCH,
+    },
+    "experts of ranks that share a model": {
+        "divided": {**TP_FSDP, "ep_size": 2},
+        "model": {"model_type": "gpt_oss", "num_local_experts": 4, "layer_types": ["full_attention"] * 2},
+        "arguments": {"gradient_checkpointing": True},
+    },
     "adapters": {
         "divided": {"fsdp_size": 4},
         "lora": True,
@@ -110,11 +125,13 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 OF_CHATS = (partial(hf_distca.DistCASFTTrainer, processing_class=tokenizer()), hf_distca.DistCASFTConfig)
 SAVED = "tensor parallelism and FSDP2"
 EVALUATED_FIRST = (SAVED, "adapters")
-HEADS = {"tensor parallelism alone": (1, 1), "replicas of shards": (4, 2), "adapters": (4, 2)}
+EXPERTS = ("experts", "experts and tensor parallelism", "experts of ranks that share a model")
+UNDIVIDED = ("replicas of shards", "experts", "experts of ranks that share a model", "adapters")
+HEADS = {"tensor parallelism alone": (1, 1), **dict.fromkeys(UNDIVIDED, (4, 2))}
 """Query and key/value heads of a rank, where they are not those of two ranks that share the model."""
 
 
-def case_model(case: dict[str, Any], implementation: str = "sdpa") -> Any:
+def case_model(case: dict[str, Any], implementation: str = "eager") -> Any:
     return small_model(implementation=implementation, **case.get("model", {}))
 
 
@@ -298,7 +315,7 @@ def test_it_trains_as_one_process_does(divided, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_planned_for_the_heads_and_the_data_of_a_rank(divided, name):
-    replicas = math.prod(size for kind, size in CASES[name]["divided"].items() if kind != "tp_size")
+    replicas = math.prod(size for kind, size in CASES[name]["divided"].items() if kind[:2] in ("fs", "dp"))
     for rank, results in enumerate(divided):
         assert results[name]["place"] == (rank // (4 // replicas), replicas)
         assert results[name]["heads"] == {HEADS.get(name, (2, 1))}
@@ -309,7 +326,8 @@ def test_rows_are_planned_for_the_heads_and_the_data_of_a_rank(divided, name):
 
 def test_figures_are_of_a_ranks_share(divided):
     logs = {name: divided[0][name]["log"] for name in CASES}
-    assert logs[SAVED]["ping_pong_share"] > 0
+    for name in (SAVED, *EXPERTS):  # FSDP2 has hooks of its own on the experts
+        assert logs[name]["ping_pong_share"] > 0, name
     float32, bf16 = (logs[name]["exchange_bytes"] for name in ("norms of heads", "bf16"))
     assert float32 == 2 * bf16 > 0
     assert logs["tensor parallelism alone"]["exchange_bytes"] == 0

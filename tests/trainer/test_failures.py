@@ -1,10 +1,16 @@
 """A rank whose partner failed in the middle of a training reports the partner's error."""
 
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_distca.dispatch.failures import Failures
+from hf_distca.trainer.disk import disk_errors_named
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -51,3 +57,39 @@ def test_training_and_evaluation_tell(tmp_path, method):
     trainer.train_dataset = trainer.eval_dataset = LostDocuments([{"input_ids": [1, 2]}])
     with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
         getattr(trainer, method)()
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """While inside, no file of this process can have more bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path):
+    def train():
+        make_trainer(str(tmp_path), max_steps=1, save_strategy="steps", save_steps=1).train()
+
+    train()
+    checkpoint = tmp_path / "checkpoint-1"
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    for file in ("optimizer.pt", "model.safetensors"):  # the other one is smaller, or comes later
+        shutil.rmtree(checkpoint)
+        with (
+            small_files(sizes[file] - 1),
+            pytest.raises(OSError, match=r"File too large; what is in .* not whole") as caught,
+        ):
+            train()
+        assert caught.value.filename == str(checkpoint / file)
+
+
+def test_an_error_says_of_itself_whether_it_is_the_disks(tmp_path):
+    # Rust's writer removes its file when it fails: there is room again by then.
+    with pytest.raises(OSError, match="No space left on device"), disk_errors_named(tmp_path):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(RuntimeError, match="boom"), disk_errors_named(tmp_path):
+        raise RuntimeError("boom")

@@ -6,7 +6,9 @@ import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
 from hf_distca.dispatch.groups import mesh_ranks
-from hf_distca.trainer.parallel import data_parallel_mesh
+from hf_distca.trainer.parallel import data_parallel_mesh, trained_towers
+from tests.models import random_documents, small_model
+from tests.trainer.features import with_frozen_tower, with_tower
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -64,3 +66,13 @@ def test_ranks_that_train_together(rank_pools, sizes, expected):
 def test_all_ranks_train_together_without_a_mesh():
     assert data_parallel_mesh(SimpleNamespace(parallelism_config=None, torch_device_mesh=None)) is None
     assert mesh_ranks(None) == [0]
+
+
+def test_towers_are_what_text_gives_no_gradient():
+    model = with_tower("distca")
+    tokens = random_documents([20])[0][None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert trained_towers(model) == ["model.vision_tower", "model.multi_modal_projector"]
+    missing = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert missing == {name for name, _ in model.named_parameters() if name.startswith(tuple(trained_towers(model)))}
+    assert trained_towers(with_frozen_tower("distca")) == trained_towers(small_model()) == []

@@ -5,14 +5,21 @@ import time
 import datasets
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    DataCollatorWithFlattening,
+)
 
 import hf_distca
 from hf_distca.patches.kinds import decoder_attentions
-from hf_distca.patches.layers import plan_layers
 from tests.models import small_model
 from tests.ranks import RankPool
 from tests.survey.tiny import tiny_config
+from tests.trainer.features import with_tower
+from tests.trainer.launches import CHECKPOINTING
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -142,23 +149,55 @@ def test_other_attention_implementation(tmp_path):
         trainer(tmp_path, model=small_model(implementation="sdpa"))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "message"),
-    [
-        ("stablelm", r"drops keywords .*\(StableLmDecoderLayer\.forward .*can train with \['eager'"),
-        ("bloom", r"AttentionInterface.*can train with \['eager'"),
-        ("gptj", r"GPTJForCausalLM.*AttentionInterface.*can train with \['eager'"),
-        ("roberta", r"numbers positions from its padding token on.*can train with \['eager'"),
-        ("inkling_text", r"adds a bias to its scores .*can train with \['eager', 'sdpa'"),
-        ("blt", r"does not say how many heads .*num_attention_heads.*train it with stock attention"),
-        ("bart", r"BartForCausalLM computes its loss without transformers' loss function"),
-    ],
-)
-def test_models_that_planned_steps_would_get_wrong(tmp_path, model_type, message):
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type))
-    if model_type not in ("gptj", "bloom"):
-        model.set_attn_implementation("distca")
-    with pytest.raises(ValueError, match=message):
+WITHOUT_POSITIONS = "takes no position_ids: it numbers the positions of a row by itself"
+NOT_CAUSAL = r"is not causal: .*set is_decoder=True in its config, else this model can train with \['eager'"
+WRONG = {
+    "stablelm": r"drops keywords .*\(StableLmDecoderLayer\.forward .*can train with \['eager'",
+    "bloom": r"AttentionInterface.*can train with \['eager'",
+    "gptj": r"GPTJForCausalLM.*AttentionInterface.*can train with \['eager'",
+    "roberta": r"numbers positions from its padding token on.*can train with \['eager'",
+    "inkling_text": r"adds a bias to its scores .*can train with \['eager', 'sdpa'",
+    "blt": r"cross_attn_layers\.0 of BltForCausalLM is not causal",
+    "ctrl": r"has no decoder layer of transformers' Gradient.*; set ping_pong=False",
+    "whisper": r"layers\.0\.encoder_attn of WhisperForCausalLM is not causal: .* can train with \['eager'",
+    **dict.fromkeys(("bart", "mbart", "blenderbot", "marian", "pegasus", "plbart"), WITHOUT_POSITIONS),
+    **dict.fromkeys(("bert", "electra", "ernie", "roc_bert"), NOT_CAUSAL),
+}
+
+
+@pytest.mark.parametrize("model_type", WRONG)
+def test_models_that_planned_steps_would_get_wrong(model_type):
+    implementation = "eager" if model_type in ("gptj", "bloom") else "distca"
+    config = tiny_config(model_type)
+    if WRONG[model_type] == NOT_CAUSAL:
+        config.is_decoder = False  # the default
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    with pytest.raises(ValueError, match=WRONG[model_type]):
+        hf_distca.plan_settings(model, hf_distca.DistCAConfig(), ranks=2, device=torch.device("cpu"))
+
+
+def test_a_config_that_lets_rows_attend_to_later_ones():
+    model = small_model(is_causal=False)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn of LlamaForCausalLM is not causal"):
+        hf_distca.plan_settings(model, hf_distca.DistCAConfig(), ranks=2, device=torch.device("cpu"))
+
+
+def test_a_loss_of_the_models_own():
+    with torch.device("meta"):
+        models = [
+            auto.from_config(tiny_config("gpt2"), attn_implementation="distca")
+            for auto in (AutoModelForTokenClassification, AutoModel)
+        ]
+    with pytest.raises(ValueError, match="computes its loss without transformers' loss function"):
+        hf_distca.plan_settings(models[0], hf_distca.DistCAConfig(), ranks=2, device=torch.device("cpu"))
+    # One without a head computes none: a custom loop may.
+    assert hf_distca.plan_settings(models[1], hf_distca.DistCAConfig(), ranks=2, device=torch.device("cpu")).kinds
+
+
+def test_a_text_model_that_is_not_causal(tmp_path):
+    model = AutoModelForImageTextToText.from_config(tiny_config("paligemma"), attn_implementation="distca")
+    with pytest.raises(ValueError, match=r"self_attn of PaliGemmaForConditionalGeneration is not causal.*'sdpa'"):
         trainer(tmp_path, model=model)
 
 
@@ -183,12 +222,6 @@ def test_a_layer_that_does_not_take_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(layer, "forward", without_keywords)
     with pytest.raises(ValueError, match=r"has no \*\*kwargs, so the plan would not reach .*can train with \['eager'"):
         trainer(tmp_path, model=model)
-
-
-def test_layers_that_cannot_take_turns():
-    model = AutoModelForCausalLM.from_config(tiny_config("ctrl"), attn_implementation="distca")
-    with pytest.raises(ValueError, match=r"has no decoder layer of transformers' Gradient.*; set ping_pong=False"):
-        plan_layers(model)
 
 
 def test_one_process_with_several_gpus(tmp_path, monkeypatch):
@@ -270,6 +303,8 @@ def _refusals(folder: str) -> list[str]:
         (small_model(), {"torch_compile": other}),
         (small_model(), {"attention_kernel": "torch_varlen" if other else "auto"}),
         (without_mlps(small_model()) if other else small_model(), {"mlp_chunk_rows": 16}),
+        (with_tower("distca"), {"ddp_find_unused_parameters": not other}),
+        (with_tower("distca"), {CHECKPOINTING: True, "gradient_checkpointing_kwargs": {"use_reentrant": other}}),
     ]:
         try:
             make_trainer(folder, model=model, exchange_timeout=20, **arguments)
@@ -287,12 +322,18 @@ def without_mlps(model):
 
 
 def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools: dict[int, RankPool]):
+    towers = (
+        "rank 1: ValueError: text gives model.vision_tower, model.multi_modal_projector of "
+        "Gemma3ForConditionalGeneration no gradient, which DDP would wait for"
+    )
     messages = [
         "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa'; load it with",
         "rank 1: ValueError: attn_pdrop is 0.1; dropped attention weights",
         "rank 1: ValueError: torch.compile of a whole model leaves out planned attention",
         "rank 1: ValueError: kernel 'torch_varlen' computes on CUDA, got cpu",
         "rank 1: ValueError: mlp_chunk_rows=16 changes nothing",
+        f"{towers} with ddp_find_unused_parameters=False",
+        f"{towers} with gradient_checkpointing_kwargs={{'use_reentrant': True}}",
     ]
     begun = time.monotonic()
     for told in rank_pools[2].run(_refusals, str(tmp_path)):

@@ -1,10 +1,12 @@
 """Resuming: each document that is left comes once, in the step that it would have been in, or an error says why."""
 
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -13,6 +15,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_distca.trainer.checkpoints import agreed_checkpoint
 from tests.models import small_model
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -332,6 +335,56 @@ def test_a_checkpoint_that_was_not_saved_whole(rank_pools, packed, tmp_path):
     for ignore in (False, True):
         for refused in run(rank_pools[2], tmp_path, "packed", True, **PACKED, ignore_data_skip=ignore):
             assert "checkpoint-3 has no trainer_state.json, so it was not saved whole" in refused["error"]
+
+
+def test_a_checkpoint_of_the_model_only(rank_pools, tmp_path):
+    run(rank_pools[2], tmp_path, "packed", **PACKED, max_steps=1, save_only_model=True)
+    (anew,) = rank_pools[1].run(train, str(tmp_path), "packed", True, 0, "ddp", PACKED | {"ignore_data_skip": True})
+    for refused in (anew, *run(rank_pools[2], tmp_path, "packed", True, **PACKED)):
+        assert "checkpoint-1 has no optimizer.pt, which holds the optimizer" in refused["error"]
+        assert "save_only_model=True" in refused["error"]
+        assert f"from_pretrained('{tmp_path}/checkpoint-1')" in refused["error"]
+        assert "without resume_from_checkpoint" in refused["error"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lost", "message"),
+    [
+        ("ddp", "scheduler.pt", "has no scheduler.pt, which holds the learning rate's schedule"),
+        ("fsdp2", None, "has no optimizer_0 or optimizer.bin, which holds the optimizer"),
+    ],
+)
+def test_a_checkpoint_without_state_of_this_strategy(rank_pools, packed, tmp_path, strategy, lost, message):
+    _, folder = packed
+    shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
+    if lost:
+        (tmp_path / "checkpoint-3" / lost).unlink()
+    for refused in run(rank_pools[2], tmp_path, "packed", True, strategy=strategy, **PACKED):
+        assert message in refused["error"]
+
+
+@pytest.mark.parametrize(
+    ("config", "found", "message"),
+    [
+        ({}, "optimizer.pt scheduler.pt", "has no global_step*, which holds the optimizer"),
+        ({}, "global_step3", "has no scheduler.pt, which holds"),
+        ({}, "global_step3 scheduler.pt", None),
+        ({"scheduler": {}}, "global_step3", None),
+    ],
+)
+def test_checkpoints_of_deepspeed(tmp_path, config, found, message):
+    for name in ("trainer_state.json", "adapter_config.json", *found.split()):
+        (tmp_path / name).touch()
+    trainer = make_trainer(str(tmp_path))
+    plugin = SimpleNamespace(deepspeed_config=config)
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+    groups = trainer.dispatcher.groups
+    if message is None:
+        assert agreed_checkpoint(str(tmp_path), trainer.args, accelerator, groups) == str(tmp_path)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        agreed_checkpoint(str(tmp_path), trainer.args, accelerator, groups)
+    assert f"PeftModel.from_pretrained(model, '{tmp_path}', is_trainable=True)" in str(refused.value)
 
 
 def test_a_checkpoint_without_its_order(rank_pools, packed, tmp_path):

@@ -15,7 +15,7 @@ from hf_distca.pool.messages.kinds import SERVER_SERVICE, Kind
 from hf_distca.pool.transport.contract import Memory, Transport
 from hf_distca.pool.transport.negotiation import offer, taken
 from hf_distca.pool.wire.channel import Buffer, Channel
-from hf_distca.pool.wire.errors import LinkLost, ProtocolError
+from hf_distca.pool.wire.errors import LinkLost, MismatchError, ProtocolError
 from hf_distca.pool.wire.handshake import connect
 from hf_distca.pool.wire.outbox import Outbox
 
@@ -85,7 +85,8 @@ class ServerLink:
         carried_by: which transport carries rows, and why, for messages.
 
     Raises:
-        LinkLost: the server cannot be reached, has another token, or refuses.
+        MismatchError: the server refuses, or cannot carry rows as this rank must.
+        LinkLost: the server cannot be reached, or has another token.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class ServerLink:
             self._channel.send(Kind.HELLO, {**RankHello(rank, ranks).header(), **offer(memory)})
             frame = self._channel.receive()
             if frame.kind is Kind.REFUSED:
-                raise LinkLost(f"the server does not take this rank: {Refusal.read(frame.header).reason}")
+                raise MismatchError(f"the server does not take this rank: {Refusal.read(frame.header).reason}")
             if frame.kind is not Kind.WELCOME:
                 raise ProtocolError(f"the server answers {frame.kind.name}, expected WELCOME")
             self._channel.set_timeout(None)

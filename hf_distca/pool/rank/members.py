@@ -8,7 +8,7 @@ from hf_distca.dispatch.groups import Groups
 from hf_distca.pool.directory import Directory, ServerInfo
 from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.transport.contract import Memory
-from hf_distca.pool.wire.errors import LinkLost
+from hf_distca.pool.wire.errors import LinkLost, MismatchError
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +106,7 @@ class Members:
         """Those to which every rank has a link now."""
         links: dict[int, ServerLink] = {}
         failures: dict[int, str] = {}
+        final: set[int] = set()
         connect_s = min(CONNECT_S, self.timeout_s)
         for info in joined:
             try:
@@ -121,22 +122,26 @@ class Members:
                 )
             except LinkLost as error:
                 failures[info.id] = str(error)
+                if isinstance(error, MismatchError):
+                    final.add(info.id)
         here = {server for server, link in links.items() if link.within_host}
-        told = self._groups.all_gather((failures, here))
+        told = self._groups.all_gather((failures, final, here))
         connected = []
         for info in joined:
-            reasons = [failures[info.id] for failures, _ in told if info.id in failures]
+            reasons = [failures[info.id] for failures, _, _ in told if info.id in failures]
             if not reasons:
                 self._links[info.id] = links[info.id]
                 self._infos[info.id] = info
-                self._beside[info.id] = next((rank for rank, (_, here) in enumerate(told) if info.id in here), None)
+                near = (rank for rank, (_, _, here) in enumerate(told) if info.id in here)
+                self._beside[info.id] = next(near, None)
                 connected.append(info)
                 continue
             if info.id in links:
                 links[info.id].close()
             self.tell(f"attention server {info.host}:{info.port} cannot take part: {reasons[0]}", logging.WARNING)
             if self._directory is not None:
-                self._directory.drop(info.id)
+                again = all(info.id not in final for _, final, _ in told)
+                self._directory.drop(info.id, "" if again else reasons[0])
         return connected
 
     # In a step

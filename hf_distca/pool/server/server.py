@@ -23,7 +23,7 @@ from hf_distca.pool.server.compute import compute, params_of
 from hf_distca.pool.server.plans import PlanStore, ServedPlan
 from hf_distca.pool.server.rank_link import RankLink
 from hf_distca.pool.transport.choice import Choice, make_memory
-from hf_distca.pool.wire import Frame, LinkLost, Listener, Peer, PeerLeft, ProtocolError
+from hf_distca.pool.wire import Frame, LinkLost, Listener, MismatchError, Peer, PeerLeft, ProtocolError
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ class AttentionServer:
 
         Raises:
             AuthenticationError: the directory has another token.
+            MismatchError: ranks cannot use this server.
             LinkLost: the directory was not reached in time.
         """
         with self._on_device():
@@ -129,6 +130,8 @@ class AttentionServer:
             if state is State.ENDED:
                 report("training has ended")
                 return
+            if state is State.REFUSED:
+                raise MismatchError(member.refusal)
         report("stopped")
 
     def stop(self) -> None:

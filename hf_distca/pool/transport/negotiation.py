@@ -14,7 +14,7 @@ from hf_distca.pool.transport.nixl.ends import Introduction, NixlRankEnd, NixlSe
 from hf_distca.pool.transport.nixl.process import Process
 from hf_distca.pool.transport.tcp import HostMemory, TcpTransport
 from hf_distca.pool.wire.channel import Channel
-from hf_distca.pool.wire.errors import LinkLost, ProtocolError
+from hf_distca.pool.wire.errors import LinkLost, MismatchError, ProtocolError
 
 _AGENT, _TAKEN, _WHY, _PROCESS = "nixl", "transport", "why", "process"
 
@@ -36,7 +36,7 @@ def accept(channel: Channel, memory: Memory, hello: dict[str, Any]) -> tuple[Tra
 
     Raises:
         ProtocolError: the hello is not sane.
-        LinkLost: NIXL was asked for at this end and cannot be used.
+        MismatchError: NIXL was asked for at this end and cannot be used.
     """
     try:
         if not isinstance(memory, Arena):
@@ -48,7 +48,10 @@ def accept(channel: Channel, memory: Memory, hello: dict[str, Any]) -> tuple[Tra
         raise
     except LinkLost as error:
         if isinstance(memory, Arena) and memory.required:
-            raise ProtocolError(f"this server serves over NIXL only: {error}") from error
+            raise MismatchError(
+                f"the server serves over NIXL only: {error}; serve with --transport auto, or set "
+                "attention_server_transport='nixl'"
+            ) from error
         return TcpTransport(channel), {_TAKEN: "tcp", _WHY: str(error)[:1000]}
     return end, {_TAKEN: "nixl", _WHY: "both ends have it", _PROCESS: asdict(Process.own())}
 
@@ -58,7 +61,7 @@ def taken(channel: Channel, memory: Memory, welcome: dict[str, Any]) -> tuple[Tr
 
     Raises:
         ProtocolError: the welcome is not sane.
-        LinkLost: NIXL was asked for at this end and the server does not take it.
+        MismatchError: NIXL was asked for at this end and the server does not take it.
     """
     if not isinstance(memory, Arena):
         return TcpTransport(channel), f"TCP ({_why_not(memory)})"
@@ -66,7 +69,10 @@ def taken(channel: Channel, memory: Memory, welcome: dict[str, Any]) -> tuple[Tr
     why = fields.text(_WHY, 1000)
     if fields.one_of(_TAKEN, ("tcp", "nixl")) == "tcp":
         if memory.required:
-            raise LinkLost(f"the server does without NIXL, which was asked for: {why}")
+            raise MismatchError(
+                f"the server does without NIXL, which was asked for: {why}; serve with --transport nixl, or set "
+                "attention_server_transport='auto'"
+            )
         return TcpTransport(channel), f"TCP ({why})"
     return NixlRankEnd(channel, memory, read_process(welcome.get(_PROCESS))), f"NIXL ({why})"
 

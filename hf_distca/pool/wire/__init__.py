@@ -7,7 +7,7 @@ trusted.
 """
 
 from .channel import Buffer, Channel, Frame
-from .errors import AuthenticationError, LinkLost, PeerLeft, ProtocolError
+from .errors import AuthenticationError, LinkLost, MismatchError, PeerLeft, ProtocolError
 from .listener import Listener, Peer
 from .outbox import Outbox
 from .token import TokenError, make_token, parse_token, read_token, write_token
@@ -19,6 +19,7 @@ __all__ = [
     "Frame",
     "LinkLost",
     "Listener",
+    "MismatchError",
     "Outbox",
     "Peer",
     "PeerLeft",

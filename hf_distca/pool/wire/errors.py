@@ -13,5 +13,9 @@ class ProtocolError(LinkLost):
     """The peer sent something that it must not send; the connection is closed."""
 
 
+class MismatchError(ProtocolError):
+    """Both peers are as they should be and cannot work together; another try would end alike."""
+
+
 class AuthenticationError(LinkLost):
     """The peer does not know the run's token, or is not what it was taken for."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from hf_distca.pool.wire.channel import HELLO, REFUSED, Channel, Frame
-from hf_distca.pool.wire.errors import LinkLost, PeerLeft, ProtocolError
+from hf_distca.pool.wire.errors import LinkLost, MismatchError, PeerLeft, ProtocolError
 from hf_distca.pool.wire.handshake import Steps, accepting_side
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ class Listener:
         service: what listens here.
         kinds: what messages may be.
         serve: called with each peer on a thread of its own. LinkLost that it raises is logged; of its
-            kinds, ProtocolError is told to the peer too: no message to it may be unfinished then.
+            kinds, ProtocolError is told to the peer too: no message to it may be unfinished then. MismatchError is
+            told to the peer alone.
         handshake_s: time that a peer has to prove itself, and again for its first message.
 
     Attributes:
@@ -250,7 +251,7 @@ class Listener:
         except PeerLeft:
             logger.info("%s left", name)
         except LinkLost as error:
-            if not self._closed:
+            if not self._closed and not isinstance(error, MismatchError):  # the peer is told, and knows what to do
                 self._log.warning(f"ended {name}: {error}")
             if isinstance(error, ProtocolError):
                 with contextlib.suppress(LinkLost):

@@ -50,9 +50,9 @@ def write_token(path: str | Path, token: bytes) -> None:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(token.hex() + "\n")
         fresh.replace(path)
-    except OSError:
+    except OSError as error:
         fresh.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_token(path: str | Path) -> bytes:

@@ -52,13 +52,14 @@ class FakeLink:
 
 
 class FakeDirectory:
-    """A directory whose members a test sets; notes who is dropped."""
+    """A directory whose members a test sets; notes who is dropped, and what they are told."""
 
     def __init__(self):
-        self.infos, self.dropped = (), []
+        self.infos, self.dropped, self.refusals = (), [], []
 
     def members(self):
         return self.infos
 
-    def drop(self, member):
+    def drop(self, member, refusal=""):
         self.dropped.append(member)
+        self.refusals.append(refusal)

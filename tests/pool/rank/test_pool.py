@@ -121,12 +121,13 @@ def test_members_of_the_directory_take_part_until_they_leave_it(pool, directory)
     assert later.closed
 
 
-def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monkeypatch):
+@pytest.mark.parametrize(("final", "refusal"), [(set(), ""), ({8}, "nobody answers")])
+def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monkeypatch, final, refusal):
     made = []
     monkeypatch.setattr(
         "hf_distca.pool.rank.members.ServerLink", lambda *args: made.append(FakeLink(*args)) or made[-1]
     )
-    told = iter([({}, set()), ({8: "nobody answers"}, set())])
+    told = iter([({}, set(), set()), ({8: "nobody answers"}, final, set())])
     groups = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value, next(told)])
     members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
     seven, eight = server_info(7, 4000), server_info(8, 4001)
@@ -134,7 +135,7 @@ def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monk
     assert members.update([News((seven, eight), ()), News((), ())]) == []
     assert members.ids == (7,)
     assert [link.closed for link in made] == [False, True]
-    assert directory.dropped == [8]
+    assert (directory.dropped, directory.refusals) == ([8], [refusal])  # it is told what will not change
 
 
 def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeypatch):
@@ -143,7 +144,7 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeyp
     groups = SimpleNamespace(
         rank=0,
         ranks=2,
-        all_gather=lambda value: [value, ({}, set())],
+        all_gather=lambda value: [value, ({}, set(), set())],
         any_of=lambda flags: asked.append(flags) or [False, True],
     )
     members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
@@ -170,7 +171,7 @@ def test_servers_are_on_the_node_of_ranks_of_their_host(directory, monkeypatch, 
 
     def gathered(value):
         reached = isinstance(value, tuple) and isinstance(value[0], dict)
-        return [value, ({}, set()), ({}, {7, 8})] if reached else [value] * 3
+        return [value, ({}, set(), set()), ({}, set(), {7, 8})] if reached else [value] * 3
 
     groups = SimpleNamespace(rank=0, ranks=3, all_gather=gathered)
     pool = Pool(groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), Recorder(CPU), 50.0)

@@ -1,15 +1,21 @@
+import re
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hf_distca.cli.main import main
+from hf_distca.dispatch.groups import Groups
 from hf_distca.pool.directory import Directory
+from hf_distca.pool.rank.members import Members
+from hf_distca.pool.transport.choice import Choice
 from hf_distca.pool.wire import LinkLost, make_token, write_token
 from tests.pool.server.fake_ranks import FULL, Data, FakeRank, make_call, make_nano_batch, run_calls
 from tests.pool.server.processes import ServerProcess
-from tests.pool.servers import wait_until
+from tests.pool.servers import alike, wait_until
+from tests.pool.transport.ends import CPU, memory_of, needs_nixl
 
 
 @pytest.fixture
@@ -157,3 +163,34 @@ def test_a_port_in_use_is_said(capsys, tmp_path, token):
         port = str(other.getsockname()[1])
         error = refused(["--join", "127.0.0.1:1", "--token-file", str(path), "--port", port], capsys)
     assert f"cannot listen on 127.0.0.1:{port}" in error
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("rank", "server", "why"),
+    [
+        (Choice.TCP, "nixl", r"the server serves over NIXL only: the rank does without NIXL; .* or set attention_"),
+        (Choice.NIXL, "tcp", r"the server does without NIXL, which was asked for: .*; serve with --transport nixl"),
+    ],
+)
+def test_a_server_with_another_transport_is_told_why_and_ends(
+    rank, server, why, capsys, caplog, tmp_path, directory, token, monkeypatch
+):
+    monkeypatch.setattr("hf_distca.pool.server.server.measure_speed", alike)
+    members = Members(Groups(CPU, 60), memory_of(rank, "rank"), token, directory, 20.0)
+    path = tmp_path / "token"
+    write_token(path, token)
+
+    def take_in():
+        wait_until(directory.members, 60)
+        return members.update([members.news()])
+
+    with ThreadPoolExecutor(1) as beside:
+        taken_in = beside.submit(take_in)
+        options = ["--join", f"127.0.0.1:{directory.port}", "--token-file", str(path), "--transport", server]
+        error = refused(options, capsys)
+    assert taken_in.result() == []
+    assert len(error.splitlines()) == 1
+    assert re.search(f"error: the training run cannot use this server: .*{why}", error)
+    (warning,) = caplog.messages  # of rank 0
+    assert re.search(f"cannot take part: .*{why}", warning)

@@ -202,9 +202,9 @@ def test_old_plans_are_forgotten(ranks, nano_batches):
 
 
 def test_a_plan_that_never_comes_is_said(token, nano_batches):
-    server = AttentionServer(token, CPU, get_kernel("cpu", CPU), plan_wait_s=0.5)
+    server = AttentionServer(token, CPU, get_kernel("cpu", CPU), plan_wait_s=0.1)
     rank = FakeRank(server.port, token, 1, 2, 2)
-    with pytest.raises(LinkLost, match=r"plan 7 did not come within 0\.5 s"):
+    with pytest.raises(LinkLost, match=r"plan 7 did not come within 0\.1 s"):
         run_calls([rank], 7, nano_batches)
     rank.link.close()
     server.close()
@@ -409,7 +409,8 @@ def test_a_kernel_that_fails_is_told_and_the_server_goes_on(token, nano_batches)
 
 
 def test_the_server_says_what_it_is_doing_and_ends_with_training(server, token, ranks, nano_batches, monkeypatch):
-    monkeypatch.setattr("hf_distca.pool.server.server.STATUS_S", 0.5)
+    monkeypatch.setattr("hf_distca.pool.server.server.STATUS_S", 0.1)
+    monkeypatch.setattr("hf_distca.pool.directory.ALIVE_S", 0.1)
     directory = Directory("127.0.0.1", 0, token)
     lines = []
     running = threading.Thread(target=server.run, args=("127.0.0.1", directory.port, 30, lines.append))

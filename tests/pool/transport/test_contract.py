@@ -47,9 +47,13 @@ def test_memory_is_contiguous_and_of_the_shape_that_was_asked_for(ends):
         assert rows[2:5].is_contiguous()
 
 
-def test_what_is_staged_is_what_was_given(ends):
-    given = torch.arange(24.0).view(2, 3, 4).transpose(0, 1)
-    (staged,), ready = ends[0].memory.stage([given])
+@pytest.mark.parametrize("own", [False, True], ids=["from elsewhere", "from there"])
+def test_what_is_staged_is_what_was_given(ends, own):
+    memory, given = ends[0].memory, torch.arange(24.0).view(2, 3, 4)
+    if own:
+        given = memory.empty(TensorSpec("k", "keys", (3, 4), "float32"), 2).copy_(given)
+    given = given.transpose(0, 1)
+    (staged,), ready = memory.stage([given])
     ready()
     assert staged.is_contiguous()
     assert torch.equal(staged.cpu(), given)

@@ -19,11 +19,11 @@ from hf_distca.pool.transport.choice import Choice, make_memory
 from hf_distca.pool.transport.negotiation import accept, offer, taken
 from hf_distca.pool.transport.nixl import agent as nixl_agent
 from hf_distca.pool.transport.nixl import ends as nixl_ends
-from hf_distca.pool.transport.nixl.arena import Arena
+from hf_distca.pool.transport.nixl.arena import SLAB_BYTES, Arena
 from hf_distca.pool.transport.nixl.process import Process
 from hf_distca.pool.transport.tcp import HostMemory
 from hf_distca.pool.wire.channel import Channel
-from hf_distca.pool.wire.errors import LinkLost, ProtocolError
+from hf_distca.pool.wire.errors import LinkLost, MismatchError, ProtocolError
 from tests.pool.servers import wait_until
 from tests.pool.transport.ends import CPU, MAKERS, channels, memory_of, needs_nixl
 
@@ -64,6 +64,26 @@ def test_blocks_do_not_overlap_and_larger_ones_are_registered_as_needed():
     del blocks
     memory.empty(ROWS, 16000)  # of blocks that were apart
     assert memory.slabs == 2
+
+
+@needs_nixl
+def test_memory_registered_since_the_ends_met_is_reached_too(memory):
+    of_rank = Arena(memory_of(Choice.NIXL, "rank").agent, CPU, None, required=True)
+    with channels() as (near, far):
+        server, welcome = accept(far, memory, offer(of_rank))
+        rank, _ = taken(near, of_rank, welcome)
+        more = of_rank.empty(ROWS, SLAB_BYTES // 4096)  # the probe lies in the first slab
+        assert of_rank.slabs == 2
+        sent, answer = more[:1].fill_(3), more[1:2]
+        rank.send(Kind.CALL, {}, [sent], 1, 5, [answer])
+        came = memory.empty(ROWS, 1)
+        server.receive(far.receive(), [came], 5)
+        assert (came == 3).all()
+        server.send(Kind.REPLY, {}, [came.add_(1)], 1, 5)
+        rank.receive(near.receive(), [answer], 5)
+        assert (answer == 4).all()
+        rank.close()
+        server.close()
 
 
 class Gpu:
@@ -112,6 +132,16 @@ def test_rows_of_a_failed_transfer_are_kept_until_the_peer_has_ended(memory):
     assert not Process("elsewhere", 1, 1).has_ended()  # cannot be seen
     memory.empty(ROWS, 1)  # lets go of what was kept
     assert memory.empty(ROWS, 9).data_ptr() == place
+
+
+def test_a_process_whose_number_another_has_or_that_nobody_has_waited_for_has_ended():
+    own = Process.own()
+    assert Process(own.system, own.number, own.started - 1).has_ended()
+    peer = subprocess.Popen([sys.executable, "-c", ""])
+    started = int(Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)  # it still has its number
+    assert Process(own.system, peer.pid, started).has_ended()
+    assert peer.wait() == 0
 
 
 @needs_nixl
@@ -212,10 +242,10 @@ def test_metadata_of_nobody_is_refused(memory):
 def test_ends_agree_or_say_why_not(memory):
     host = HostMemory(CPU, "no RDMA")
     with channels() as (near, far):
-        with pytest.raises(ProtocolError, match="over NIXL only: the rank does without NIXL"):
+        with pytest.raises(MismatchError, match="over NIXL only: the rank does without NIXL"):
             accept(far, memory, offer(host))
         _, welcome = accept(far, host, offer(memory))
-        with pytest.raises(LinkLost, match="does without NIXL, which was asked for: at the server: no RDMA"):
+        with pytest.raises(MismatchError, match="does without NIXL, which was asked for: at the server: no RDMA"):
             taken(near, memory, welcome)
         _, welcome = accept(far, host, offer(host))
         assert taken(near, host, welcome)[1] == "TCP (no RDMA)"
@@ -268,7 +298,7 @@ def be_a_rank(port):
 
 @needs_nixl
 def test_a_rank_that_stands_still_or_dies_costs_its_time_out(memory, monkeypatch):
-    monkeypatch.setattr(nixl_ends, "PROBE_S", 0.5)
+    monkeypatch.setattr(nixl_ends, "PROBE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = multiprocessing.get_context("forkserver").Process(
             target=be_a_rank, args=listener.getsockname()[1:2], daemon=True
@@ -283,7 +313,7 @@ def test_a_rank_that_stands_still_or_dies_costs_its_time_out(memory, monkeypatch
                 patched.setattr(channel, "hung_up", lambda: True)
                 with pytest.raises(ProtocolError, match="the peer left"):
                     accept(channel, memory, hello)
-            with pytest.raises(ProtocolError, match=r"no rows moved for 0\.5 s"):
+            with pytest.raises(ProtocolError, match=r"no rows moved for 0\.2 s"):
                 accept(channel, memory, hello)
             assert time.monotonic() - begin < 10
             os.kill(process.pid, signal.SIGCONT)

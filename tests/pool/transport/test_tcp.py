@@ -35,14 +35,14 @@ def send_in_vain(end, rows, timeout_s):
 
 def test_neither_end_waits_for_ever(ends):
     left, right = ends
-    thread = send_in_vain(left, torch.ones(20, *HUGE.shape), 1.0)
+    thread = send_in_vain(left, torch.ones(20, *HUGE.shape), 0.2)
     begin = time.monotonic()
     message = right.channel.receive()
     thread.join(60)
     assert not thread.is_alive()
-    assert time.monotonic() - begin > 0.5
+    assert time.monotonic() - begin > 0.1
     with pytest.raises(LinkLost):  # what was sent before is there, the rest never comes
-        right.transport.receive(message, [right.memory.empty(HUGE, 20)], 0.3)
+        right.transport.receive(message, [right.memory.empty(HUGE, 20)], 0.1)
 
 
 def test_the_other_ends_death_is_noticed(ends):

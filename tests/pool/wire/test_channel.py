@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.wire import Channel, LinkLost, ProtocolError
+from hf_distca.pool.wire import Channel, LinkLost, Outbox, ProtocolError
 from hf_distca.pool.wire.channel import JSON_LIMIT
 
 HEAD = struct.Struct("!4sB3xIQQ")
@@ -107,6 +107,20 @@ def test_a_message_that_breaks_off_is_a_lost_link(ends):
     raw.close()
     with pytest.raises(LinkLost, match="closed"):
         channel.receive()
+
+
+def test_messages_behind_one_that_failed_are_let_go_unsent(ends):
+    def fail():
+        raise LinkLost("closed")
+
+    done = []
+    outbox = Outbox(ends[1], "send")
+    outbox.put(fail, sent=lambda: done.append("first over"))
+    outbox.put(
+        lambda: done.append("sent"), ready=lambda: done.append("second ready"), sent=lambda: done.append("second over")
+    )
+    outbox.finish(60)
+    assert done == ["first over", "second ready", "second over"]
 
 
 def test_a_header_that_is_too_large_is_not_sent(ends):

@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.groups import arrange, divide_evenly, partitions, place_in_groups
+from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
+from hf_distca.planner.settings import PlanSettings
+from tests.planner.plan_checks import check_plan
+
+KIND = AttentionKind(None, 4, 2, 8, 8)
+LINK = LinkCost(1e-6, 1e9)
+
+
+def costs(token: float = 0.0, pair: float = 1.0) -> StepCosts:
+    """One layer without a backward factor: a token takes `token` seconds in all, a pair `pair`."""
+    kernel = KernelCost(0.0, 0.0, 0.0, pair / 2)
+    return StepCosts((KindCosts(KIND, 1, kernel, kernel),), token / 2, 0.0, 1.0, 0.0, Links(LINK, LINK))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ((4,), [(1, 1, 1, 1), (2, 2), (4,)]),
+        ((3,), [(1, 1, 1), (2, 1), (3,)]),
+        ((2, 1), [(1, 1, 1), (2, 1), (3,)]),
+        ((1, 1, 1, 1), [(1, 1, 1, 1), (2, 2), (4,)]),
+        ((4, 2), [(1,) * 6, (2, 2, 2), (4, 2), (6,)]),
+        ((1,), [(1,)]),
+    ],
+)
+def test_neighbours_are_joined_inside_nodes_first(nodes, expected):
+    assert partitions(nodes) == expected
+
+
+def test_the_costliest_document_goes_to_who_has_the_least():
+    lengths = np.array([3, 9, 4, 5])
+    placing = place_in_groups(lengths, lengths.astype(float), (1, 1), 12)
+    assert [documents.tolist() for documents in placing.documents] == [[0, 1], [2, 3]]
+    assert placing.seconds.tolist() == [12.0, 9.0]
+    assert placing.slowest == 12.0
+    assert placing.left == ()
+
+
+def test_a_group_of_more_ranks_takes_more():
+    lengths = np.array([6, 6, 6])
+    placing = place_in_groups(lengths, lengths.astype(float), (1, 2), 6)
+    assert [len(documents) for documents in placing.documents] == [1, 2]
+    assert placing.seconds.tolist() == [6.0, 6.0]
+
+
+def test_what_no_group_has_room_for_is_left_and_cut_wherever_there_is_room():
+    lengths = np.array([7, 7, 4])
+    placing = place_in_groups(lengths, lengths.astype(float), (1, 1), 9)
+    assert placing.left == (2,)
+    found = arrange(lengths, placing, PlanSettings(2, 9, (KIND,)), costs(), 1, evenly=False)
+    (layout,) = found.layouts
+    assert [tuple(segment)[:4] for segment in layout.segments.tolist()] == [
+        (0, 0, 7, 0),
+        (2, 0, 2, 0),
+        (1, 0, 7, 1),
+        (2, 2, 4, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [
+        ([10, 3], (1, 1)),  # longer than any group takes
+        ([8], (1, 1)),  # a group would hold nothing
+    ],
+)
+def test_documents_that_groups_cannot_hold(lengths, sizes):
+    lengths = np.array(lengths)
+    assert place_in_groups(lengths, lengths.astype(float), sizes, 9) is None
+
+
+def test_a_long_document_is_divided_so_that_ranks_compute_alike():
+    segments = divide_evenly(np.array([16, 2, 2]), [10, 10], costs())
+    assert segments.tolist() == [
+        [0, 0, 4, 0],
+        [0, 4, 8, 1],
+        [0, 8, 12, 1],
+        [0, 12, 16, 0],
+        [1, 0, 2, 0],
+        [2, 0, 2, 1],
+    ]
+
+
+def test_dividing_evenly_keeps_to_the_room_of_every_rank():
+    segments = divide_evenly(np.array([17]), [8, 9], costs())
+    held = np.bincount(segments[:, 3], weights=segments[:, 2] - segments[:, 1])
+    assert held.tolist() == [8, 9]
+    assert divide_evenly(np.array([18]), [8, 9], costs()) is None
+
+
+@st.composite
+def micro_batches(draw):
+    ranks = draw(st.integers(2, 6))
+    tokens = draw(st.integers(24, 64))
+    lengths, left = [], ranks * tokens
+    for length in draw(st.lists(st.integers(1, 2 * tokens), min_size=1, max_size=24)):
+        if length <= left:
+            lengths.append(length)
+            left -= length
+    nodes = draw(st.sampled_from([(1,) * ranks, (ranks,), (2, ranks - 2) if ranks > 2 else (ranks,)]))
+    return np.array(lengths), ranks, tokens, nodes
+
+
+@settings(max_examples=60, deadline=None)
+@given(micro_batches(), st.sampled_from([1, 2]), st.booleans(), st.sampled_from([None, 20]))
+def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, evenly, window):
+    lengths, ranks, tokens, nodes = drawn
+    kind = AttentionKind(window, 4, 2, 8, 8)
+    of_plans = PlanSettings(ranks, tokens, (kind,), balance_block_size=4, ranks_per_node=nodes)
+    for sizes in partitions(nodes):
+        placing = place_in_groups(lengths, lengths.astype(float) ** 2, sizes, tokens)
+        if placing is None:
+            continue
+        found = arrange(lengths, placing, of_plans, costs(), nano_batches, evenly=evenly)
+        if found is None:
+            continue
+        assert len(found.layouts) == nano_batches
+        assert sorted(np.concatenate(found.documents).tolist()) == list(range(len(lengths)))
+        assert np.sum([layout.tokens for layout in found.layouts], axis=0).max() <= tokens
+        group_of = np.repeat(np.arange(len(sizes)), sizes)
+        for documents, layout in zip(found.documents, found.layouts, strict=True):
+            plan = found.tasks(layout, kind, of_plans)
+            check_plan(plan)
+            assert layout.lengths.tolist() == lengths[documents].tolist()
+            if not placing.left:
+                for table, place in ((plan.tasks, "worker"), (layout.segments, "rank")):
+                    groups = {(document, group_of[rank]) for document, rank in table[["document", place]].tolist()}
+                    assert len(groups) == len(set(table["document"].tolist()))

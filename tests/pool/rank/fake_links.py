@@ -48,17 +48,23 @@ class FakeLink:
         return FakeReply(self)
 
     def close(self):
-        self.closed = True
+        self.closed, self.lost = True, self.lost or "closed by this rank"
 
 
 class FakeDirectory:
-    """A directory whose members a test sets; notes who is dropped."""
+    """A directory whose members a test sets; notes who is dropped, and its own end."""
 
     def __init__(self):
-        self.infos, self.dropped = (), []
+        self.infos, self.dropped, self.ends = (), [], []
 
     def members(self):
         return self.infos
 
     def drop(self, member):
         self.dropped.append(member)
+
+    def end(self):
+        self.ends.append("told")
+
+    def close(self):
+        self.ends.append("closed")

@@ -1,5 +1,7 @@
 """The kinds of attention that a model tells of, and those that its layers turn out to have."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AttentionInterface
@@ -8,6 +10,7 @@ from hf_distca import DistCAConfig, plan_settings
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.attention import attention_chunk, distca_attention
 from hf_distca.patches.kinds import attention_kinds, decoder_attentions
+from hf_distca.patches.tensor_parallel import config_on_a_rank
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
 from tests.models import SMALL_LLAMA4, small_model
@@ -104,3 +107,36 @@ def test_the_kernel_is_asked_about_every_kind(monkeypatch):
     with pytest.raises(ValueError, match="too wide"):
         plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
     assert asked == [(24, 8, 8), (None, 16, 16)]
+
+
+WHOLE_HEADS = "rowwise_split_input"
+"""How transformers names an output projection whose input each rank has whole, and takes its part of."""
+
+
+def shared_by_two(model_type: str, whole_heads: bool, **config: Any) -> Any:
+    """A model as transformers would load it on one of two ranks, but for its weights."""
+    model = small_model(model_type, **config)
+    model._tp_size = 2
+    model.config.distributed_config = object()
+    if whole_heads:
+        model._tp_plan = {
+            name: WHOLE_HEADS if name.endswith("o_proj") else style for name, style in model.tp_plan.items()
+        }
+    return model
+
+
+@pytest.mark.parametrize("whole_heads", [False, True])
+def test_a_rank_that_shares_a_model_has_its_part_of_the_heads(whole_heads):
+    model = shared_by_two("llama", whole_heads, num_hidden_layers=11)
+    expected = AttentionKind(None, 4, 2, 8, 8) if whole_heads else AttentionKind(None, 2, 1, 8, 8)
+    assert attention_kinds(model, decoder_attentions(model)) == (expected,)
+
+
+@pytest.mark.parametrize(("whole_heads", "heads"), [(False, (2, 1)), (True, (4, 2))])
+def test_the_config_of_what_a_rank_computes(whole_heads, heads):
+    model = shared_by_two("qwen2", whole_heads)  # its config says nothing of the dims of a head
+    config = config_on_a_rank(model)
+    assert (config.num_attention_heads, config.num_key_value_heads) == heads
+    assert (config.intermediate_size, config.head_dim) == (model.config.intermediate_size // 2, 8)
+    assert config.distributed_config is None
+    assert (model.config.num_attention_heads, model.config.distributed_config is None) == (4, False)

@@ -134,7 +134,8 @@ def test_a_rank_that_shares_a_model_has_its_part_of_the_heads(whole_heads):
 
 @pytest.mark.parametrize(("whole_heads", "heads"), [(False, (2, 1)), (True, (4, 2))])
 def test_the_config_of_what_a_rank_computes(whole_heads, heads):
-    model = shared_by_two("qwen2", whole_heads)  # its config says nothing of the dims of a head
+    model = shared_by_two("llama", whole_heads)
+    model.config.head_dim = None  # as where a config says nothing of it
     config = config_on_a_rank(model)
     assert (config.num_attention_heads, config.num_key_value_heads) == heads
     assert (config.intermediate_size, config.head_dim) == (model.config.intermediate_size // 2, 8)

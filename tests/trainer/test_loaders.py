@@ -1,15 +1,18 @@
-"""How data sets are told apart, read and loaded, without a training."""
+"""How data sets are told apart, read and loaded, and losses of evaluations added up, without a training."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 from hf_distca.collator.documents import Columns
 from hf_distca.dispatch.padding_free import CollatorWithLengths
-from hf_distca.trainer.loaders import agreed_lengths, is_dispatched, is_stream, lengths_read_on_host
+from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.trainer.evaluation import EvaluationLoss
+from hf_distca.trainer.loaders import PackedLoaders, agreed_lengths, is_dispatched, is_stream, lengths_read_on_host
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -41,6 +44,29 @@ def test_loaders_are_made_as_the_arguments_say(tmp_path):
     loader = trainer.get_train_dataloader()
     assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (1, True, 3)
     assert (loader.pin_memory, loader._non_blocking, loader.device) == (True, True, trainer.args.device)
+
+
+def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
+    args = make_trainer(str(tmp_path), tokens_per_rank=8).args
+    groups = SimpleNamespace(
+        rank=0, ranks=2, raise_together=lambda *_, **__: None, all_gather=lambda value, **_: [value] * 2
+    )
+    settings = PlanSettings(2, 8, document_layout="whole")
+    dispatcher: Any = SimpleNamespace(groups=groups, settings=settings, device=args.device)
+    loaders = PackedLoaders(args, dispatcher, lambda: Columns("length"))
+    documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
+    assert len(loaders.loader(documents, shuffle=False)) == 2  # 15 tokens, but 4 more fit beside neither 6 nor 5
+    with pytest.raises(ValueError, match="longer than tokens_per_rank = 8 tokens"):
+        loaders.loader([{"input_ids": [0] * 9}], shuffle=False)
+
+
+def test_the_loss_of_an_evaluation_without_documents():
+    groups: Any = SimpleNamespace(ranks=2, all_gather=lambda value: [value, value])
+    loss = EvaluationLoss(groups)
+    assert loss.mean() is None
+    loss.add(torch.tensor(3.0), torch.tensor(4))
+    loss.add(torch.tensor(1.0), torch.tensor(2))
+    assert loss.mean() == (3 * 4 + 1 * 2) / 6
 
 
 def test_a_data_seed_of_0_is_a_seed(tmp_path):

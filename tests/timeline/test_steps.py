@@ -49,6 +49,7 @@ def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
     step = RankStep(0, 115, 190, stretches)
     assert drawn(step, 100, 200, 10) == "-oawoaaao-"
     assert drawn(step, 100, 200, 2) == "aa"
+    assert drawn(RankStep(0, 0, 30, []), 0, 100, 4) == "o---"  # 5 of 25 are less than half
     assert drawn(RankStep(0, 0, 40, []), 0, 100, 4) == "oo--"  # 15 of 25 are more than half
     # As long each: attention, then what is neither.
     assert drawn(RankStep(0, 0, 10, [(0, 5, "attention"), (5, 10, "waits")]), 0, 10, 1) == "a"

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AttentionInterface
 
 from hf_distca import DistCAConfig, plan_settings
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.attention import attention_chunk, distca_attention
 from hf_distca.patches.kinds import attention_kinds, decoder_attentions
-from hf_distca.patches.tensor_parallel import config_on_a_rank
+from hf_distca.patches.tensor_parallel import config_on_a_rank, ranks_of_share
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
 from tests.models import SMALL_LLAMA4, small_model
@@ -141,3 +143,16 @@ def test_the_config_of_what_a_rank_computes(whole_heads, heads):
     assert (config.intermediate_size, config.head_dim) == (model.config.intermediate_size // 2, 8)
     assert config.distributed_config is None
     assert (model.config.num_attention_heads, model.config.distributed_config is None) == (4, False)
+
+
+def _shares() -> list[int]:
+    """Among how many ranks parameters are shared out by tensor parallelism."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    placed = [(Replicate(), Shard(0)), (Shard(0), Replicate())]
+    divided = [DTensor.from_local(torch.zeros(2, 2), mesh, placements) for placements in placed]
+    by_fsdp = DTensor.from_local(torch.zeros(2, 2), mesh["fsdp"], (Shard(0),))
+    return [ranks_of_share(parameter) for parameter in (*divided, by_fsdp, torch.zeros(2))]
+
+
+def test_a_parameter_that_all_ranks_have_is_not_shared_out(rank_pools):
+    assert rank_pools[2].run(_shares) == [[2, 1, 1, 1]] * 2

@@ -95,6 +95,14 @@ def test_whatever_a_data_set_raises_is_told_to_all_processes_of_the_world():
     assert told == [(raised.value, {"in_world": True})]
 
 
+def test_data_sets_of_the_same_lengths_may_differ():
+    groups: Any = SimpleNamespace(
+        raise_together=lambda *_, **__: None, all_gather=lambda value, **_: [value, ("another", *value[1:])]
+    )
+    with pytest.raises(ValueError, match=r"different data sets \(rank 0: 1 documents, 2 tokens; rank 1: 1 doc"):
+        agreed_lengths([{"input_ids": [1, 2]}], Columns("length"), groups, progress=False)
+
+
 @pytest.mark.parametrize(
     ("dataset", "dispatch_batches", "expected"),
     [([], None, False), (Stream(), None, True), (Stream(), False, False), ([], True, True)],

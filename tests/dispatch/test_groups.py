@@ -1,6 +1,7 @@
 """Over which backend rows travel, and that ranks are connected before the first layer."""
 
 import socket
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,8 @@ from hf_distca.dispatch.backends import (
     unreachable,
 )
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups, mesh_ranks
+from hf_distca.dispatch.failures import Failures
+from hf_distca.dispatch.groups import Groups, mesh_ranks, raised_together
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
 from tests.ranks import RankPool
@@ -141,6 +143,8 @@ def _recorded_start(ranks_per_node: int | tuple[int, ...] = 1) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", recorded_group)
         patch.setattr(dist, "all_to_all_single", recorded_exchange)
+        patch.setattr(groups_module, "device_uuid", lambda device: f"GPU-{dist.get_rank()}")
+        patch.setattr(groups_module, "check_devices", lambda *args: found.append(args))
         kinds = (AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8),)
         settings = PlanSettings(dist.get_world_size(), 64, kinds, ranks_per_node=ranks_per_node)
         groups = Dispatcher(settings, device).groups
@@ -168,24 +172,30 @@ def test_closing_ends_the_groups(rank_pools):
     assert rank_pools[3].run(_closed) == [([1, 3, 1], said), ([1, 4, 1], said), ([1, 4, 1], said)]
 
 
+def started(size: int) -> list[Any]:
+    """What becomes of groups in any case: words, whether devices will do, and rows between all."""
+    devices = ("gloo", [f"GPU-{rank}" for rank in range(size)])
+    exchange = [("distca exchange", "gloo"), ("distca exchange", [1] * size, [1] * size)]
+    return [("distca words", "gloo"), devices, *exchange]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_are_connected_once_before_the_first_layer(rank_pools, size):
-    expected = [("distca words", "gloo"), ("distca exchange", "gloo"), ("distca exchange", [1] * size, [1] * size)]
+    expected = started(size)
     assert rank_pools[size].run(_recorded_start) == [expected if size > 1 else []] * size
 
 
 def test_ranks_of_a_node_are_connected_once_before_the_first_layer(rank_pools):
-    exchange = [("distca words", "gloo"), ("distca exchange", "gloo"), ("distca exchange", [1] * 3, [1] * 3)]
     # Every rank makes the groups of all nodes.
     nodes = [("distca world", "gloo"), ("distca node", "gloo", [0]), ("distca node", "gloo", [1, 2])]
     alone, *together = rank_pools[3].run(_recorded_start, (1, 2))
-    assert alone == [*exchange, *nodes, None]
-    assert together == [[*exchange, *nodes, ("distca node", [1] * 2, [1] * 2), [1, 2]]] * 2
+    assert alone == [*started(3), *nodes, None]
+    assert together == [[*started(3), *nodes, ("distca node", [1] * 2, [1] * 2), [1, 2]]] * 2
 
 
 def test_one_node_is_not_connected_apart(rank_pools):
-    *groups, of_node = rank_pools[3].run(_recorded_start, 3)[0]
-    assert len(groups) == 3
+    *found, of_node = rank_pools[3].run(_recorded_start, 3)[0]
+    assert found == started(3)
     assert of_node is None
 
 
@@ -233,7 +243,8 @@ def _two_by_two() -> dict[str, Any]:
         with pytest.raises(ValueError, match="wrong in one mesh"):
             groups.raise_together(ValueError("wrong in one mesh"))
     else:
-        groups.raise_together(None)
+        with pytest.raises(ValueError, match=r"^rank 0: ValueError: wrong on one rank$"):
+            groups.raise_together(ValueError("wrong on one rank") if replica == 0 else None)
     documents = [[40, 3], [9, 30]][replica] if shard == 0 else [[20], [25, 25]][replica]
     # Different plans side by side, one of them with rows that travel.
     kinds = (AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8),)
@@ -251,6 +262,10 @@ def _two_by_two() -> dict[str, Any]:
             _of_node(mesh["dp"], of_both[shard]) for of_both in (((0, 0), None), ((0, 0), (0, 1)), (None, None))
         ],
         "error": _wrong_mesh(mesh),
+        "world": groups.all_gather(rank, in_world=True),
+        "met": _met(groups),
+        "failed": _failed(groups),
+        "left": _left_when_closed(mesh["dp"]),
     }
 
 
@@ -263,6 +278,37 @@ def _of_node(mesh: Any, nodes: tuple[int, ...] | None) -> list[int] | None:
     received, sent = torch.full((2,), -1), torch.tensor([10 * dist.get_rank(), 10 * dist.get_rank() + 1])
     dist.all_to_all_single(received, sent, group=groups.node)
     return received.tolist()
+
+
+def _met(groups: Groups) -> int:
+    """How many processes of the world have come where the last one is late, once this one may go on."""
+    store = dist.distributed_c10d._get_default_store()
+    time.sleep(0.3 * (dist.get_rank() == 3))
+    store.add("come", 1)
+    groups.meet()
+    return store.add("come", 0)
+
+
+def _failed(groups: Groups) -> str:
+    """What a rank says where rank 0 fails and takes the others with it, whichever mesh they are in."""
+    error = KeyError("text") if dist.get_rank() == 0 else RuntimeError("Connection closed by peer")
+    try:
+        _fail(groups.failures, error)
+    except (KeyError, RuntimeError) as raised:
+        return str(raised)
+    return "no error"
+
+
+def _fail(failures: Failures, error: Exception) -> None:
+    with failures.told():
+        raise error
+
+
+def _left_when_closed(mesh: Any) -> int:
+    """How many groups are left of those that were made."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    Groups(torch.device("cpu"), 60.0, mesh).close()
+    return len(dist.distributed_c10d._world.pg_map) - before
 
 
 def _wrong_mesh(mesh: Any) -> str:
@@ -293,3 +339,25 @@ def test_groups_of_a_mesh_dispatch_by_themselves(rank_pools):
         [None, None, None],
     ]
     assert all('has the dimensions ("dp", "tp")'.replace('"', "'") in result["error"] for result in results)
+    assert [(result["world"], result["met"], result["left"]) for result in results] == [([0, 1, 2, 3], 4, 0)] * 4
+    assert [result["failed"] for result in results] == ["'text'", *["rank 0 failed: KeyError: 'text'"] * 3]
+
+
+def _wrong_before_there_are_groups() -> str:
+    try:
+        with raised_together(60.0):
+            if dist.get_rank() == 1:
+                raise ImportError("a kernel is missing")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_a_rank_lacks_is_refused_on_every_rank(rank_pools):
+    assert rank_pools[2].run(_wrong_before_there_are_groups) == ["rank 1: ImportError: a kernel is missing"] * 2
+
+
+def test_ranks_of_a_group_in_an_order_of_its_own(monkeypatch):
+    monkeypatch.setattr(groups_module, "in_world", lambda: True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [3, 1])
+    assert mesh_ranks(SimpleNamespace()) == [1, 3]

@@ -42,6 +42,7 @@ def _found(hosts, local_ranks, mesh_shape):
         ("aaaa", [0, 1, 2, 3], 1, "4"),
         ("aabb", [0, 1, 0, 1], 2, "2, 2"),
         ("aaab", [0, 1, 2, 0], (3, 1), "3, 1"),
+        ("abbc", [0, 0, 1, 0], (1, 2, 1), "1, 2, 1"),
         ("abcd", [0, 0, 0, 0], 1, "1, 1, 1, 1"),
         ("aaaa", [0, 0, 0, 0], 1, "1, 1, 1, 1"),  # a launcher for each GPU
         ("aaaa", [0, 1, 0, 1], 2, "2, 2"),  # two launchers on one host, each with a share of its GPUs

@@ -1,13 +1,18 @@
 """The kinds of attention that a model tells of, and those that its layers turn out to have."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_distca import DistCAConfig, plan_settings
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.attention import attention_chunk, distca_attention
 from hf_distca.patches.kinds import attention_kinds, decoder_attentions
+from hf_distca.patches.tensor_parallel import config_on_a_rank, ranks_of_share
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
 from tests.models import SMALL_LLAMA4, small_model
@@ -111,3 +116,50 @@ def test_the_kernel_is_asked_about_every_kind(monkeypatch):
     with pytest.raises(ValueError, match="too wide"):
         plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
     assert asked == [(24, 8, 8), (None, 16, 16)]
+
+
+WHOLE_HEADS = "rowwise_split_input"
+"""How transformers names an output projection whose input each rank has whole, and takes its part of."""
+
+
+def shared_by_two(model_type: str, whole_heads: bool, **config: Any) -> Any:
+    """A model as transformers would load it on one of two ranks, but for its weights."""
+    model = small_model(model_type, **config)
+    model._tp_size = 2
+    model.config.distributed_config = object()
+    if whole_heads:
+        model._tp_plan = {
+            name: WHOLE_HEADS if name.endswith("o_proj") else style for name, style in model.tp_plan.items()
+        }
+    return model
+
+
+@pytest.mark.parametrize("whole_heads", [False, True])
+def test_a_rank_that_shares_a_model_has_its_part_of_the_heads(whole_heads):
+    model = shared_by_two("llama", whole_heads, num_hidden_layers=11)
+    expected = AttentionKind(None, 4, 2, 8, 8) if whole_heads else AttentionKind(None, 2, 1, 8, 8)
+    assert attention_kinds(model, decoder_attentions(model)) == (expected,)
+
+
+@pytest.mark.parametrize(("whole_heads", "heads"), [(False, (2, 1)), (True, (4, 2))])
+def test_the_config_of_what_a_rank_computes(whole_heads, heads):
+    model = shared_by_two("llama", whole_heads)
+    model.config.head_dim = None  # as where a config says nothing of it
+    config = config_on_a_rank(model)
+    assert (config.num_attention_heads, config.num_key_value_heads) == heads
+    assert (config.intermediate_size, config.head_dim) == (model.config.intermediate_size // 2, 8)
+    assert config.distributed_config is None
+    assert (model.config.num_attention_heads, model.config.distributed_config is None) == (4, False)
+
+
+def _shares() -> list[int]:
+    """Among how many ranks parameters are shared out by tensor parallelism."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    placed = [(Replicate(), Shard(0)), (Shard(0), Replicate())]
+    divided = [DTensor.from_local(torch.zeros(2, 2), mesh, placements) for placements in placed]
+    by_fsdp = DTensor.from_local(torch.zeros(2, 2), mesh["fsdp"], (Shard(0),))
+    return [ranks_of_share(parameter) for parameter in (*divided, by_fsdp, torch.zeros(2))]
+
+
+def test_a_parameter_that_all_ranks_have_is_not_shared_out(rank_pools):
+    assert rank_pools[2].run(_shares) == [[2, 1, 1, 1]] * 2

@@ -24,6 +24,8 @@ def test_node_sizes():
         (4, 0, "ranks_per_node=0 does not divide the 4 ranks"),
         (20, (8, 8), "ranks_per_node=8,8 is 16 ranks together, but 20 ranks train"),
         (4, (4, 0), "ranks_per_node=4,0 is 4 ranks together"),
+        (4, (4, 2), "ranks_per_node=4,2 is 6 ranks together"),
+        (4, (), "ranks_per_node= is 0 ranks together"),
     ],
 )
 def test_node_sizes_that_do_not_fit(ranks, per_node, message):

@@ -31,6 +31,8 @@ def test_weights_say_which_calls_count():
         found = KernelCost.fitted(calls, times, np.eye(2)[index]).seconds(calls)
         assert found[index] == pytest.approx(times[index])
         assert found[1 - index] != pytest.approx(times[1 - index])
+    # (r - 1)² + 4 (2r / 4 - 1)² is least at 1.5: 0.5. The best cost of a call, 1.6, misses by 1.8.
+    assert list(vars(KernelCost.fitted(calls, times, np.array([1.0, 4.0]))).values()) == pytest.approx([0, 1.5, 0, 0])
 
 
 def test_no_cost_is_negative():
@@ -40,10 +42,10 @@ def test_no_cost_is_negative():
 
 
 def test_other_heads():
-    cost = KernelCost(1.0, 2.0, 4.0, 8.0).for_kind(
-        AttentionKind(None, 8, 4, 64, 64), AttentionKind(None, 16, 2, 64, 64)
-    )
-    assert cost == KernelCost(1.0, 4.0, 2.0, 16.0)
+    cost, measured = KernelCost(1.0, 2.0, 4.0, 8.0), AttentionKind(None, 8, 4, 64, 64)
+    assert cost.for_kind(measured, AttentionKind(None, 16, 2, 64, 64)) == KernelCost(1.0, 4.0, 2.0, 16.0)
+    # Head dims of 320 in all are 2.5 times 128.
+    assert cost.for_kind(measured, AttentionKind(None, 8, 4, 192, 128)) == KernelCost(1.0, 5.0, 10.0, 20.0)
 
 
 def test_a_link():
@@ -51,11 +53,14 @@ def test_a_link():
     assert link.seconds(np.array([0.0, 10.0, 40.0])).tolist() == [0.0, 2.0, 5.0]
     found = LinkCost.fitted(np.array([10.0, 40.0, 100.0]), np.array([2.0, 5.0, 11.0]))
     assert (found.latency, found.bandwidth) == pytest.approx((1.0, 10.0))
+    assert LinkCost.fitted(np.array([10.0, 20.0]), np.array([1.0, 0.5])).bandwidth == np.inf
 
 
 def test_accuracy():
     found = Accuracy.of(np.array([1.0, 2.0, 6.0]), np.array([2.0, 2.0, 5.0]))
     assert (found.r2, found.worst_ratio, found.count) == (pytest.approx(1 - 2 / 6), 2.0, 3)
+    assert Accuracy.of(np.array([6.0, 2.0]), np.array([2.0, 4.0])).worst_ratio == 3.0
+    assert Accuracy.of(np.array([2.0, 2.0]), np.array([2.0, 2.0])) == Accuracy(1.0, 1.0, 2)
 
 
 def test_what_is_held_out_lies_between_what_is_fitted_to():

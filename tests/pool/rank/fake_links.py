@@ -48,14 +48,14 @@ class FakeLink:
         return FakeReply(self)
 
     def close(self):
-        self.closed = True
+        self.closed, self.lost = True, self.lost or "closed by this rank"
 
 
 class FakeDirectory:
-    """A directory whose members a test sets; notes who is dropped, and what they are told."""
+    """A directory whose members a test sets; notes who is dropped, what they are told, and its own end."""
 
     def __init__(self):
-        self.infos, self.dropped, self.refusals = (), [], []
+        self.infos, self.dropped, self.refusals, self.ends = (), [], [], []
 
     def members(self):
         return self.infos
@@ -63,3 +63,9 @@ class FakeDirectory:
     def drop(self, member, refusal=""):
         self.dropped.append(member)
         self.refusals.append(refusal)
+
+    def end(self):
+        self.ends.append("told")
+
+    def close(self):
+        self.ends.append("closed")

@@ -1,5 +1,6 @@
 """One rank's pool, with servers behind links that do what the test says. A rank computes 50 pairs/s, a server 100."""
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -138,7 +139,7 @@ def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monk
     assert (directory.dropped, directory.refusals) == ([8], [refusal])  # it is told what will not change
 
 
-def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeypatch):
+def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeypatch, caplog):
     monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
     asked = []
     groups = SimpleNamespace(
@@ -148,14 +149,50 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeyp
         any_of=lambda flags: asked.append(flags) or [False, True],
     )
     members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
-    members.update([News((server_info(7, 4000), server_info(8, 4001)), ()), News((), ())])
+    seven, eight, nine = (server_info(7 + i, 4000 + i) for i in range(3))
+    members.update([News((seven, eight, nine), ()), News((), ())])
     link = members.link(8)
     assert members.without_lost([7, 8]) == {8}
     assert members.without_lost([8]) == {8}  # nobody is asked of a server that is gone
     assert asked == [[False, False]]
     assert link.closed
-    assert members.update([News((server_info(7, 4000),), (7,)), News((), ())]) == []
+    assert members.update([News((seven, nine), (7,)), News((), (9,))]) == []
     assert members.ids == ()
+    lost, ranks_go_on = (
+        "(another rank lost it): between steps; nothing was under way",
+        "no server left, ranks go on in place",
+    )
+    assert caplog.messages == [
+        "lost attention server 8 (127.0.0.1:4001, cpu) (another rank lost it): its tasks of this micro-batch are "
+        "computed by the ranks; 2 servers left",
+        f"lost attention server 7 (127.0.0.1:4000, cpu) {lost}; 1 servers left",
+        f"lost attention server 9 (127.0.0.1:4002, cpu) {lost}; {ranks_go_on}",
+    ]
+
+
+@pytest.mark.parametrize(("timeout_s", "connect_s"), [(60.0, 10.0), (4.0, 4.0)])
+def test_what_a_link_is_made_with(directory, monkeypatch, timeout_s, connect_s):
+    made = []
+    monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", lambda *args: made.append(args) or FakeLink(*args))
+    groups, memory = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value] * 2), HostMemory(CPU)
+    members = Members(groups, memory, b"token", directory, timeout_s)
+    members.update([News((server_info(7, 4000),), ()), News((), ())])
+    assert made == [("127.0.0.1", 4000, b"token", 0, 2, connect_s, timeout_s, memory)]
+
+
+def test_all_links_and_the_directory_end_with_the_training(pool, directory):
+    link = pool.members.link(7)
+    pool.members.close()
+    assert link.closed
+    assert pool.servers == ()
+    assert directory.ends == ["told", "closed"]
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, ["hello"]), (1, [])])
+def test_rank_0_tells_for_all(rank, told, caplog):
+    groups = SimpleNamespace(rank=rank, ranks=2)
+    Members(groups, HostMemory(CPU), b"", None, 60.0).tell("hello", logging.WARNING)
+    assert caplog.messages == told
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,22 @@ def test_in_turns_ranks_work_besides_and_else_servers_wait_for_rows(speeds):
     assert speeds.workers(2, [7], takes_turns=False).base_load == (0.0, 0.0, 5.0)
 
 
+def test_servers_are_held_against_what_the_ranks_did_in_the_same_steps(speeds):
+    # The ranks compute 200 pairs/s, twice what they were taken for, and the server eight times that.
+    seen_by_all = Observed(calls=2, pairs=200, seconds=1.0, between_s=0.5)
+    seen_by_all.servers[7] = Served(pairs=1600, seconds=1.0, alone=2, way_s=0.2)
+    speeds.learn([seen_by_all])
+    assert speeds.pairs_per_second == 75.0
+    workers = speeds.workers(1, [7], takes_turns=True)
+    assert (workers.speed, workers.base_load) == ((1.0, 5.0), (25.0, 0.0))
+    assert speeds.workers(1, [7], takes_turns=False).base_load == (0.0, 10.0)
+
+
+def test_a_kernel_that_computed_no_pairs_says_nothing_of_speeds(speeds):
+    speeds.learn([Observed(seconds=1.0)])
+    assert speeds.pairs_per_second == 50.0
+
+
 def test_a_step_without_servers_changes_only_the_ranks_speed(speeds):
     speeds.learn([Observed(pairs=300, seconds=1.0)])
     assert speeds.pairs_per_second == 100.0
@@ -50,6 +66,10 @@ def test_a_server_that_was_far_once_is_tried_again(speeds):
     speeds.learn([Observed(pairs=200, seconds=2.0)])
     assert away == 500.0
     assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 450.0
+    speeds.learn([seen(pairs=200, seconds=1.0)])  # no call was alone: nothing is known of the way, and it was used
+    assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 450.0
+    speeds.joined(7, 100.0)  # as a new member
+    assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 0.0
 
 
 def phase(work: Work, part: str, begin: float, end: float) -> Span:
@@ -137,3 +157,5 @@ def test_spans_whose_beginnings_were_not_kept_do_no_harm():
     _, cut = answered(7, PING, 1.0, 2.0, 20)
     spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run own", 5, 6)]
     assert observe(spans) == Observed(calls=1, servers={7: Served(pairs=20, seconds=2.0)})
+    whole = answered(7, PING, 1.0, 2.0, 20)  # the call of another answer
+    assert observe([*whole, cut]).servers == {7: Served(pairs=40, seconds=4.0, alone=1, way_s=1.0)}

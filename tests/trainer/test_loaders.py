@@ -1,0 +1,116 @@
+"""How data sets are told apart, read and loaded, and losses of evaluations added up, without a training."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from hf_distca.collator.documents import Columns
+from hf_distca.dispatch.padding_free import CollatorWithLengths
+from hf_distca.planner.micro_batch import PlanSettings
+from hf_distca.trainer.evaluation import EvaluationLoss
+from hf_distca.trainer.loaders import PackedLoaders, agreed_lengths, is_dispatched, is_stream, lengths_read_on_host
+from tests.trainer.small_trainers import make_trainer
+
+
+class Stream(IterableDataset):
+    """A stream that says how much it has, as some do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_stream_that_has_a_length_is_a_stream():
+    assert is_stream(Stream())
+    assert is_stream(iter([]))
+    assert not is_stream([])
+
+
+def test_loaders_are_made_as_the_arguments_say(tmp_path):
+    trainer = make_trainer(
+        str(tmp_path),
+        dataloader_num_workers=1,
+        dataloader_persistent_workers=True,
+        dataloader_prefetch_factor=3,
+        accelerator_config={"non_blocking": True},
+    )
+    trainer.args.dataloader_pin_memory = True
+    loader = trainer.get_train_dataloader()
+    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (1, True, 3)
+    assert (loader.pin_memory, loader._non_blocking, loader.device) == (True, True, trainer.args.device)
+
+
+def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
+    args = make_trainer(str(tmp_path), tokens_per_rank=8).args
+    groups = SimpleNamespace(
+        rank=0, ranks=2, raise_together=lambda *_, **__: None, all_gather=lambda value, **_: [value] * 2
+    )
+    settings = PlanSettings(2, 8, document_layout="whole")
+    dispatcher: Any = SimpleNamespace(groups=groups, settings=settings, device=args.device)
+    loaders = PackedLoaders(args, dispatcher, lambda: Columns("length"))
+    documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
+    assert len(loaders.loader(documents, shuffle=False)) == 2  # 15 tokens, but 4 more fit beside neither 6 nor 5
+    with pytest.raises(ValueError, match="longer than tokens_per_rank = 8 tokens"):
+        loaders.loader([{"input_ids": [0] * 9}], shuffle=False)
+
+
+def test_the_loss_of_an_evaluation_without_documents():
+    groups: Any = SimpleNamespace(ranks=2, all_gather=lambda value: [value, value])
+    loss = EvaluationLoss(groups)
+    assert loss.mean() is None
+    loss.add(torch.tensor(3.0), torch.tensor(4))
+    loss.add(torch.tensor(1.0), torch.tensor(2))
+    assert loss.mean() == (3 * 4 + 1 * 2) / 6
+
+
+def test_a_data_seed_of_0_is_a_seed(tmp_path):
+    def drawn(**seeds: int) -> list[list[int]]:
+        loader = make_trainer(str(tmp_path), tokens_per_rank=200, **seeds).get_train_dataloader()
+        return [batch["input_ids"][0].tolist() for batch in loader]
+
+    assert drawn(seed=1, data_seed=0) == drawn(seed=0)
+
+
+def test_whatever_a_data_set_raises_is_told_to_all_processes_of_the_world():
+    told: list[Any] = []
+
+    def raise_together(error: Exception | None, **options: bool) -> None:
+        told.append((error, options))
+        assert error is not None
+        raise error
+
+    class Faulty(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError("stale file handle")
+
+    groups: Any = SimpleNamespace(raise_together=raise_together)
+    with pytest.raises(OSError, match="stale") as raised:
+        agreed_lengths(Faulty([{"input_ids": [1]}]), Columns("length"), groups, progress=False)
+    assert told == [(raised.value, {"in_world": True})]
+
+
+def test_data_sets_of_the_same_lengths_may_differ():
+    groups: Any = SimpleNamespace(
+        raise_together=lambda *_, **__: None, all_gather=lambda value, **_: [value, ("another", *value[1:])]
+    )
+    with pytest.raises(ValueError, match=r"different data sets \(rank 0: 1 documents, 2 tokens; rank 1: 1 doc"):
+        agreed_lengths([{"input_ids": [1, 2]}], Columns("length"), groups, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "dispatch_batches", "expected"),
+    [([], None, False), (Stream(), None, True), (Stream(), False, False), ([], True, True)],
+)
+def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all(dataset, dispatch_batches, expected):
+    args: Any = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=dispatch_batches))
+    assert is_dispatched(dataset, args) is expected
+    trainer: Any = SimpleNamespace(data_collator=list)
+    with lengths_read_on_host(trainer, dataset, args):
+        assert isinstance(trainer.data_collator, CollatorWithLengths) is not expected
+    assert trainer.data_collator is list

@@ -21,7 +21,6 @@ ALLOWED = {
     "config": {"kernels"},
     "collator": PLANNER,
     "dispatch": PLANNER | {"kernels"},
-    "planner.schedule": {"plan"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
     "patches": DISPATCH | {"config"},
     "memory": DISPATCH | {"config", "patches"},
@@ -33,13 +32,13 @@ ALLOWED = {
     "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "trainer": DISPATCH | {"config", "collator", "patches", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
-    "sim": PLANNER | {"planner.schedule"},
+    "sim": PLANNER,
     "timeline": {"plan", "dispatch.recorder"},
     "cli": DISPATCH
     | WORDS
     | {"config", "patches", "memory", "sim", "timeline", "pool.server", "pool.directory", "pool.transport"},
 }
-PURE = {"plan", "planner", "sim", "planner.schedule", "pool.messages", "pool.wire"}
+PURE = {"plan", "planner", "sim", "pool.messages", "pool.wire"}
 
 
 def name_of(path: Path) -> str:

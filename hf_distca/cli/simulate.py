@@ -4,18 +4,20 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hf_distca.cli.lengths_file import InputError, is_lengths_file, lengths_of, read_lengths
-from hf_distca.cli.options import batches, check_stages, positive, ranks, seed, servers, tokens
+from hf_distca.cli.options import batches, check_stages, gigabytes, positive, ranks, seed, servers, tokens
 from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
 from hf_distca.cli.settings import add_setting, config_of
+from hf_distca.config import AUTO
 from hf_distca.planner.cost import as_lengths
 from hf_distca.planner.nodes import node_sizes
+from hf_distca.planner.seconds import Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.figures import Simulation
@@ -85,6 +87,13 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         default="h100",
         help="costs of the device: h100, cpu, or a file of hf-distca profile (default: h100)",
     )
+    for name, where in (("--node-bandwidth", "inside its node"), ("--network-bandwidth", "between nodes")):
+        add(
+            name,
+            type=gigabytes,
+            metavar="GB/S",
+            help=f"what a rank sends, and receives, {where} (default: the profile's)",
+        )
     add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
     add("--servers", type=servers, default=0, metavar="M", help="try dedicated attention servers too, so many")
     add(
@@ -175,9 +184,11 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
     }
     best = next(way for way in result.ways if way.name == result.best_planned)
     precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(setup.profile.dtype, {})
+    chosen = {"device_profile": options.profile} if best.document_layout == AUTO else {}
     return {
         "tokens_per_rank": options.tokens_per_rank,
         "document_layout": best.document_layout,
+        **chosen,
         **changed,
         "gradient_checkpointing": options.checkpointing,
         **precision,
@@ -194,13 +205,28 @@ def _setup(options: argparse.Namespace, ranks: int) -> Setup:
             )
     return Setup(
         model=model,
-        profile=DeviceProfile.load(options.profile),
+        profile=_profile(options),
         ranks=ranks,
         tokens_per_rank=options.tokens_per_rank,
         ranks_per_node=sizes,
         tensor_parallel=options.tensor_parallel,
         checkpointing=options.checkpointing,
     )
+
+
+def _profile(options: argparse.Namespace) -> DeviceProfile:
+    """The device's profile, with the bandwidths that are given instead of its own."""
+    profile = DeviceProfile.load(options.profile)
+
+    def changed(links: Links) -> Links:
+        within, between = links.within, links.between
+        if options.node_bandwidth is not None:
+            within = replace(within, bandwidth=options.node_bandwidth * GB)
+        if options.network_bandwidth is not None:
+            between = replace(between, bandwidth=options.network_bandwidth * GB)
+        return Links(within, between)
+
+    return replace(profile, links=changed(profile.links), exchange=changed(profile.exchange))
 
 
 def _settings(options: argparse.Namespace, setup: Setup) -> PlanSettings:

@@ -1,9 +1,13 @@
 """How many of a model's weights a token meets."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_distca.plan import AttentionKind
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """How configs name the number of experts of a layer."""
@@ -33,3 +37,40 @@ def share_of_experts(config: PreTrainedConfig) -> float:
     """To how many of the experts a token goes, as a share of all."""
     every = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
     return float(getattr(config, "num_experts_per_tok", None) or every) / every
+
+
+@dataclass(frozen=True)
+class MatrixWeights:
+    """Weights of matrices that a token is multiplied with.
+
+    Attributes:
+        hidden: numbers of a token between layers.
+        before: of a layer, before core attention; the mean over layers.
+        after: of a layer, behind core attention; the mean over layers.
+        head: of the output head.
+    """
+
+    hidden: int
+    before: int
+    after: int
+    head: int
+
+
+def matrix_weights(model: PreTrainedModel, layers: Mapping[AttentionKind, int]) -> MatrixWeights:
+    """Count a model's weights before and behind core attention.
+
+    Args:
+        model: of transformers; its weights may be on the meta device.
+        layers: how many layers have each kind of attention.
+    """
+    hidden = model.config.get_text_config(decoder=True).hidden_size
+    met = sum(weights_met(model).values())
+    before = sum(
+        count * hidden * (kind.q_heads * kind.dim_qk + kind.kv_heads * (kind.dim_qk + kind.dim_v))
+        for kind, count in layers.items()
+    )
+    depth = sum(layers.values())
+    head = model.get_output_embeddings()
+    return MatrixWeights(
+        hidden, before // depth, int(met - before) // depth, 0 if head is None else _count(head.weight)
+    )

@@ -26,6 +26,8 @@ IntArray = NDArray[np.int64]
 
 DOMINANT_SHARE = 0.25
 """Share of a group's work from which on a document is worth dividing evenly over the whole group."""
+MOST_EVEN_RANKS = 32
+"""Larger groups would exchange so many pieces of a document that planning them takes too long."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
 
@@ -36,12 +38,14 @@ class Candidate:
 
     Attributes:
         placing: the groups.
+        evenly: whether long documents are divided evenly.
         nano_batches: with plans that are not in stages yet.
         choice: what was chosen, and what it takes.
         waited: share of the step in which ranks wait for exchanges, of the rank that waits the longest.
     """
 
     placing: Placing
+    evenly: bool
     nano_batches: tuple[NanoBatch, ...]
     choice: Choice
     waited: float
@@ -126,7 +130,7 @@ class _Search:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
                 plan = plan_as_set(self._lengths, chosen)
                 if len(plan.nano_batches) == count or count == 1 or len(self._choices.nano_batches) == 1:
-                    yield self._candidate(plan.nano_batches, every, tolerance)
+                    yield self._candidate(plan.nano_batches, every, tolerance, evenly=False)
 
     def _in_groups(self, finest: float, coarser: list[float]) -> Iterator[Candidate]:
         """Plans whose documents lie inside groups of ranks."""
@@ -143,7 +147,7 @@ class _Search:
             best = self._best
             if best is None or best.waited <= GOOD_ENOUGH:
                 return
-            yield from self.tried(best.placing, tolerance, (best.choice.nano_batches,), (False,))
+            yield from self.tried(best.placing, tolerance, (best.choice.nano_batches,), (best.evenly,))
             if self._best is best:
                 return
 
@@ -185,7 +189,8 @@ class _Search:
         """
         chosen = replace(self._settings, balance_tolerance=tolerance)
         exchanges = max(placing.sizes) > 1 or bool(placing.left)
-        for divided in dict.fromkeys(evenly) if max(placing.sizes) > 1 else (False,):
+        most = max(placing.sizes)
+        for divided in dict.fromkeys(each and 1 < most <= MOST_EVEN_RANKS for each in evenly):
             for count in nano_batches if exchanges else nano_batches[:1]:
                 arranged = arrange(self._lengths, placing, chosen, self._costs, count, evenly=divided)
                 if arranged is None:
@@ -194,12 +199,14 @@ class _Search:
                     NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
                     for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
                 )
-                candidate = self._candidate(planned, placing, tolerance)
+                candidate = self._candidate(planned, placing, tolerance, evenly=divided)
                 yield candidate
                 if not every and candidate.choice.seconds * (1 - GOOD_ENOUGH) <= placing.slowest:
                     return
 
-    def _candidate(self, nano_batches: tuple[NanoBatch, ...], placing: Placing, tolerance: float) -> Candidate:
+    def _candidate(
+        self, nano_batches: tuple[NanoBatch, ...], placing: Placing, tolerance: float, *, evenly: bool
+    ) -> Candidate:
         alone = len(nano_batches) == 1
         counted = [
             {
@@ -215,4 +222,4 @@ class _Search:
         ]
         step = predict_step(counted, [nano.layout.tokens for nano in nano_batches], self._costs)
         choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds)
-        return Candidate(placing, nano_batches, choice, float(step.waited.max()) / step.seconds)
+        return Candidate(placing, evenly, nano_batches, choice, float(step.waited.max()) / step.seconds)

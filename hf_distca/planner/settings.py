@@ -9,6 +9,9 @@ from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.stages import EXCHANGE_BUFFER_BYTES
 
+COARSER = (0.1, 0.3)
+"""Tolerances that may be chosen besides the one that is set."""
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -23,8 +26,15 @@ class Choices:
 
     costs: StepCosts
     groups: bool = True
-    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, 0.1, 0.3)
+    tolerances: tuple[float, ...] = (BALANCE_TOLERANCE, *COARSER)
     nano_batches: tuple[int, ...] = (1, 2)
+
+    @classmethod
+    def beside(cls, settings: "PlanSettings", costs: StepCosts, *, groups: bool = True) -> "Choices":
+        """Return what may be chosen besides what is set: coarser tolerances, and one nano-batch where two are set."""
+        tolerance = settings.balance_tolerance
+        coarser = (each for each in COARSER if each > tolerance)
+        return cls(costs, groups, (tolerance, *coarser), (1, 2) if settings.ping_pong else (1,))
 
 
 @dataclass(frozen=True)

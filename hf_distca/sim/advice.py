@@ -40,8 +40,14 @@ def _outcome(by_plain: WayFigures, by_plan: WayFigures, tokens_per_rank: int) ->
     return (
         f"A step is {gain:.2f} times as fast as by {by_plain.name!r}, the best of the other ways; core attention "
         f"alone of the busiest rank {by_plain.attention_seconds / by_plan.attention_seconds:.2f} times. Set "
-        f"document_layout={by_plan.document_layout!r}, tokens_per_rank={tokens_per_rank}."
+        f"{_layout_to_set(by_plan)}, tokens_per_rank={tokens_per_rank}."
     )
+
+
+def _layout_to_set(by_plan: WayFigures) -> str:
+    if by_plan.document_layout == "auto":
+        return "device_profile to this profile"
+    return f"document_layout={by_plan.document_layout!r}"
 
 
 def _of_waits(by_plan: WayFigures) -> Iterator[str]:

@@ -18,7 +18,7 @@ from hf_distca.planner.counted import count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import KindCosts, StepCosts, Tasks
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.step import document_seconds, predict_step
 from hf_distca.planner.with_servers import plan_with_servers
 from hf_distca.sim.costs import DeviceProfile
@@ -147,6 +147,8 @@ class Way:
 
 
 PLAIN = "plain packing"
+CHOSEN = "hf_distca, chosen"
+"""The fastest plan for each micro-batch, as training with device_profile chooses it."""
 
 
 def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Way, ...]:
@@ -171,7 +173,12 @@ def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[W
     while setup.ranks % context == 0:
         ways.append(in_groups(f"context parallel, {setup.ranks // context} × {context}", context))
         context *= 2
-    ways += [by_plans("hf_distca, fixed", "fixed"), by_plans("hf_distca, joint", "joint")]
+    chosen = replace(settings, choices=Choices.beside(settings, setup.costs))
+    ways += [
+        by_plans("hf_distca, fixed", "fixed"),
+        by_plans("hf_distca, joint", "joint"),
+        Way(CHOSEN, partial(planned, setup=setup, settings=chosen), document_layout="auto"),
+    ]
     if servers:
         ways.append(by_plans(f"hf_distca, joint, {servers} servers", "joint", servers))
     return tuple(ways)

@@ -1,5 +1,7 @@
 """From a model and its settings to a dispatcher: the one way of the trainer and of loops of one's own."""
 
+from dataclasses import replace
+
 import torch
 from transformers import PreTrainedModel
 
@@ -9,6 +11,7 @@ from hf_distca.dispatch.groups import RankMesh, mesh_ranks, raised_together
 from hf_distca.dispatch.nodes import ranks_per_node
 from hf_distca.patches.model import plan_settings
 from hf_distca.patches.prepare import prepare_model
+from hf_distca.trainer.choices import choices_of
 
 
 def make_dispatcher(
@@ -18,6 +21,7 @@ def make_dispatcher(
     *,
     dtype: torch.dtype | None = None,
     mesh: RankMesh | None = None,
+    checkpointing: bool | None = None,
 ) -> Dispatcher:
     """Make a model's dispatcher; let its decoder layers run two nano-batches in turns, and its loss do without logits.
 
@@ -32,6 +36,8 @@ def make_dispatcher(
         dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
         mesh: the ranks that train together, one dimension of a device mesh or a process group; None for all ranks of
             the world.
+        checkpointing: whether layers are run again in the backward, which counts where plans are chosen by seconds;
+            None: as the model is set now.
 
     Raises:
         ValueError: the model cannot be planned, the kernel cannot compute its attention, nodes have another number of
@@ -44,6 +50,8 @@ def make_dispatcher(
         settings = plan_settings(
             model, config, ranks=len(mesh_ranks(mesh)), device=device, dtype=dtype, ranks_per_node=launched
         )
+        again = model.is_gradient_checkpointing if checkpointing is None else checkpointing
+        settings = replace(settings, choices=choices_of(model, settings, config, checkpointing=again))
     dispatcher = Dispatcher(
         settings,
         device,

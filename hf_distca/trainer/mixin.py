@@ -127,7 +127,10 @@ class DistCAMixin(_Trainer):
         dtype = dtype_of_computation(self.model, args, self.accelerator)
         mesh = data_parallel_mesh(self.accelerator)
         self._mixes = bool(mixing_layers(self.model))
-        dispatcher = make_dispatcher(self.model, args, args.device, dtype=dtype, mesh=mesh)
+        checkpointing = checkpointing_of(args, self.accelerator) is not None
+        dispatcher = make_dispatcher(
+            self.model, args, args.device, dtype=dtype, mesh=mesh, checkpointing=checkpointing
+        )
         if gathers_parameters(self.accelerator):
             planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or self._mixes
             layers = plan_layers(self.model) if planned else []

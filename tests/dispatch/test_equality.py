@@ -1,6 +1,7 @@
 """Ranks with disaggregated attention against one process with "sdpa" on the same global batch."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.head import plan_head
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
+from hf_distca.planner.settings import Choices, PlanSettings
 from tests.models import (
     SMALL_LLAMA4,
     in_nodes,
@@ -30,6 +32,8 @@ STAGE_ROWS = (None, 70, 20)
 """One stage, two, and seven or so."""
 NODES = {3: (1, 2), 4: (2, 2)}
 """How many ranks share each node. With fewer ranks there are none that could pass rows on."""
+CHOSEN = {"groups of 1": (1e3, 1e3), "groups of 2": (1e12, 1e3), "groups of 4": (1e12, 1e12)}
+"""Bytes a second inside nodes and between them, by the groups that are best then for the documents below."""
 CHUNK_BYTES = 4 * 64 * 20
 """The loss is computed over chunks of 20 rows."""
 
@@ -87,8 +91,14 @@ def run_case(
         balance_block_size=8,
         ranks_per_node=NODES.get(ranks, 1),
     )
+    if layout in CHOSEN:
+        settings = replace(settings, tokens_per_rank=150, choices=choices(kinds, CHOSEN[layout]))
     dispatcher = Dispatcher(settings, torch.device("cpu"), **options)
-    if layout == "joint":
+    if layout in CHOSEN:
+        plan = plan_micro_batch(lengths, settings)
+        assert plan.choice.group == int(layout.split()[-1])
+        flat = lengths
+    elif layout == "joint":
         plan = plan_micro_batch(lengths, settings)
         flat = lengths
     else:
@@ -106,6 +116,13 @@ def run_case(
     return steps
 
 
+def choices(kinds: tuple[AttentionKind, ...], bandwidths: tuple[float, float]) -> Choices:
+    """All choices, with costs of attention alone."""
+    kernel = KernelCost(0.0, 0.0, 0.0, 1e-6)
+    links = Links(*(LinkCost(0.0, bandwidth) for bandwidth in bandwidths))
+    return Choices(StepCosts(tuple(KindCosts(kind, 1, kernel, kernel) for kind in kinds), 0.0, 0.0, 2.0, 0.0, links))
+
+
 def steps_of(ranks: int, stage_rows: tuple[int | None, ...] = STAGE_ROWS) -> list[tuple[int | None, bool]]:
     """Rows of a stage, and whether rows are passed on inside nodes, of each step."""
     return list(itertools.product(stage_rows, (False, True) if ranks in NODES else (False,)))
@@ -121,7 +138,9 @@ def assert_equal_to_single_process(
     rank_pools, ranks, lengths, layout="joint", model_type="llama", config=None, windows=(None,), **options
 ):
     config = config or {}
-    flat = lengths if layout == "joint" else [length for row in lengths for length in row or FILLER]
+    flat = (
+        lengths if layout == "joint" or layout in CHOSEN else [length for row in lengths for length in row or FILLER]
+    )
     loss, grads = reference_step(
         small_model(model_type, "sdpa" if model_type != "gemma2" else "eager", **config),
         random_documents(flat),
@@ -155,6 +174,20 @@ def test_joint_layout(rank_pools, ranks, lengths):
 @pytest.mark.parametrize("keep", [False, True])
 def test_fixed_layout(rank_pools, ranks, rows, keep):
     assert_equal_to_single_process(rank_pools, ranks, rows, "fixed", keep_received=keep)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lengths"),
+    [
+        ("groups of 1", [150, 40, 40, 40, 90, 90]),
+        ("groups of 2", [150, 40, 40, 40, 90, 90]),
+        ("groups of 2", [300, 64, 64]),
+        ("groups of 4", [310, 64, 64]),
+        ("groups of 1", [140, 140, 90, 90, 60, 60, 15]),  # the last one fits nowhere
+    ],
+)
+def test_chosen_plans(rank_pools, layout, lengths):
+    assert_equal_to_single_process(rank_pools, 4, lengths, layout)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -241,7 +241,8 @@ def arrange(
             layout cuts as few as it can.
 
     Returns:
-        None where the documents of a group cannot be divided into two nano-batches.
+        None where the documents of a group cannot be divided into two nano-batches, or a rank would hold no row of
+        one, on which models cannot run.
     """
     slack = _slack(lengths, placing, settings, costs)
     segments: list[list[IntArray]] = [[] for _ in range(nano_batches)]
@@ -255,19 +256,17 @@ def arrange(
             parts = [documents[half] for half in halves]
         for number, part in enumerate(parts):
             if evenly and size > 1:
-                most_rows = settings.tokens_per_rank
-                room = np.full(size, most_rows)
+                # Ranks that are full in the first nano-batch could not share long documents of the second.
+                share = int(lengths[part].sum()) / int(lengths[documents].sum())
+                room = np.full(size, int(settings.tokens_per_rank * (share if number == 0 else 1)))
                 if number == 1:
-                    np.subtract.at(room, segments[0][-1][:, 3] - first, segments[0][-1][:, 2] - segments[0][-1][:, 1])
-                elif len(parts) == 2:
-                    # Ranks that are full in the first nano-batch could not share long documents of the second.
-                    room[:] = most_rows * int(lengths[part].sum()) // int(lengths[documents].sum())
-                found = divide_evenly(lengths[part], room.tolist(), costs)
-                if found is None:
-                    return None
-                placed = found
+                    before = segments[0][-1]
+                    np.subtract.at(room, before[:, 3] - first, before[:, 2] - before[:, 1])
+                placed = divide_evenly(lengths[part], room.tolist(), costs)
             else:
                 placed = _in_group(lengths[part], first, size, most, settings, backwards=number == 1)
+            if placed is None:
+                return None
             placed[:, 0] = part[placed[:, 0]]
             placed[:, 3] += first
             segments[number].append(placed)
@@ -281,6 +280,8 @@ def arrange(
         columns = (own, table[:, 1], table[:, 2], table[:, 3])
         every.append(documents)
         layouts.append(assemble(lengths[documents], columns, settings.ranks, by_document=True))
+    if min(int(layout.tokens.min()) for layout in layouts) == 0:
+        return None
     return Arrangement(placing, tuple(every), tuple(layouts), slack)
 
 

@@ -1,7 +1,7 @@
 """What a micro-batch takes: every layer's schedule walked forward and backward, with everything else added."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,31 +12,14 @@ from hf_distca.planner.counted import CountedPlan
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import stage_rows
-from hf_distca.planner.walk import LayerCosts, walk_layer
+from hf_distca.planner.walk import LayerCosts, Walked, walk_layer
 
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class PredictedStep:
-    """The forward and backward of a micro-batch.
-
-    Attributes:
-        seconds: until the last rank is done.
-        attention: [ranks] in core attention.
-        other: [ranks] in everything else that is computed.
-        waited: [ranks] for exchanges.
-    """
-
-    seconds: float
-    attention: FloatArray
-    other: FloatArray
-    waited: FloatArray
-
-
 def predict_step(
     nano_batches: Sequence[Mapping[AttentionKind, CountedPlan]], tokens: Sequence[IntArray], costs: StepCosts
-) -> PredictedStep:
+) -> Walked:
     """Predict what a micro-batch takes.
 
     Args:
@@ -60,7 +43,7 @@ def predict_step(
             other += of_kind.layers * walked.other
             waited += of_kind.layers * walked.waited
             seconds += of_kind.layers * walked.seconds
-    return PredictedStep(seconds + float(head.max()), attention, other, waited)
+    return Walked(seconds + float(head.max()), attention, other, waited)
 
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:

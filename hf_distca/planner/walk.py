@@ -48,8 +48,8 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, eq=False)
-class WalkedLayer:
-    """What one layer came to, forward or backward.
+class Walked:
+    """What a layer came to, forward or backward; or a whole micro-batch.
 
     Attributes:
         seconds: until the last rank is done.
@@ -64,7 +64,7 @@ class WalkedLayer:
     waited: FloatArray
 
 
-def walk_layer(nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction: Direction) -> WalkedLayer:
+def walk_layer(nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction: Direction) -> Walked:
     """Walk one layer in the middle of a model.
 
     Args:
@@ -80,7 +80,7 @@ def walk_layer(nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction
         walk.waited = np.zeros_like(walk.clock)
         for act in layer.acts:
             act(walk)
-    return WalkedLayer(float(walk.clock.max()) - before, layer.attention, layer.other, walk.waited)
+    return Walked(float(walk.clock.max()) - before, layer.attention, layer.other, walk.waited)
 
 
 class _Walk:

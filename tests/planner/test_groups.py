@@ -95,6 +95,16 @@ def test_dividing_evenly_keeps_to_the_room_of_every_rank():
     assert divide_evenly(np.array([18]), [8, 9], costs()) is None
 
 
+def test_no_rank_is_left_without_a_row():
+    lengths = np.array([20, 3])  # apart in two nano-batches, the second too short for two ranks to share
+    placing = place_in_groups(lengths, lengths.astype(float), (2,), 16)
+    evenly, joint = (
+        arrange(lengths, placing, PlanSettings(2, 16, (KIND,)), costs(), 2, evenly=e) for e in (True, False)
+    )
+    assert evenly is None
+    assert [layout.tokens.min() for layout in joint.layouts] == [10, 1]
+
+
 @st.composite
 def micro_batches(draw):
     ranks = draw(st.integers(2, 6))
@@ -124,6 +134,7 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, even
         assert len(found.layouts) == nano_batches
         assert sorted(np.concatenate(found.documents).tolist()) == list(range(len(lengths)))
         assert np.sum([layout.tokens for layout in found.layouts], axis=0).max() <= tokens
+        assert min(layout.tokens.min() for layout in found.layouts) > 0
         group_of = np.repeat(np.arange(len(sizes)), sizes)
         for documents, layout in zip(found.documents, found.layouts, strict=True):
             plan = found.tasks(layout, kind, of_plans)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,8 +7,10 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.groups import arrange, divide_evenly, partitions, place_in_groups
+from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.step import document_seconds
 from tests.planner.plan_checks import check_plan
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
@@ -103,6 +107,38 @@ def test_no_rank_is_left_without_a_row():
     )
     assert evenly is None
     assert [layout.tokens.min() for layout in joint.layouts] == [10, 1]
+
+
+def test_attention_is_balanced_inside_every_group():
+    lengths = np.array([16, 16])
+    of_plans = PlanSettings(4, 8, (KIND,), balance_block_size=1)
+    placing = place_in_groups(lengths, lengths.astype(float), (2, 2), 8)
+    found = arrange(lengths, placing, of_plans, costs(), 1, evenly=False)
+    plan = found.tasks(found.layouts[0], KIND, of_plans)
+    assert found.layouts[0].tokens.tolist() == [8, 8, 8, 8]
+    assert loads_of(plan).tolist() == [68, 68, 68, 68]
+
+
+@pytest.mark.parametrize(("sizes", "nodes"), [((4, 4), (0, 0, 1, 1, 2, 2, 3, 3)), ((2, 2, 2, 2), None)])
+def test_rows_are_passed_on_where_groups_have_ranks_of_several_nodes(sizes, nodes):
+    lengths = np.array([8, 8, 8, 8])
+    of_plans = PlanSettings(8, 8, (KIND,), balance_block_size=1, ranks_per_node=2)
+    found = arrange(
+        lengths, place_in_groups(lengths, lengths.astype(float), sizes, 8), of_plans, costs(), 1, evenly=False
+    )
+    assert found.tasks(found.layouts[0], KIND, of_plans).nodes == nodes
+
+
+@pytest.mark.parametrize(
+    ("kind", "pairs"),
+    [(KIND, 55), (replace(KIND, window=4), 4 * 5 // 2 + 6 * 4), (replace(KIND, chunk=4), 10 + 10 + 3)],
+)
+def test_seconds_of_a_document(kind, pairs):
+    kernel = KernelCost(9.0, 0.25, 0.125, 0.5)
+    of_kind = StepCosts((KindCosts(kind, 2, kernel, kernel),), 1.0, 2.0, 3.0, 5.0, Links(LINK, LINK))
+    assert document_seconds(np.array([10]), of_kind).tolist() == [
+        10 * (2 * 3 * 4 + 5) + 4 * (0.5 * pairs + 0.375 * 10)
+    ]
 
 
 @st.composite

@@ -1,11 +1,13 @@
 """One layer walked with costs so simple that each second can be counted by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.counted import CountedPlan, RowsMoved, count_plan
+from hf_distca.planner.counted import CountedPlan, RowsMoved, count_plan, stages_of
 from hf_distca.planner.metrics import bytes_by_link
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
@@ -75,6 +77,22 @@ def test_own_tasks_hide_the_way_there(bandwidth, seconds):
     # In the middle of a model rank 1 begins the next layer while rank 0 still waits.
     assert walked.seconds == seconds
     assert walked.attention.tolist() == [4, 6]
+
+
+def test_transfers_of_a_link_follow_each_other():
+    """Rank 1 computes two rows of rank 0, whose keys come behind the queries."""
+    keys = NOWHERE.copy()
+    keys[0, 0, 0] = keys[0, 1, 1] = 2
+    plan = counted(own=(0, 0), visiting=(0, 2), rows=2)
+    plan = replace(plan, among_ranks=RowsMoved(plan.among_ranks.queries, keys))
+    assert walk_layer([plan], costs(bandwidth=1.0), "forward").seconds == 2 + 2 + 2 + 2
+
+
+@pytest.mark.parametrize(("stage_rows", "stages"), [(None, 1), (7, 1), (6, 2), (2, 4)])
+def test_stages_are_full(stage_rows, stages):
+    keys = NOWHERE.copy()
+    keys[:, 1, 0] = 3, 4
+    assert stages_of(RowsMoved(NOWHERE, keys), stage_rows) == stages
 
 
 def test_two_nano_batches_hide_each_others_exchange():

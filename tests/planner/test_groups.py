@@ -110,13 +110,12 @@ def test_no_rank_is_left_without_a_row():
 
 
 def test_attention_is_balanced_inside_every_group():
-    lengths = np.array([16, 16])
-    of_plans = PlanSettings(4, 8, (KIND,), balance_block_size=1)
-    placing = place_in_groups(lengths, lengths.astype(float), (2, 2), 8)
-    found = arrange(lengths, placing, of_plans, costs(), 1, evenly=False)
-    plan = found.tasks(found.layouts[0], KIND, of_plans)
-    assert found.layouts[0].tokens.tolist() == [8, 8, 8, 8]
-    assert loads_of(plan).tolist() == [68, 68, 68, 68]
+    lengths = np.full(18, 4)  # five of a group's nine documents on one rank, four on the other
+    of_plans = PlanSettings(4, 20, (KIND,), balance_block_size=1)
+    placing = place_in_groups(lengths, lengths.astype(float), (2, 2), 20)
+    found = arrange(lengths, placing, of_plans, costs(), 1, evenly=True)
+    assert found.layouts[0].tokens.tolist() == [20, 16, 20, 16]
+    assert loads_of(found.tasks(found.layouts[0], KIND, of_plans)).tolist() == [45, 45, 45, 45]
 
 
 @pytest.mark.parametrize(("sizes", "nodes"), [((4, 4), (0, 0, 1, 1, 2, 2, 3, 3)), ((2, 2, 2, 2), None)])

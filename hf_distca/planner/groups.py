@@ -364,35 +364,38 @@ def divide_evenly(lengths: IntArray, room: list[int], costs: StepCosts) -> IntAr
             load[rank] += float(seconds[document])
             segments.append((document, 0, int(lengths[document]), rank))
             room[rank] -= int(lengths[document])
-            continue
-        start = 0
-        while start < lengths[document]:
-            rank = max(range(size), key=lambda each: (room[each], -each))
-            rows = min(room[rank], int(lengths[document]) - start)
-            if rows <= 0:
-                return None
-            segments.append((document, start, start + rows, rank))
-            room[rank] -= rows
-            start += rows
-    if min(room) < 0:
-        return None
-    return np.array(segments, np.int64)
+        else:
+            segments += _cut_where_room(document, int(lengths[document]), room)
+    return np.array(segments, np.int64) if min(room) >= 0 else None
 
 
 def _wherever_room(
     lengths: IntArray, left: Sequence[int], placed: Sequence[IntArray], settings: PlanSettings
 ) -> IntArray:
     """[segments, 4] of documents that no group has room for, cut over the ranks with the most room."""
-    room = np.full(settings.ranks, settings.tokens_per_rank)
-    for table in placed:
-        np.subtract.at(room, table[:, 3], table[:, 2] - table[:, 1])
-    cut = []
-    for document in left:
-        start, stop = 0, int(lengths[document])
-        while start < stop:
-            rank = int(np.argmax(room))
-            end = min(start + int(room[rank]), stop)
-            cut.append((document, start, end, rank))
-            room[rank] -= end - start
-            start = end
+    held = np.concatenate(placed)
+    used = np.bincount(held[:, 3], weights=held[:, 2] - held[:, 1], minlength=settings.ranks)
+    room = (settings.tokens_per_rank - used.astype(np.int64)).tolist()
+    cut = [piece for document in left for piece in _cut_where_room(document, int(lengths[document]), room)]
     return np.array(cut, np.int64)
+
+
+def _cut_where_room(document: int, length: int, room: list[int]) -> list[tuple[int, int, int, int]]:
+    """Cut a document over the ranks with the most room, and take its rows off their room.
+
+    Args:
+        document: which it is.
+        length: its tokens.
+        room: [ranks] rows that each rank takes; below 0 where all ranks together have too little.
+
+    Returns:
+        (document, start, stop, rank) of each piece.
+    """
+    pieces, start = [], 0
+    while start < length:
+        rank = max(range(len(room)), key=lambda each: (room[each], -each))
+        stop = min(start + room[rank], length) if room[rank] > 0 else length
+        pieces.append((document, start, stop, rank))
+        room[rank] -= stop - start
+        start = stop
+    return pieces

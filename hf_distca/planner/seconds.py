@@ -167,15 +167,3 @@ class StepCosts:
         """Seconds of a token in everything but core attention, forward and backward."""
         depth = sum(of_kind.layers for of_kind in self.kinds)
         return depth * (self.before + self.after) * (1 + self.backward_factor) + self.head
-
-    def attention(self, tasks: dict[AttentionKind, Tasks]) -> FloatArray:
-        """[workers] seconds of core attention in all layers, forward and backward, of tasks of each kind."""
-        total: FloatArray = sum(
-            (
-                of_kind.layers * cost.seconds(tasks[of_kind.kind])
-                for of_kind in self.kinds
-                for cost in (of_kind.forward, of_kind.backward)
-            ),
-            start=np.zeros(1),
-        )
-        return total

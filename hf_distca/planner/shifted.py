@@ -54,11 +54,7 @@ class ShiftedRows:
 
     def tasks_as_laid_out(self) -> NDArray[np.void]:
         """[tasks] of dtype TASK: every rank computes the rows that it holds."""
-        tasks = np.zeros(len(self.segments), TASK)
-        for field in ("document", "start", "stop"):
-            tasks[field] = self.segments[field]
-        tasks["worker"] = self.segments["rank"]
-        return merged(tasks)
+        return tasks_at_home(self.segments)
 
     def shifted(self, tasks: NDArray[np.void]) -> NDArray[np.void]:
         """Tasks with rows counted from 0 on, as the view counts them."""
@@ -79,6 +75,15 @@ class ShiftedRows:
         tasks["start"] -= self.origin
         tasks["stop"] -= self.origin
         return Plan(self.layout, tasks, workers, self.window)
+
+
+def tasks_at_home(segments: NDArray[np.void]) -> NDArray[np.void]:
+    """[tasks] of dtype TASK: every rank computes the rows of its segments."""
+    tasks = np.zeros(len(segments), TASK)
+    for field in ("document", "start", "stop"):
+        tasks[field] = segments[field]
+    tasks["worker"] = segments["rank"]
+    return merged(tasks)
 
 
 def merged(tasks: NDArray[np.void]) -> NDArray[np.void]:

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from hf_distca.plan import TASK, AttentionKind, Layout, Plan
+from hf_distca.plan import AttentionKind, Layout, Plan
 from hf_distca.planner.balance import balance
 from hf_distca.planner.chunks import layout_of_kind
 from hf_distca.planner.cost import Workers
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.shifted import merged
+from hf_distca.planner.shifted import tasks_at_home
 from hf_distca.planner.stages import with_stages
 
 
@@ -20,11 +18,7 @@ def at_home(layout: Layout, window: int | None) -> Plan:
         layout: where the rows are.
         window: width of the sliding window; None for full causal attention.
     """
-    tasks = np.zeros(len(layout.segments), TASK)
-    for field in ("document", "start", "stop"):
-        tasks[field] = layout.segments[field]
-    tasks["worker"] = layout.segments["rank"]
-    return Plan(layout, merged(tasks), layout.ranks, window)
+    return Plan(layout, tasks_at_home(layout.segments), layout.ranks, window)
 
 
 def plan_tasks(

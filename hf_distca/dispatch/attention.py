@@ -1,10 +1,10 @@
 """Core attention of one layer, disaggregated, as autograd nodes.
 
-Where nothing moves in layers of a kind, one node makes one kernel call on all rows, in each direction.
-
-Else three nodes make one attention, so that two nano-batches can take turns between them: Send, Compute and Receive run
-the forward's phases up to the first pause, up to the second and to the end (see `hf_distca.planner.schedule`), and in
-reverse order the backward's: Receive those up to the first pause, Compute up to the second, Send to the end.
+For a kind of attention for which nothing moves, one node makes one kernel call on all rows, in each direction. For
+other kinds three nodes make one attention, so that two nano-batches can take turns between them: Send, Compute and
+Receive run the forward's phases up to the first pause, up to the second and to the end (see
+`hf_distca.planner.schedule`), and in reverse order the backward's: Receive those up to the first pause, Compute up to
+the second, Send to the end.
 
 The engine runs backward nodes in the reverse order of their creation, so the backward's exchanges follow
 from the forward's order on every rank alike. Between the nodes only an empty token travels: forward and
@@ -13,8 +13,7 @@ backward hand over other sizes, which autograd would reject.
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -80,6 +79,7 @@ def disaggregated_attention(
     if (tasks := plan.local.get(kind)) is not None:
         key = (module, plan.nano_batches[0].index)
         known = plan.kept_results.take(key) if recomputes else None
+        o_THE: Tensor
         o_THE, lse_TH = _Local.apply(plan, tasks, params, layer, known, q_THD, k_TGD, v_TGE, sinks_H)
         if keeps:
             plan.kept_results.keep(key, (o_THE.detach(), lse_TH))
@@ -148,9 +148,8 @@ class _Local(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.tasks, ctx.params, ctx.layer = plan, tasks, params, layer
         if known is None:
-            with _measured(ctx, "forward"):
-                results = plan.kernel.forward(q_THD, k_TGD, v_TGE, tasks.shapes, params)
-            known = _with_sinks(*results, sinks_H)
+            o_THE, lse_TH = _in_one_call(ctx, "forward", plan.kernel.forward, q_THD, k_TGD, v_TGE)
+            known = _with_sinks(o_THE, lse_TH, sinks_H)
         o_THE, lse_TH = known
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
         ctx.mark_non_differentiable(lse_TH)
@@ -160,24 +159,23 @@ class _Local(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *qkvo_lse, sinks_H = ctx.saved_tensors
-        with _measured(ctx, "backward"):
-            gradients = ctx.plan.kernel.backward(do_THE, *qkvo_lse, ctx.tasks.shapes, ctx.params)
-        d_sinks_H = _sink_gradient(do_THE, *qkvo_lse[-2:], sinks_H) if ctx.needs_input_grad[-1] else None
+        *qkv, o_THE, lse_TH, sinks_H = ctx.saved_tensors
+        gradients = _in_one_call(ctx, "backward", ctx.plan.kernel.backward, do_THE, *qkv, o_THE, lse_TH)
+        d_sinks_H = _sink_gradient(do_THE, o_THE, lse_TH, sinks_H) if ctx.needs_input_grad[-1] else None
         return *[None] * 5, *gradients, d_sinks_H
 
 
-@contextmanager
-def _measured(ctx: Any, direction: Direction) -> Iterator[None]:
-    """Around the kernel call on all rows: it is a phase of its own, and computes in the dtype of its tensors."""
-    plan, recorder = ctx.plan, ctx.plan.recorder
-    work = Work(ctx.layer, plan.nano_batches[0].index, direction)
+def _in_one_call(
+    ctx: Any, direction: Direction, compute: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Make the kernel call on all rows, which is a phase of its own."""
+    recorder, tasks, work = ctx.plan.recorder, ctx.tasks, Work(ctx.layer, ctx.plan.nano_batches[0].index, direction)
     with (
-        without_autocast(plan.device.type),
+        without_autocast(ctx.plan.device.type),
         recorder.span("phase", "run own", work),
-        recorder.span("kernel", "own", work, ctx.tasks.pairs),
+        recorder.span("kernel", "own", work, tasks.pairs),
     ):
-        yield
+        return compute(*tensors, tasks.shapes, ctx.params)
 
 
 class _Context(Protocol):

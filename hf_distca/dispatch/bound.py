@@ -395,7 +395,9 @@ class BoundPlan:
         self.local = self.nano_batches[0].local
         if len(self.nano_batches) > 1:
             self.local = {
-                kind: LocalTasks([n for nano in self.nano_batches for n in nano.local[kind].lengths], kind.window, buffer)
+                kind: LocalTasks(
+                    [n for nano in self.nano_batches for n in nano.local[kind].lengths], kind.window, buffer
+                )
                 for kind in self.local
             }
         buffer.send()

@@ -115,10 +115,14 @@ class Links:
     Attributes:
         within: inside a node.
         between: between nodes.
+        start: of a rank's own time, to start an exchange.
+        busy: of a rank's own time per byte that it exchanges while it computes; on CPUs the transport takes it.
     """
 
     within: LinkCost
     between: LinkCost
+    start: float = 0.0
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class StepCosts:
         backward_factor: backward over forward of these two; with checkpointing the forward is run again in it.
         head: seconds of a token in the output head and the loss, forward and backward.
         exchange: of rows between ranks.
+        launches: seconds of a layer's forward for each nano-batch, whatever it has; 0 where the host runs ahead.
+        slowness: [ranks] how many times as long a rank takes as these costs say; empty where all are alike.
     """
 
     kinds: tuple[KindCosts, ...]
@@ -161,6 +167,8 @@ class StepCosts:
     backward_factor: float
     head: float
     exchange: Links
+    launches: float = 0.0
+    slowness: tuple[float, ...] = ()
 
     @property
     def token(self) -> float:

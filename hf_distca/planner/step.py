@@ -27,16 +27,21 @@ def predict_step(
         tokens: for each nano-batch, [ranks] rows that each rank holds.
         costs: of the device.
     """
-    head: FloatArray = np.multiply(costs.head, np.sum(tokens, axis=0, dtype=np.float64))
-    rows = [each.astype(np.float64) for each in tokens]
-    before, after = ([seconds * each for each in rows] for seconds in (costs.before, costs.after))
+    slowness = np.array(costs.slowness) if costs.slowness else 1.0
+    head: FloatArray = costs.head * slowness * np.sum(tokens, axis=0, dtype=np.float64)
+    before, after = (
+        [slowness * (seconds * each + costs.launches / 2) for each in tokens]
+        for seconds in (costs.before, costs.after)
+    )
     attention: FloatArray = np.zeros_like(head)
     other = head.copy()
     waited: FloatArray = np.zeros_like(head)
     seconds = 0.0
     for of_kind in costs.kinds:
         counted = [nano[of_kind.kind] for nano in nano_batches]
-        layer = LayerCosts(of_kind.forward, of_kind.backward, before, after, costs.backward_factor, costs.exchange)
+        layer = LayerCosts(
+            of_kind.forward, of_kind.backward, before, after, costs.backward_factor, costs.exchange, slowness
+        )
         for direction in ("forward", "backward"):
             walked = walk_layer(counted, layer, direction)
             attention += of_kind.layers * walked.attention

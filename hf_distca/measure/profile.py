@@ -103,8 +103,14 @@ def _mean(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
         each = [list(vars(getattr(profile, name)).values()) for profile in profiles]
         return KernelCost(*np.mean(each, axis=0).tolist())
 
-    numbers = {name: mean(name) for name in ("flops_per_second", "bytes_per_second", "launches")}
-    return replace(profiles[0], forward=cost("forward"), backward=cost("backward"), **numbers)
+    return replace(
+        profiles[0],
+        forward=cost("forward"),
+        backward=cost("backward"),
+        flops_per_second=mean("flops_per_second"),
+        bytes_per_second=mean("bytes_per_second"),
+        launches=mean("launches"),
+    )
 
 
 def _of_an_h100(within: float) -> Links:

@@ -58,6 +58,14 @@ class KernelCost:
         keys = kind.kv_heads * (kind.dim_qk + kind.dim_v) / (measured.kv_heads * (measured.dim_qk + measured.dim_v))
         return KernelCost(self.call, self.row * queries, self.key * keys, self.pair * queries)
 
+    def scaled(self, by: float) -> "KernelCost":
+        """The costs of calls that take `by` times as long."""
+        return KernelCost(self.call * by, self.row * by, self.key * by, self.pair * by)
+
+    def plus(self, other: "KernelCost") -> "KernelCost":
+        """The costs of this call and another one on the same rows."""
+        return KernelCost(self.call + other.call, self.row + other.row, self.key + other.key, self.pair + other.pair)
+
     @classmethod
     def fitted(cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None) -> "KernelCost":
         """The costs, none of them negative, that miss measured times by the least, in relation to each time.

@@ -23,9 +23,11 @@ class GlobalMicroBatch:
 
     Attributes:
         excerpts: [documents] of dtype EXCERPT, each a document of the micro-batch.
+        choices: by which the micro-batch is planned; None for those of the reader's settings.
     """
 
     excerpts: NDArray[np.void]
+    choices: Choices | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -117,6 +117,7 @@ def packed_seconds(lengths: NDArray[np.int64], settings: PlanSettings, costs: St
     packed = fixed_layout([lengths.tolist()], settings.ranks)
     seconds = costs.token * packed.tokens
     for of_kind in costs.kinds:
+        seconds = seconds + of_kind.layers * costs.launches * (1 + costs.backward_factor)
         segments = layout_of_kind(packed, of_kind.kind).segments
         amount = pairs(segments["start"], segments["stop"], of_kind.kind.window)
         each = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)

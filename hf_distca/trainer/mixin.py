@@ -271,6 +271,7 @@ class DistCAMixin(_Trainer):
                 groups = self.dispatcher.groups
                 checkpoint = agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
                 self._progress.begin(agreed_place(self._data_order(), checkpoint, self.args, groups))
+                self._learned_costs.resume(None if checkpoint is None else Path(checkpoint))
                 return super().train(checkpoint, *args, **kwargs)
         finally:
             self._upcoming.end()
@@ -437,6 +438,7 @@ class DistCAMixin(_Trainer):
         with disk_errors_named(folder):
             if self.args.should_save:
                 self._progress.place.save(folder)
+                self._learned_costs.save(folder)
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(

@@ -217,12 +217,16 @@ class Choice:
         nano_batches: how many there are.
         tolerance: of balance.
         seconds: that its forward and backward are predicted to take.
+        attention: [ranks] seconds of them in core attention.
+        packed_seconds: the same if each rank computed its share of the documents packed in order.
     """
 
     group: int
     nano_batches: int
     tolerance: float
     seconds: float
+    attention: tuple[float, ...]
+    packed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import SWITCHES, DistCAConfig
 
 
 def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
@@ -16,7 +16,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> N
         changes: what differs here, as `add_argument` takes it.
     """
     setting = next(setting for setting in fields(DistCAConfig) if setting.name == name)
-    kind: Any = setting.type
+    kind: Any = bool if name in SWITCHES else setting.type
     options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_distca.cli.input_error import InputError
+
 EXPECTED = "expected a JSON list of document lengths, or a list of such lists, one per rank"
 TABLES = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
 """What `datasets` calls a file with a column of lengths, or of tokens, by its ending."""
 COLUMNS = ("length", "input_ids")
 """Columns that are looked for where none is named."""
-
-
-class InputError(ValueError):
-    """Something a user gave cannot be used; the message says what and how to fix it, in one line."""
 
 
 def is_lengths_file(path: str) -> bool:

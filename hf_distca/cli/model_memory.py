@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
 from hf_distca.cli.settings import config_of
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.estimate import Computation, ConfigMemory

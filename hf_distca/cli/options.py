@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from math import inf
 
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
 from hf_distca.planner.settings import PlanSettings
 
 MOST_RANKS = 4096

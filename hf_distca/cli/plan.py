@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_distca.cli.lengths_file import InputError, read_lengths
+from hf_distca.cli.input_error import InputError
+from hf_distca.cli.lengths_file import read_lengths
 from hf_distca.cli.options import MOST_RANKS, check_stages, gigabytes, positive, ranks, tokens
 from hf_distca.cli.plan_ranks import figures_of_ranks
 from hf_distca.cli.report_files import add_report_options, check_report_options, check_writable, write_report
@@ -64,14 +65,8 @@ is not in it.
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "plan",
-        help="plan a micro-batch and show balance and bytes",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--lengths", required=True, metavar="FILE", help="file with document lengths, see above")
     add("--column", help="of a .csv, .jsonl or .parquet file (default: length, or input_ids)")

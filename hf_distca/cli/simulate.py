@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_distca.cli.lengths_file import InputError, is_lengths_file, lengths_of, read_lengths
+from hf_distca.cli.input_error import InputError
+from hf_distca.cli.lengths_file import is_lengths_file, lengths_of, read_lengths
 from hf_distca.cli.options import batches, check_stages, gigabytes, positive, ranks, seed, servers, tokens
 from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
 from hf_distca.cli.settings import add_setting, config_of
@@ -55,14 +56,8 @@ with --tensor-parallel, or on more than {COUNTED_RANKS} ranks, it is reckoned fr
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "simulate",
-        help="predict step times, before and after",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
     add("--split", default="train", help="of a data set (default: train)")

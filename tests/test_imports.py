@@ -15,12 +15,13 @@ DISPATCH = PLANNER | {"kernels", "dispatch"}
 WORDS = {"pool.wire", "pool.messages"}
 # What the files of a part may import besides those of the part itself. A file belongs to the longest name that fits.
 ALLOWED = {
+    "units": set(),
     "version": set(),
     "when_imported": set(),
     "plan": set(),
     "planner": {"plan"},
     "kernels": set(),
-    "config": {"kernels"},
+    "config": {"kernels", "units"},
     "collator": PLANNER,
     "dispatch": PLANNER | {"kernels"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
@@ -38,7 +39,8 @@ ALLOWED = {
     "timeline": {"plan", "dispatch.recorder"},
     "cli": DISPATCH
     | WORDS
-    | {"config", "patches", "memory", "sim", "timeline", "pool.server", "pool.directory", "pool.transport", "version"},
+    | {"config", "units", "version", "patches", "memory", "sim", "timeline"}
+    | {"pool.server", "pool.directory", "pool.transport"},
 }
 PURE = {"plan", "planner", "sim", "pool.messages", "pool.wire"}
 

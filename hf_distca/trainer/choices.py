@@ -31,7 +31,7 @@ def choices_of(
     if config.device_profile is None:
         return None
     profile = DeviceProfile.load(config.device_profile)
-    if config.attention_servers != "0" or settings.ranks == 1:
+    if config.attention_servers != 0 or settings.ranks == 1:
         return None
     base, layers = base_model(model), layers_by_kind(model)
     weights = matrix_weights(base, layers)

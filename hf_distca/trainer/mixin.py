@@ -150,7 +150,7 @@ class DistCAMixin(_Trainer):
 
     def _open_pool(self) -> Pool | None:
         args = self.args
-        if args.attention_servers == "0":
+        if args.attention_servers == 0:
             return None
         return open_pool(
             self.dispatcher,

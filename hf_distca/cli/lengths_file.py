@@ -19,7 +19,7 @@ COLUMNS = ("length", "input_ids")
 
 def is_lengths_file(path: str) -> bool:
     """Whether `read_lengths` takes a file of this name."""
-    return Path(path).suffix in (".json", *TABLES)
+    return Path(path).suffix in (".json", *TABLES) or Path(path).is_file()
 
 
 def read_lengths(path: str, column: str | None = None) -> list[int] | list[list[int]]:

@@ -152,9 +152,9 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], do
         "loss_first": steps[0]["loss"],
         "loss_last": steps[-1]["loss"],
         **summary,
-        "imbalance_degree_as_packed": mean(entry["imbalance_degree_packed"] for entry in steps),
-        "imbalance_degree_planned": mean(entry["imbalance_degree"] for entry in steps),
-        "tokens_per_second": median(entry["tokens_per_second"] for entry in steps),
+        "imbalance_degree_as_packed": mean(entry["distca/imbalance_degree_packed"] for entry in steps),
+        "imbalance_degree_planned": mean(entry["distca/imbalance_degree"] for entry in steps),
+        "tokens_per_second": median(entry["distca/tokens_per_second"] for entry in steps),
     }
 
 

@@ -144,8 +144,8 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], ch
         **evaluated,
         "chats": chats,
         "tokens": last["num_tokens"],
-        "imbalance_degree": last["imbalance_degree"],
-        "tokens_per_second": last["tokens_per_second"],
+        "imbalance_degree": last["distca/imbalance_degree"],
+        "tokens_per_second": last["distca/tokens_per_second"],
     }
 
 

@@ -140,8 +140,9 @@ class DistCAConfig:
             "help": "Costs of the device and its links: h100, cpu, or a file of `hf-distca profile`. With a profile "
             "every micro-batch is carried out in the way that is predicted to take the least time: whole documents "
             "without exchange, exchange inside groups of ranks, or between all; one nano-batch or two; a coarser "
-            "balance. Settings that are not 'auto' or their default are kept. attention_ms_predicted in the log comes "
-            "from it. None: the joint layout, and predictions from what the kernels of all ranks take in this run."
+            "balance. Settings that are not 'auto' or their default are kept. distca/attention_ms_predicted in the "
+            "log comes from it. None: the joint layout, and predictions from what the kernels of all ranks take in "
+            "this run."
         },
     )
     exchange_timeout: float = field(

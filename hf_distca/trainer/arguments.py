@@ -141,3 +141,17 @@ class DistCATrainingArguments(DistCAArguments, TrainingArguments):
     Raises:
         ValueError: a setting contradicts packed, exactly normalised training.
     """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012 - as there
+
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Keyword arguments of AutoModelForCausalLM.from_pretrained, where the trainer is given the model "
+            "by its name. The model is loaded in float32 unless they have another dtype."
+        },
+    )
+    dataset_text_field: str = field(
+        default="text",
+        metadata={"help": "Column with the text of a data set that has no tokens, which processing_class makes."},
+    )

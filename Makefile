@@ -27,14 +27,14 @@ $(SETUP): pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 # The weights are the last file that the script writes.
-$(CHECKPOINT)/model.safetensors: $(SETUP) examples/make_checkpoint.py examples/standard_library.py
+$(CHECKPOINT)/model.safetensors: $(SETUP) examples/make_checkpoint.py
 	$(BIN)/python examples/make_checkpoint.py --output $(CHECKPOINT) --hidden_size 128 --vocab_size 2048
 
 # Two processes on the CPU, whatever the machine has.
 demo: $(CHECKPOINT)/model.safetensors
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/accelerate launch \
 		--config_file examples/configs/ddp.yaml --main_process_port 0 \
-		examples/finetune_llama.py --model $(CHECKPOINT) --max_documents 64 \
+		examples/finetune_llama.py --model_name_or_path $(CHECKPOINT) --max_documents 64 \
 		--output_dir $(DEMO) --tokens_per_rank 4096 --long_documents split \
 		--num_train_epochs 1 --learning_rate 1e-2 --lr_scheduler_type cosine --warmup_steps 5 \
 		--logging_steps 5 --save_strategy no --report_to none \

@@ -189,6 +189,7 @@ def test_importing_it_imports_no_library():
         "import transformers.modeling_utils, hf_distca",
         "from hf_distca.patches.head import adapted_heads",
         "from hf_distca import DistCATrainer",
+        "from hf_distca import DistCASFTTrainer",
     ],
 )
 def test_transformers_knows_the_implementation_whatever_is_imported_first(lines):

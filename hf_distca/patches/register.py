@@ -2,19 +2,17 @@
 
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface
-
+# Nothing of transformers or of what uses it is imported before it is needed: `register` is called in the middle of
+# imports, of this module or of others.
 ATTENTION_NAME = "distca"
 
 
 def register() -> None:
     """Register the attention function and its mask function; doing it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask)
-
-
-# What they call is imported when it is called: its modules import many of transformers', one of which may be in the
-# middle of its own import when `register` is called.
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:

@@ -142,3 +142,45 @@ def test_suffixes_on_the_command_line_and_in_yaml(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args_into_dataclasses(["--tokens_per_rank", "32q"])
     assert "argument --tokens_per_rank/--tokens-per-rank: must be a number of tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "setting"), [("auto", "auto"), (True, True), ("true", True), ("False", False), ("0", False)]
+)
+def test_ping_pong_is_on_off_or_auto(given, setting):
+    assert DistCAConfig(ping_pong=given).ping_pong == setting
+    assert DistCAConfig(ping_pong=given).planning(8)["ping_pong"] is (setting is not False)
+
+
+@pytest.mark.parametrize(("given", "setting"), [("auto", "auto"), (0.05, 0.05), ("0.05", 0.05), (0, 0.0)])
+def test_a_tolerance_is_a_number_or_auto(given, setting):
+    config = DistCAConfig(balance_tolerance=given)
+    assert config.balance_tolerance == setting
+    assert config.planning(8).get("balance_tolerance", "auto") == setting
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("ping_pong", "sometimes", "ping_pong must be true, false or 'auto', got 'sometimes'"),
+        ("ping_pong", 2, "ping_pong must be true, false or 'auto', got 2"),
+        ("balance_tolerance", -0.1, r"balance_tolerance must be 0 or more .*, or 'auto', got -0.1"),
+        ("balance_tolerance", "inf", r"balance_tolerance must be 0 or more .*, or 'auto', got 'inf'"),
+        ("balance_tolerance", None, r"balance_tolerance must be 0 or more .*, or 'auto', got None"),
+    ],
+)
+def test_what_is_neither_a_value_nor_auto(name, given, told):
+    with pytest.raises(ValueError, match=told):
+        DistCAConfig(**{name: given})
+
+
+def test_auto_on_the_command_line():
+    parser = HfArgumentParser(DistCAConfig)
+    (config,) = parser.parse_args_into_dataclasses(["--ping_pong", "false", "--balance_tolerance", "0.1"])
+    assert (config.ping_pong, config.balance_tolerance, config.chooses) == (False, 0.1, True)
+    (config,) = parser.parse_args_into_dataclasses([])
+    assert (config.ping_pong, config.balance_tolerance, config.document_layout) == ("auto",) * 3
+
+
+def test_nothing_is_chosen_where_all_is_set():
+    assert not DistCAConfig(ping_pong=True, balance_tolerance=0.01, document_layout="joint").chooses

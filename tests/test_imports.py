@@ -34,12 +34,14 @@ ALLOWED = {
     "pool.directory": WORDS,
     "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
-    "trainer": DISPATCH | {"config", "collator", "patches", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
+    "trainer": DISPATCH
+    | {"config", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER,
+    "measure": DISPATCH | {"sim"},
     "timeline": {"plan", "dispatch.recorder"},
     "cli": DISPATCH
     | WORDS
-    | {"config", "units", "version", "patches", "memory", "sim", "timeline"}
+    | {"config", "units", "version", "patches", "measure", "memory", "sim", "timeline"}
     | {"pool.server", "pool.directory", "pool.transport"},
 }
 PURE = {"plan", "planner", "sim", "pool.messages", "pool.wire"}

@@ -78,16 +78,18 @@ def run(options: argparse.Namespace) -> int:
     by_rank = groups.all_gather(findings)
     links = measured_links(groups, device)
     dist.destroy_process_group()
-    nodes = None if of_nodes == 1 else nodes_of(node_sizes(world, of_nodes))
-    of_all = [*agreement_findings(by_rank), _nodes(of_nodes, world, local), *link_findings(links, nodes)]
+    nodes = None if of_nodes in (1, world) else nodes_of(node_sizes(world, of_nodes))
+    of_all = [*agreement_findings(by_rank), _nodes(of_nodes, world), *link_findings(links, nodes)]
     told = [*told_together(by_rank), *map(Told, of_all)]
     return _tell(told, links, options) if groups.rank == 0 else _status(told)
 
 
-def _nodes(of_nodes: int | tuple[int, ...], world: int, local: int) -> Finding:
+def _nodes(of_nodes: int | tuple[int, ...], world: int) -> Finding:
     """Which ranks share a node, as plans will have it."""
     if of_nodes == 1:
-        return Finding("nodes", "one" if world == local else f"{world}, of one rank each")
+        return Finding("nodes", f"{world}, of one rank each")
+    if of_nodes == world:
+        return Finding("nodes", "one")
     sizes = node_sizes(world, of_nodes)
     return Finding("nodes", f"{len(sizes)}, of {', '.join(map(str, sizes))} ranks")
 

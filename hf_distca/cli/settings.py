@@ -4,7 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import SWITCHES, DistCAConfig
 from hf_distca.planner.nodes import node_sizes
 
 RANKS_PER_NODE = 8
@@ -20,7 +20,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> N
         changes: what differs here, as `add_argument` takes it.
     """
     setting = next(setting for setting in fields(DistCAConfig) if setting.name == name)
-    kind: Any = setting.type
+    kind: Any = bool if name in SWITCHES else setting.type
     options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
@@ -29,7 +29,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> N
     options |= changes
     if not options.get("required"):
         default = options["default"]
-        shown = ("off", "on")[default] if kind is bool else default
+        shown = {True: "on", False: "off"}.get(default, default) if kind is bool else default
         options["help"] += f" (default: {shown})"
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 

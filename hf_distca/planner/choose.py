@@ -6,14 +6,15 @@ skipped where computing alone takes longer than the best plan so far, and the se
 left to give.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Choice, MicroBatchPlan, NanoBatch
-from hf_distca.planner.build import plan_as_set, summary_of
+from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, summary_of
 from hf_distca.planner.counted import count_plan
 from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
@@ -28,6 +29,8 @@ DOMINANT_SHARE = 0.25
 """Share of a group's work from which on a document is worth dividing evenly over the whole group."""
 MOST_EVEN_RANKS = 32
 """Larger groups would exchange so many pieces of a document that planning them takes too long."""
+UNBALANCED = 1e9
+"""Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
 
@@ -63,19 +66,20 @@ def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Micro
         ValueError: see `plan_micro_batch`.
     """
     search = _Search(lengths, settings, choices)
-    best = search.run()
-    alone = len(best.nano_batches) == 1
-    nano_batches = tuple(
-        replace(
-            nano,
-            plans={
-                kind: plan_stages(replace(plan, stage_rows=None), kind, settings, alone=alone)
-                for kind, plan in nano.plans.items()
-            },
-        )
-        for nano in best.nano_batches
-    )
-    return MicroBatchPlan(nano_batches, summary_of(lengths, nano_batches, settings), choice=best.choice)
+    return search.chosen(search.ways())
+
+
+def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
+    """Plan documents that already lie on ranks and stay there, in the way that is predicted to take the least time.
+
+    Args:
+        placed: lengths of the documents of each rank, in the order of its rows.
+        settings: see PlanSettings.
+        choices: what may be chosen; documents are not grouped.
+    """
+    lengths = np.array([length for of_rank in placed for length in of_rank], np.int64)
+    search = _Search(lengths, settings, choices)
+    return search.chosen(search.as_set(partial(plan_placed, placed)))
 
 
 def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Iterator[Candidate]:
@@ -108,32 +112,71 @@ class _Search:
         self._seconds = document_seconds(lengths, choices.costs)
         self._best: Candidate | None = None
 
-    def run(self) -> Candidate:
-        """The best candidate."""
-        finest, *coarser = self._choices.tolerances
-        if not self._choices.groups or self._settings.document_layout != "joint":
-            ways = self._as_set(self._choices.tolerances)
-        else:
-            check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
-            ways = self._in_groups(finest, coarser)
+    def chosen(self, ways: Iterator[Candidate]) -> MicroBatchPlan:
+        """The plan of the best of some ways, which look at the best so far."""
         for candidate in ways:
             if self._best is None or candidate.choice.seconds < self._best.choice.seconds:
                 self._best = candidate
-        assert self._best is not None
-        return self._best
+        best = self._best
+        assert best is not None
+        alone = len(best.nano_batches) == 1
+        nano_batches = tuple(
+            replace(
+                nano,
+                plans={
+                    kind: plan_stages(replace(plan, stage_rows=None), kind, self._settings, alone=alone)
+                    for kind, plan in nano.plans.items()
+                },
+            )
+            for nano in best.nano_batches
+        )
+        choice = replace(best.choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
+        return MicroBatchPlan(nano_batches, summary_of(self._lengths, nano_batches, self._settings), choice=choice)
 
-    def _as_set(self, tolerances: tuple[float, ...]) -> Iterator[Candidate]:
-        """Plans with the layout of the settings."""
+    def ways(self) -> Iterator[Candidate]:
+        """Every way that is worth trying."""
+        layout, groups = self._settings.document_layout, self._choices.groups
+        if layout == "joint" and groups:
+            check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
+            yield from self._in_groups()
+            return
+        if layout == "whole" and groups:
+            yield from self._whole()
+        yield from self.as_set(partial(plan_as_set, self._lengths))
+
+    def _whole(self) -> Iterator[Candidate]:
+        """Whole documents, the costliest first, without exchange."""
+        sizes = (1,) * self._settings.ranks
+        placing = place_in_groups(self._lengths, self._seconds, sizes, self._settings.tokens_per_rank)
+        if placing is not None and not placing.left:
+            yield from self.tried(placing, self._choices.tolerances[0], self._choices.nano_batches, (False,))
+
+    def as_set(self, plan: Callable[[PlanSettings], MicroBatchPlan]) -> Iterator[Candidate]:
+        """Plans with the layout of the settings, from those that move nothing for balance on.
+
+        Args:
+            plan: makes a plan with a tolerance and a number of nano-batches.
+        """
         every = Placing.of_all(self._seconds, self._settings.ranks)
-        for tolerance in tolerances:
+        finest, *coarser = self._choices.tolerances
+        for tolerance in [*([UNBALANCED] if coarser else []), finest, *coarser]:
+            best = self._best
+            if best is not None and best.choice.seconds * (1 - GOOD_ENOUGH) <= every.slowest:
+                return
+            if tolerance in coarser and best is not None and best.waited <= GOOD_ENOUGH:
+                return
             for count in self._choices.nano_batches:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
-                plan = plan_as_set(self._lengths, chosen)
-                if len(plan.nano_batches) == count or count == 1 or len(self._choices.nano_batches) == 1:
-                    yield self._candidate(plan.nano_batches, every, tolerance, evenly=False)
+                nano_batches = plan(chosen).nano_batches
+                candidate = self._candidate(nano_batches, every, tolerance, evenly=False)
+                if len(nano_batches) == count or count == self._choices.nano_batches[0]:
+                    yield candidate
+                if candidate.waited == 0:  # nothing that a second nano-batch could hide
+                    break
 
-    def _in_groups(self, finest: float, coarser: list[float]) -> Iterator[Candidate]:
+    def _in_groups(self) -> Iterator[Candidate]:
         """Plans whose documents lie inside groups of ranks."""
+        finest, *coarser = self._choices.tolerances
         ideal = float(self._seconds.sum()) / self._settings.ranks
         placings = self.placings()
         # The smallest groups that compute alike come first, then smaller ones, which exchange less, then larger ones.
@@ -221,5 +264,6 @@ class _Search:
             for nano in nano_batches
         ]
         step = predict_step(counted, [nano.layout.tokens for nano in nano_batches], self._costs)
-        choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds)
+        attention = tuple(step.attention.tolist())
+        choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
         return Candidate(placing, evenly, nano_batches, choice, float(step.waited.max()) / step.seconds)

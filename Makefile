@@ -5,6 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup
+EDITABLE := --editable '.[deepspeed,nixl,peft,trl]' --group dev
 WHEELS := wheels
 GPU_ENVIRONMENT := .venv-gpu
 GPU_BIN := $(GPU_ENVIRONMENT)/bin
@@ -22,8 +23,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(SETUP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install 'pip>=25.1'  # which knows dependency groups
 	$(BIN)/pip install --constraint constraints.txt torch
-	$(BIN)/pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --constraint constraints.txt $(EDITABLE)
 	touch $@
 
 # The weights are the last file that the script writes.
@@ -76,7 +78,7 @@ newest: RESOLUTION := highest
 oldest newest:
 	$(PYTHON) -m venv .venv-$@
 	.venv-$@/bin/python -m pip install --quiet uv
-	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python --resolution $(RESOLUTION) --editable '.[dev]'
+	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python --resolution $(RESOLUTION) $(EDITABLE)
 	.venv-$@/bin/uv pip list --python .venv-$@/bin/python
 	CUDA_VISIBLE_DEVICES= .venv-$@/bin/python -m pytest $(VERSION_TESTS)
 

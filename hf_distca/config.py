@@ -159,8 +159,9 @@ class DistCAConfig:
     attention_servers: Servers = field(
         default=cast(Any, 0),
         metadata={
-            "help": "Dedicated attention servers: a number N makes the last N processes of this launch servers, and "
-            "the others train; 'external' lets servers started with `hf-distca serve` join and leave at any time."
+            "help": "Experimental: dedicated attention servers. A number N makes the last N processes of this launch "
+            "servers, and the others train; 'external' lets servers started with `hf-distca serve` join and leave at "
+            "any time."
         },
     )
     ranks_serve: bool = field(
@@ -188,8 +189,8 @@ class DistCAConfig:
     attention_server_transport: str = field(
         default="auto",
         metadata={
-            "help": "What carries rows to attention servers and back: tcp; nixl, which both must have; or "
-            "auto, which is nixl where both ends have it and an RDMA device, and tcp elsewhere."
+            "help": "Experimental: what carries rows to attention servers and back: tcp; nixl, which both must "
+            "have; or auto, which is nixl where both ends have it and an RDMA device, and tcp elsewhere."
         },
     )
 

@@ -15,7 +15,7 @@ TOOLS = {
     "profile": "measure what the device takes, for simulate",
     "timeline": "join the traces of ranks and draw a step",
     "doctor": "look at versions, devices, launch and network, and say what to change",
-    "serve": "be an attention server of a training run",
+    "serve": "be an attention server of a training run (experimental)",
 }
 """Each is a module of this package, imported only when it is asked for: most of them need torch."""
 

@@ -422,7 +422,11 @@ def test_a_model_that_comes_along(capsys):
 
 
 @pytest.mark.parametrize(
-    ("tool", "defaults"), [("plan", {"ping-pong": "auto", "keep-received": "off"}), ("simulate", {"ping-pong": "auto", "checkpointing": "on"})]
+    ("tool", "defaults"),
+    [
+        ("plan", {"ping-pong": "auto", "keep-received": "off"}),
+        ("simulate", {"ping-pong": "auto", "checkpointing": "on"}),
+    ],
 )
 def test_on_and_off_options_show_their_defaults(tool, defaults, capsys):
     with pytest.raises(SystemExit):

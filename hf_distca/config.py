@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
+from hf_distca.units import Bytes, Servers, Tokens, read_numbers
 
 AUTO: Final = "auto"
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
-EXTERNAL = "external"
-"""Attention servers that are started apart."""
 TRANSPORTS = (AUTO, "tcp", "nixl")
 AS_LAUNCHED = "auto"
 """Ranks per node as the launcher of the processes says."""
@@ -33,11 +32,12 @@ class DistCAConfig:
         ValueError: a value is out of range; says what was got and what is expected.
     """
 
-    tokens_per_rank: int = field(
-        default=8192,
+    tokens_per_rank: Tokens = field(
+        default=cast(Any, 8192),
         metadata={
-            "help": "The most tokens that a rank holds in a micro-batch. All ranks together hold whole documents "
-            "of up to ranks * tokens_per_rank tokens, without padding; activation memory grows with it."
+            "help": "The most tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). All ranks "
+            "together hold whole documents of up to ranks * tokens_per_rank tokens, without padding; activation "
+            "memory grows with it."
         },
     )
     long_documents: LongDocuments = field(
@@ -88,13 +88,13 @@ class DistCAConfig:
             "every micro-batch."
         },
     )
-    exchange_buffer_bytes: int = field(
-        default=128 * 2**20,
+    exchange_buffer_bytes: Bytes = field(
+        default=cast(Any, 128 * 2**20),
         metadata={
-            "help": "The most bytes of K and V rows that a rank sends, and receives, at a time. Where the end of a "
-            "long document needs more, they travel in stages, each while the one before is computed with. Memory for "
-            "K, V and their gradients is at most six times this, or ten times where rows are passed on inside nodes, "
-            "and twice as much with ping-pong."
+            "help": "The most bytes of K and V rows that a rank sends, and receives, at a time, such as 128MiB. Where "
+            "the end of a long document needs more, they travel in stages, each while the one before is computed "
+            "with. Memory for K, V and their gradients is at most six times this, or ten times where rows are passed "
+            "on inside nodes, and twice as much with ping-pong."
         },
     )
     keep_core_attention: bool = field(
@@ -112,11 +112,12 @@ class DistCAConfig:
             "again: fewer bytes on the wire, more memory."
         },
     )
-    loss_chunk_bytes: int = field(
-        default=256 * 2**20,
+    loss_chunk_bytes: Bytes = field(
+        default=cast(Any, 256 * 2**20),
         metadata={
-            "help": "Bytes. The loss is computed over chunks of rows whose logits take at most so much in float32; "
-            "no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model does by itself."
+            "help": "Bytes, such as 256MiB. The loss is computed over chunks of rows whose logits take at most so "
+            "much in float32; no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model "
+            "does by itself."
         },
     )
     mlp_chunk_rows: int = field(
@@ -155,11 +156,12 @@ class DistCAConfig:
     exchange_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
     )
-    attention_servers: str = field(
-        default="0",
+    attention_servers: Servers = field(
+        default=cast(Any, 0),
         metadata={
-            "help": "Dedicated attention servers: a number N makes the last N processes of this launch servers, and "
-            "the others train; 'external' lets servers started with `hf-distca serve` join and leave at any time."
+            "help": "Experimental: dedicated attention servers. A number N makes the last N processes of this launch "
+            "servers, and the others train; 'external' lets servers started with `hf-distca serve` join and leave at "
+            "any time."
         },
     )
     ranks_serve: bool = field(
@@ -187,21 +189,17 @@ class DistCAConfig:
     attention_server_transport: str = field(
         default="auto",
         metadata={
-            "help": "What carries rows to attention servers and back: tcp; nixl, which both must have; or "
-            "auto, which is nixl where both ends have it and an RDMA device, and tcp elsewhere."
+            "help": "Experimental: what carries rows to attention servers and back: tcp; nixl, which both must "
+            "have; or auto, which is nixl where both ends have it and an RDMA device, and tcp elsewhere."
         },
     )
 
     def __post_init__(self) -> None:
-        self.attention_servers = str(self.attention_servers)
+        read_numbers(self)
         if self.attention_server_transport not in TRANSPORTS:
             raise ValueError(
                 f"attention_server_transport must be one of {', '.join(TRANSPORTS)}, "
                 f"got {self.attention_server_transport!r}"
-            )
-        if self.attention_servers != EXTERNAL and not self.attention_servers.isdecimal():
-            raise ValueError(
-                f"attention_servers must be a number of processes or 'external', got {self.attention_servers!r}"
             )
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
         self.ping_pong = _switch("ping_pong", self.ping_pong)
@@ -257,7 +255,7 @@ class DistCAConfig:
             "document_layout": self.planned_layout,
             "balance_block_size": self.balance_block_size,
             "exchange_buffer_bytes": self.exchange_buffer_bytes,
-            "ping_pong": self.ping_pong is not False and (ranks > 1 or self.attention_servers != "0"),
+            "ping_pong": self.ping_pong is not False and (ranks > 1 or self.attention_servers != 0),
             "ranks_per_node": ranks_per_node,
         }
         if self.balance_tolerance != AUTO:

@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from hf_distca.cli.findings.launch import number_of_processes
 from hf_distca.cli.findings.machine import device_of
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import positive
 from hf_distca.cli.report_files import check_writable
 from hf_distca.cli.settings import add_setting
@@ -41,14 +40,8 @@ ratio of predictions to measurements that were held out are printed. Alone it ta
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "profile",
-        help="measure what the device takes, for simulate",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--output", required=True, metavar="FILE", help="where to write the profile")
     add_setting(parser, "attention_kernel")

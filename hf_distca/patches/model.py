@@ -19,12 +19,11 @@ from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, d
 from hf_distca.patches.layers import check_layers, decoder_layers, has_attention, mixing_layers
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.patches.mixing import mixing_modules, takes_keywords
+from hf_distca.patches.register import ATTENTION_NAME
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
 
 logger = logging.getLogger(__name__)
-
-ATTENTION_NAME = "distca"
 
 
 def plan_settings(

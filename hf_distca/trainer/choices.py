@@ -48,7 +48,7 @@ def choices_of(
     """
     settings = dispatcher.settings
     chooses = config.chooses or config.device_profile is not None
-    if not chooses or settings.ranks == 1 or config.attention_servers != "0":
+    if not chooses or settings.ranks == 1 or config.attention_servers != 0:
         return None
     profile = _profile(model, dispatcher, config, folder)
     costs = setup_of(model, settings, profile, checkpointing=checkpointing).costs

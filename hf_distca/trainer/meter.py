@@ -20,6 +20,8 @@ from hf_distca.trainer.learned_costs import LearnedCosts
 from hf_distca.trainer.model_flops import ModelFlops
 
 GIB = 2**30
+PREFIX = "distca/"
+"""Of the names of these figures in the log, which trackers group by: W&B and TensorBoard show train/distca/…"""
 
 
 class StepMeter(TrainerCallback):

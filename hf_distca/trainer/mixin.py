@@ -43,7 +43,7 @@ from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
 from hf_distca.trainer.learned_costs import LearnedCosts
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
 from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
-from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.meter import PREFIX, StepMeter
 from hf_distca.trainer.model_flops import ModelFlops
 from hf_distca.trainer.parallel import (
     allow_for_towers,
@@ -157,7 +157,7 @@ class DistCAMixin(_Trainer):
 
     def _open_pool(self) -> Pool | None:
         args = self.args
-        if args.attention_servers == "0":
+        if args.attention_servers == 0:
             return None
         return open_pool(
             self.dispatcher,
@@ -344,7 +344,7 @@ class DistCAMixin(_Trainer):
             figures = self.meter.figures()
             if self.args.process_index == 0:
                 self._remedies.see(figures, steps)
-            logs = {**logs, **figures}
+            logs = {**logs, **{f"{PREFIX}{name}": figure for name, figure in figures.items()}}
         super().log(logs, *args, **kwargs)
 
     # Evaluation

@@ -59,11 +59,11 @@ def test_only_training_counts(tmp_path, monkeypatch):
         clock.waited += 1000.0
         trainer.train()
         figures = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert [entry["tokens_per_second"] for entry in figures] == pytest.approx([sum(LENGTHS) / 2.0] * 2)
-        assert [entry["exchange_wait_seconds"] for entry in figures] == [2.0] * 2
+        assert [entry["distca/tokens_per_second"] for entry in figures] == pytest.approx([sum(LENGTHS) / 2.0] * 2)
+        assert [entry["distca/exchange_wait_seconds"] for entry in figures] == [2.0] * 2
         # One rank: what it takes is the speed that it is predicted by.
-        assert [entry["attention_ms"] for entry in figures] == [500.0] * 2
-        assert [entry["attention_ms_predicted"] for entry in figures] == pytest.approx([500.0] * 2)
+        assert [entry["distca/attention_ms"] for entry in figures] == [500.0] * 2
+        assert [entry["distca/attention_ms_predicted"] for entry in figures] == pytest.approx([500.0] * 2)
 
 
 OF_NODES = {

@@ -18,7 +18,7 @@ def test_each_is_told_once_with_the_remedy(caplog, name):
         remedies.see({**FINE, name: WRONG[name]}, 10)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"{name} is {WRONG[name]:.2f}" in record.message
+    assert f"distca/{name} is {WRONG[name]:.2f}" in record.message
     remedy = {"imbalance_degree": "(it is 0.3)", "exposed_exchange_share": "hf-distca doctor"}
     assert remedy.get(name, "more tokens_per_rank") in record.message
 

@@ -9,8 +9,7 @@ Rows move in few and cheap tasks:
    them together cost least (`BalancingPass`).
 
 Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
-worker is within the tolerance. Swaps of work then relieve the busiest worker (`swapped`). What tasks
-below a block are not needed for the balance are taken out (`without_short`).
+worker is within the tolerance.
 
 Where links between nodes are slower than inside them all this is done twice: for nodes, and inside each of them
 (two_levels.py).
@@ -26,9 +25,7 @@ from hf_distca.plan import Layout, Plan
 from hf_distca.planner.balancing_pass import BalancingPass, Goal, Prices
 from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers, pairs
 from hf_distca.planner.layout import check_settings
-from hf_distca.planner.shifted import ShiftedRows, merged
-from hf_distca.planner.short_tasks import without_short
-from hf_distca.planner.swaps import swapped
+from hf_distca.planner.shifted import ShiftedRows
 from hf_distca.planner.two_levels import (
     check_nodes,
     ideals_inside,
@@ -43,8 +40,6 @@ NODES_SHARE = 0.5
 """Share of the tolerance by which nodes may differ; the rest is for the workers of a node."""
 LEAST_INSIDE = 0.25
 """Share of the tolerance that workers of a node have in any case, however much the node has to do."""
-NEARLY = 0.15
-"""A layout whose last worker finishes within this share of the limit hardly needs balancing."""
 
 
 def balance(
@@ -58,7 +53,6 @@ def balance(
     row_bytes: RowBytes | None = None,
     row_overhead: int = 0,
     gather_cost: float = 0.0,
-    thorough: bool = True,
 ) -> Plan:
     """Choose tasks so that all workers finish together, for few bytes.
 
@@ -71,15 +65,13 @@ def balance(
         balance_tolerance: how far above the ideal finishing time the last worker may finish, measured on the plan
             returned, as a fraction of that time. Where whole rows cannot reach it, the best found: 0 is as fine as
             they allow, and takes several times as long.
-        balance_block_size: rows of a kernel block. Cuts fall on its multiples, and no task is shorter, except where a
-            document or segment ends or where the balance needs it (short_tasks.py says when it does).
+        balance_block_size: rows of a kernel block. Cuts fall on its multiples, except where a document or segment
+            ends or where the balance needs finer ones.
         row_bytes: bytes of the rows; None for RowBytes().
         row_overhead: what a query row costs besides its pairs, in pairs; counted in whole blocks. What is balanced
             is then pairs + rows · row_overhead.
         gather_cost: what a byte of K and V costs that is gathered on the rank itself because a task is left on either
             side of one that moves, compared with a byte sent.
-        thorough: save the last few per cent of bytes too, by swaps and by joining short tasks, for most of the time
-            that planning takes.
 
     Raises:
         ValueError: settings out of range, fewer workers than ranks, or nodes of other workers.
@@ -92,9 +84,8 @@ def balance(
             "every rank is a worker, dedicated ones come after them"
         )
     rows = ShiftedRows.of(layout, window, row_overhead, balance_block_size)
-    row_bytes = row_bytes or RowBytes()
-    prices = Prices.of(row_bytes, rows, gather_cost)
-    search = _Search(rows, workers, row_bytes, prices, balance_tolerance, balance_block_size, thorough)
+    prices = Prices.of(row_bytes or RowBytes(), rows, gather_cost)
+    search = _Search(rows, workers, prices, balance_tolerance, balance_block_size)
     if nodes is None:
         return rows.plan(search.over_all(), len(workers))
     check_nodes(nodes, layout.ranks, len(workers))
@@ -116,35 +107,24 @@ class _Search:
     Attributes:
         rows: where the rows are.
         workers: speeds and base loads.
-        row_bytes: bytes of the rows.
         prices: what giving costs.
         tolerance: how far above the ideal the last worker may finish, as a fraction of it.
         block: rows of a kernel block.
-        thorough: as in `balance`.
     """
 
     rows: ShiftedRows
     workers: Workers
-    row_bytes: RowBytes
     prices: Prices
     tolerance: float
     block: int
-    thorough: bool
 
     def over_all(self) -> NDArray[np.void]:
         """Tasks for which anybody gives to anybody."""
         tasks = self.rows.tasks_as_laid_out()
         ideal = self.workers.ideal(int(self._loads(tasks).sum()))
         limit = ideal * (1 + self.tolerance)
-        as_laid_out = self._finish(tasks)
         goals = (Goal(ideal * (1 + share * self.tolerance), limit, self.tolerance) for share in AIM)
-        best = self._passes(tasks, goals, limit)
-        most = max(limit, self._finish(best))
-        if not self.thorough:
-            return best
-        if as_laid_out > limit * (1 + NEARLY):  # else nearly all tasks are at home, and few bytes can be saved
-            best = merged(swapped(best, self.rows, self._room(best, most), self.row_bytes, self.block))
-        return self._without_short(best, most)
+        return self._passes(tasks, goals, limit)
 
     def inside(self, of_nodes: NDArray[np.void], nodes: Sequence[int]) -> NDArray[np.void]:
         """Tasks of nodes, given to the workers of each; none leaves its node.
@@ -159,8 +139,7 @@ class _Search:
         ideal = ideals_inside(self._loads(tasks), self.workers, nodes)
         limits = np.maximum(limit, ideal * (1 + self.tolerance * LEAST_INSIDE))
         goals = (Goal(ideal + share * (limits - ideal), limits, self.tolerance) for share in AIM)
-        best = self._passes(tasks, goals, limit, nodes)
-        return self._without_short(best, max(limit, self._finish(best))) if self.thorough else best
+        return self._passes(tasks, goals, limit, nodes)
 
     def _passes(
         self, tasks: NDArray[np.void], goals: Iterable[Goal], limit: float, nodes: Sequence[int] | None = None
@@ -182,13 +161,3 @@ class _Search:
     def _finish(self, tasks: NDArray[np.void]) -> float:
         """When the last worker is done."""
         return float(self.workers.finishing(self._loads(tasks)).max())
-
-    def _room(self, tasks: NDArray[np.void], most: float) -> list[float]:
-        """[workers] pairs that each may take on and still finish by a time."""
-        room = (most - np.asarray(self.workers.base_load)) * np.asarray(self.workers.speed) - self._loads(tasks)
-        return [float(pairs) for pairs in room]
-
-    def _without_short(self, tasks: NDArray[np.void], most: float) -> NDArray[np.void]:
-        rows = self.rows
-        kept = without_short(tasks, rows.segments, rows.stops, self._room(tasks, most), rows.pair_window, self.block)
-        return merged(kept)

@@ -160,7 +160,7 @@ class Arrangement:
             settings: see PlanSettings; the tolerance is the group's.
         """
         if len(self.placing.sizes) == 1:
-            return plan_tasks(layout, kind, settings, thorough=False)
+            return plan_tasks(layout, kind, settings)
         chunked = layout_of_kind(layout, kind)
         plan = at_home(chunked, kind.window)
         if max(self.placing.sizes) > 1:
@@ -196,7 +196,7 @@ class Arrangement:
                     ranks_per_node=_nodes_in(first, size, settings),
                     balance_tolerance=self.slack[group],
                 )
-                moved = plan_tasks(inside, replace(kind, chunk=None), of_group, thorough=False).tasks.copy()
+                moved = plan_tasks(inside, replace(kind, chunk=None), of_group).tasks.copy()
                 moved["document"] = documents[moved["document"]]
                 moved["worker"] += first
                 kept = (group_of[tasks["worker"]] == group) & shared[tasks["document"]]

@@ -27,8 +27,6 @@ def plan_tasks(
     settings: PlanSettings,
     workers: Workers | None = None,
     nodes: Sequence[int] | None = None,
-    *,
-    thorough: bool = True,
 ) -> Plan:
     """Balance the core attention of one kind of layer on a layout, in one stage.
 
@@ -38,7 +36,6 @@ def plan_tasks(
         settings: see PlanSettings.
         workers: as in `balance`.
         nodes: as in `balance`; None for those of the ranks alone.
-        thorough: as in `balance`.
     """
     return balance(
         layout_of_kind(layout, kind),
@@ -50,7 +47,6 @@ def plan_tasks(
         row_bytes=settings.row_bytes(kind),
         row_overhead=settings.row_overhead,
         gather_cost=settings.gather_cost,
-        thorough=thorough,
     )
 
 

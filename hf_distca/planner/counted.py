@@ -100,8 +100,11 @@ def count_plan(
     """
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
-    at_ranks = plan.tasks["worker"] < ranks
+    whole, plan = _without_whole(plan)
     own, prefix, visiting = grouped_tasks(plan)
+    rows, keys, amount = own.rows + whole.rows, own.keys + whole.keys, own.pairs + whole.pairs
+    own = Tasks(rows, keys, amount, (rows > 0).astype(np.float64))
+    at_ranks = plan.tasks["worker"] < ranks
     if at_ranks.all():
         among_ranks, with_servers = RowsMoved.of(plan, nodes), RowsMoved.none(plan.workers)
     else:
@@ -120,6 +123,25 @@ def count_plan(
         plan.nodes is not None,
         plan.window is not None,
     )
+
+
+def _without_whole(plan: Plan) -> tuple[Tasks, Plan]:
+    """Tasks of documents that their ranks hold and compute alone, which are most, and the plan without these."""
+    tasks, segments = plan.tasks, plan.layout.segments
+    documents = len(plan.layout.lengths)
+    home = np.full(documents, -1)
+    home[segments["document"]] = segments["rank"]
+    pieces = np.bincount(segments["document"], minlength=documents) * np.bincount(
+        tasks["document"], minlength=documents
+    )
+    alone = (pieces == 1)[tasks["document"]] & (home[tasks["document"]] == tasks["worker"])
+    whole = np.zeros(documents, bool)
+    whole[tasks["document"][alone]] = True
+    rows = (tasks["stop"] - tasks["start"])[alone]
+    cost = pairs(tasks["start"][alone], tasks["stop"][alone], plan.window)
+    layout = replace(plan.layout, segments=segments[~whole[segments["document"]]])
+    own = _summed(tasks["worker"][alone], rows, rows, cost, plan.workers)
+    return own, replace(plan, layout=layout, tasks=tasks[~alone])
 
 
 def stages_of(moved: RowsMoved, stage_rows: int | None) -> int:
@@ -145,13 +167,15 @@ def grouped_tasks(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
     inside = pairs(start - held["start"], stop - held["start"], plan.window)
 
     def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray) -> Tasks:
-        totals = [
-            np.bincount(worker[chosen], weights=values[chosen], minlength=plan.workers).astype(np.float64)
-            for values in (stop - start, keys, amount)
-        ]
-        return Tasks(totals[0], totals[1], totals[2], (totals[0] > 0).astype(np.float64))
+        return _summed(worker[chosen], (stop - start)[chosen], keys[chosen], amount[chosen], plan.workers)
 
     begin = np.maximum(first, held["start"])
     own = summed(at_home, stop - begin, inside)
     prefix = summed(at_home & (first < held["start"]), np.maximum(held["start"] - first, 0), every - inside)
     return own, prefix, summed(~at_home, stop - first, every)
+
+
+def _summed(worker: IntArray, rows: IntArray, keys: IntArray, amount: IntArray, workers: int) -> Tasks:
+    """Tasks of each worker; [tasks] its worker, query rows, K/V rows and pairs of each."""
+    totals = [np.bincount(worker, weights=values, minlength=workers) for values in (rows, keys, amount)]
+    return Tasks(totals[0], totals[1], totals[2], (totals[0] > 0).astype(np.float64))

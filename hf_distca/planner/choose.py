@@ -1,13 +1,13 @@
 """The fastest of several plans for one micro-batch, by predicted seconds.
 
 Every rank chooses alike: what is predicted depends on the lengths and the settings alone. Groups of ranks that
-exchange nothing with each other are tried from the smallest on, and each with one nano-batch and with two. A way is
-skipped where computing alone takes longer than the best plan so far, and the search ends where exchanges have nothing
-left to give.
+exchange nothing with each other are looked for near the smallest that compute about alike. What is quick to plan comes
+first, and nothing is planned where computing alone takes longer than the best plan so far.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,14 @@ from hf_distca.planner.tasks import plan_stages
 
 IntArray = NDArray[np.int64]
 
-DOMINANT_SHARE = 0.25
-"""Share of a group's work from which on a document is worth dividing evenly over the whole group."""
+DOMINANT_SHARE = 0.1
+"""Share of a group's work from which on a document is worth dividing evenly over several nodes."""
 MOST_EVEN_RANKS = 32
 """Larger groups would exchange so many pieces of a document that planning them takes too long."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
+NEAR = 0.02
+"""Share of a step by which a plan with one nano-batch may be slower than the best, and be tried with two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +89,13 @@ def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> I
         choices: what may be chosen.
     """
     search = _Search(lengths, settings, choices)
-    for placing in search.placings():
+    for level in range(len(search.partitions)):
         for tolerance in choices.tolerances:
-            yield from search.tried(placing, tolerance, choices.nano_batches, (True, False), every=True)
+            for evenly in (True, False):
+                for count in choices.nano_batches:
+                    candidate = search.planned(level, tolerance, count, evenly=evenly)
+                    if candidate is not None:
+                        yield candidate
 
 
 class _Search:
@@ -99,28 +105,29 @@ class _Search:
         lengths: [documents] tokens of each document.
         settings: of plans.
         choices: what may be chosen.
+
+    Attributes:
+        partitions: for each level, [groups] how many ranks each group has; from single ranks to one group of all.
     """
 
     def __init__(self, lengths: IntArray, settings: PlanSettings, choices: Choices) -> None:
         self._lengths, self._settings, self._choices = lengths, replace(settings, choices=None), choices
-        self._nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+        sizes = node_sizes(settings.ranks, settings.ranks_per_node)
+        self._nodes, self._ranks_of_node = nodes_of(sizes), max(sizes)
         self._costs = choices.costs
         self._seconds = document_seconds(lengths, choices.costs)
+        self._placings: dict[int, Placing | None] = {}
+        self._tried: dict[tuple[int, float, int, bool], Candidate | None] = {}
         self._best: Candidate | None = None
+        self.partitions = partitions(sizes)
 
     def run(self) -> Candidate:
         """The best candidate."""
-        finest, *coarser = self._choices.tolerances
         if not self._choices.groups or self._settings.document_layout != "joint":
-            ways = self._as_set(self._choices.tolerances)
-        else:
-            check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
-            ways = self._in_groups(finest, coarser)
-        for candidate in ways:
-            if self._best is None or candidate.choice.seconds < self._best.choice.seconds:
-                self._best = candidate
-        assert self._best is not None
-        return self._best
+            return min(self._as_set(self._choices.tolerances), key=lambda candidate: candidate.choice.seconds)
+        check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
+        self._in_groups()
+        return self._best or next(self._as_set(self._choices.tolerances))
 
     def _as_set(self, tolerances: tuple[float, ...]) -> Iterator[Candidate]:
         """Plans with the layout of the settings."""
@@ -132,77 +139,133 @@ class _Search:
                 if len(plan.nano_batches) == count or count == 1 or len(self._choices.nano_batches) == 1:
                     yield self._candidate(plan.nano_batches, every, tolerance, evenly=False)
 
-    def _in_groups(self, finest: float, coarser: list[float]) -> Iterator[Candidate]:
+    def _in_groups(self) -> None:
         """Plans whose documents lie inside groups of ranks."""
-        ideal = float(self._seconds.sum()) / self._settings.ranks
-        placings = self.placings()
-        # The smallest groups that compute alike come first, then smaller ones, which exchange less, then larger ones.
-        limit = min(placing.slowest for placing in placings) * (1 + GOOD_ENOUGH)
-        first = next(index for index, placing in enumerate(placings) if placing.slowest <= limit)
-        for placing in [*reversed(placings[: first + 1]), *placings[first + 1 :]]:
-            if self._worth(placing, ideal):
-                dominated = placing.longest_share(self._seconds) > DOMINANT_SHARE
-                yield from self.tried(placing, finest, self._choices.nano_batches, (dominated, False))
+        finest, *coarser = self._choices.tolerances
+        few, *_, many = self._choices.nano_batches * 2
+        top, first = len(self.partitions) - 1, self._first()
+        # 1. Long documents divided evenly, or none: about alike to compute, which one nano-batch suffices for.
+        level = first
+        self._evenly(first, finest, few)
+        if self._best is None:
+            self._jointly(first, finest)
+        while level > 0 and self._worth(level - 1):
+            level -= 1
+            self._evenly(level, finest, few)
+        if first < top and self._worth(first + 1):
+            self._evenly(first + 1, finest, few)
+        # 2. Few documents cut, whose exchanges two nano-batches hide; in larger groups as long as that helps.
+        level = self._level() or first
+        if self._worth(level):
+            self._jointly(level, finest)
+        while level < top and self._worth(level + 1):
+            level, best = level + 1, self._best
+            self._jointly(level, finest)
+            if self._best is best:
+                break
+        if self._best is None:
+            return
+        # 3. The best of them otherwise.
+        even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
+        for level, seconds in even.items():
+            if seconds <= min(even.values()) * (1 + NEAR) and self._worth(level):
+                self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
-            if best is None or best.waited <= GOOD_ENOUGH:
+            if best is None or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
                 return
-            yield from self.tried(best.placing, tolerance, (best.choice.nano_batches,), (best.evenly,))
+            self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)
             if self._best is best:
                 return
 
-    def placings(self) -> list[Placing]:
-        """The documents of groups, for every division into groups that can hold them; the smallest groups first."""
-        ranks, tokens = self._settings.ranks, self._settings.tokens_per_rank
-        every = partitions(node_sizes(ranks, self._settings.ranks_per_node))
-        found = [place_in_groups(self._lengths, self._seconds, sizes, tokens) for sizes in every]
-        return [placing for placing in found if placing is not None]
+    def _first(self) -> int:
+        """The level of the smallest groups that compute about alike."""
+        limit = float(self._seconds.sum()) / self._settings.ranks * (1 + GOOD_ENOUGH)
+        low, high = 0, len(self.partitions) - 1
+        while low < high:
+            level = (low + high) // 2
+            low, high = (low, level) if self._slowest(level, limit) <= limit else (level + 1, high)
+        return high
 
-    def _worth(self, placing: Placing, ideal: float) -> bool:
-        """Whether a division into groups could be faster than the best plan so far."""
+    def _slowest(self, level: int, limit: float) -> float:
+        """Seconds that the slowest group computes at least, exact up to a limit; inf where groups cannot hold them."""
+        least = float(self._seconds.max()) / max(self.partitions[level])
+        if least > limit:
+            return least
+        placing = self._placing(level)
+        return inf if placing is None else placing.slowest
+
+    def _placing(self, level: int) -> Placing | None:
+        """The documents of the groups of a level; None where they cannot hold them."""
+        if level not in self._placings:
+            sizes = self.partitions[level]
+            self._placings[level] = place_in_groups(
+                self._lengths, self._seconds, sizes, self._settings.tokens_per_rank
+            )
+        return self._placings[level]
+
+    def _worth(self, level: int) -> bool:
+        """Whether a level could be faster than the best plan so far."""
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
-        if enough <= ideal or enough <= placing.slowest:
-            return False
-        # Larger groups exchange more: they have to compute more evenly.
-        before = self._best.placing
-        return len(placing.sizes) > len(before.sizes) or placing.slowest < before.slowest * (1 - GOOD_ENOUGH)
+        return self._slowest(level, enough) < enough
 
-    def tried(
-        self,
-        placing: Placing,
-        tolerance: float,
-        nano_batches: tuple[int, ...],
-        evenly: tuple[bool, ...],
-        *,
-        every: bool = False,
-    ) -> Iterator[Candidate]:
-        """Plans on one division into groups, until exchanges cost next to nothing.
+    def _level(self) -> int:
+        """The level of the best plan so far."""
+        assert self._best is not None
+        return self.partitions.index(self._best.placing.sizes)
+
+    def _evenly(self, level: int, tolerance: float, count: int) -> Candidate | None:
+        """Divide long documents evenly, where groups lie inside nodes or a document is worth several."""
+        placing = self._placing(level)
+        inside = max(self.partitions[level]) <= self._ranks_of_node
+        if placing is None or not (inside or placing.longest_share(self._seconds) > DOMINANT_SHARE):
+            return None
+        return self._try(level, tolerance, count, evenly=True)
+
+    def _jointly(self, level: int, tolerance: float) -> None:
+        """Cut few documents, in as many nano-batches as there may be."""
+        for count in reversed(self._choices.nano_batches):
+            if self._try(level, tolerance, count, evenly=False) is not None:
+                return
+
+    def _try(self, level: int, tolerance: float, count: int, *, evenly: bool) -> Candidate | None:
+        """Plan once, and keep the plan if it is the best so far."""
+        key = (level, tolerance, count, evenly)
+        if key not in self._tried:
+            self._tried[key] = candidate = self.planned(level, tolerance, count, evenly=evenly)
+            seconds = inf if self._best is None else self._best.choice.seconds
+            if candidate is not None and candidate.choice.seconds < seconds:
+                self._best = candidate
+        return self._tried[key]
+
+    def planned(self, level: int, tolerance: float, count: int, *, evenly: bool) -> Candidate | None:
+        """Plan a micro-batch in groups.
 
         Args:
-            placing: the documents of each group.
+            level: of the partitions.
             tolerance: of balance.
-            nano_batches: numbers of them.
+            count: of nano-batches; one where nothing is exchanged.
             evenly: whether long documents are divided evenly.
-            every: do not end where exchanges cost next to nothing.
+
+        Returns:
+            None where that cannot be, or is another plan's equal.
         """
+        placing, most = self._placing(level), max(self.partitions[level])
+        if placing is None or (evenly and most > MOST_EVEN_RANKS):
+            return None
+        if most == 1 and (not evenly or count != min(self._choices.nano_batches)) and not placing.left:
+            return None
         chosen = replace(self._settings, balance_tolerance=tolerance)
-        exchanges = max(placing.sizes) > 1 or bool(placing.left)
-        most = max(placing.sizes)
-        for divided in dict.fromkeys(each and 1 < most <= MOST_EVEN_RANKS for each in evenly):
-            for count in nano_batches if exchanges else nano_batches[:1]:
-                arranged = arrange(self._lengths, placing, chosen, self._costs, count, evenly=divided)
-                if arranged is None:
-                    continue
-                planned = tuple(
-                    NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
-                    for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
-                )
-                candidate = self._candidate(planned, placing, tolerance, evenly=divided)
-                yield candidate
-                if not every and candidate.choice.seconds * (1 - GOOD_ENOUGH) <= placing.slowest:
-                    return
+        arranged = arrange(self._lengths, placing, chosen, self._costs, count, evenly=evenly)
+        if arranged is None:
+            return None
+        nano_batches = tuple(
+            NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
+            for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
+        )
+        return self._candidate(nano_batches, placing, tolerance, evenly=evenly)
 
     def _candidate(
         self, nano_batches: tuple[NanoBatch, ...], placing: Placing, tolerance: float, *, evenly: bool

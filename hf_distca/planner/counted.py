@@ -178,4 +178,5 @@ def grouped_tasks(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
 def _summed(worker: IntArray, rows: IntArray, keys: IntArray, amount: IntArray, workers: int) -> Tasks:
     """Tasks of each worker; [tasks] its worker, query rows, K/V rows and pairs of each."""
     totals = [np.bincount(worker, weights=values, minlength=workers) for values in (rows, keys, amount)]
-    return Tasks(totals[0], totals[1], totals[2], (totals[0] > 0).astype(np.float64))
+    summed = [each.astype(np.float64) for each in totals]  # counts where there are no tasks
+    return Tasks(summed[0], summed[1], summed[2], (summed[0] > 0).astype(np.float64))

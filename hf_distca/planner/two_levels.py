@@ -55,7 +55,9 @@ def workers_of_nodes(workers: Workers, nodes: Sequence[int]) -> Workers:
     return Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
 
 
-def ideals_inside(loads: NDArray[np.int64], workers: Workers, nodes: Sequence[int]) -> NDArray[np.float64]:
+def ideals_inside(
+    loads: NDArray[np.int64], workers: Workers, nodes: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.float64]:
     """[workers] when the workers of each one's node would finish together with what the node has to do.
 
     Args:

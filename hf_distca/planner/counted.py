@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.intervals import Intervals, by_document
-from hf_distca.planner.metrics import bytes_of_rows, key_rows_by_link, query_rows_by_link
+from hf_distca.planner.metrics import bytes_of_rows, key_rows_by_link, query_rows_by_link, without_whole
 from hf_distca.planner.seconds import Tasks
 
 IntArray = NDArray[np.int64]
@@ -100,9 +100,11 @@ def count_plan(
     """
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
-    whole, plan = _without_whole(plan)
+    plan, whole = without_whole(plan)
     own, prefix, visiting = grouped_tasks(plan)
-    rows, keys, amount = own.rows + whole.rows, own.keys + whole.keys, own.pairs + whole.pairs
+    rows = whole["stop"] - whole["start"]
+    alone = _summed(whole["worker"], rows, rows, pairs(whole["start"], whole["stop"], plan.window), plan.workers)
+    rows, keys, amount = own.rows + alone.rows, own.keys + alone.keys, own.pairs + alone.pairs
     own = Tasks(rows, keys, amount, (rows > 0).astype(np.float64))
     at_ranks = plan.tasks["worker"] < ranks
     if at_ranks.all():
@@ -123,25 +125,6 @@ def count_plan(
         plan.nodes is not None,
         plan.window is not None,
     )
-
-
-def _without_whole(plan: Plan) -> tuple[Tasks, Plan]:
-    """Tasks of documents that their ranks hold and compute alone, which are most, and the plan without these."""
-    tasks, segments = plan.tasks, plan.layout.segments
-    documents = len(plan.layout.lengths)
-    home = np.full(documents, -1)
-    home[segments["document"]] = segments["rank"]
-    pieces = np.bincount(segments["document"], minlength=documents) * np.bincount(
-        tasks["document"], minlength=documents
-    )
-    alone = (pieces == 1)[tasks["document"]] & (home[tasks["document"]] == tasks["worker"])
-    whole = np.zeros(documents, bool)
-    whole[tasks["document"][alone]] = True
-    rows = (tasks["stop"] - tasks["start"])[alone]
-    cost = pairs(tasks["start"][alone], tasks["stop"][alone], plan.window)
-    layout = replace(plan.layout, segments=segments[~whole[segments["document"]]])
-    own = _summed(tasks["worker"][alone], rows, rows, cost, plan.workers)
-    return own, replace(plan, layout=layout, tasks=tasks[~alone])
 
 
 def stages_of(moved: RowsMoved, stage_rows: int | None) -> int:

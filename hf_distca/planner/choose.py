@@ -30,6 +30,10 @@ MOST_EVEN_RANKS = 32
 """Larger groups would exchange so many pieces of a document that planning them takes too long."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
+SAMPLED_RANKS = 32
+"""Of smaller groups, so many ranks' are planned while plans are compared."""
+HARDLY_HIDDEN = 0.2
+"""Share of a step that ranks wait in two nano-batches, from which on one may be faster."""
 NEAR = 0.02
 """Share of a step by which a plan with one nano-batch may be slower than the best, and be tried with two."""
 
@@ -127,7 +131,14 @@ class _Search:
             return min(self._as_set(self._choices.tolerances), key=lambda candidate: candidate.choice.seconds)
         check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
         self._in_groups()
-        return self._best or next(self._as_set(self._choices.tolerances))
+        best = self._best
+        if best is None:
+            return next(self._as_set(self._choices.tolerances))
+        if best.nano_batches[0].layout.ranks == self._settings.ranks:
+            return best
+        chosen = best.choice
+        whole = self.planned(self._level(), chosen.tolerance, chosen.nano_batches, evenly=best.evenly)
+        return whole or next(self._as_set(self._choices.tolerances))
 
     def _as_set(self, tolerances: tuple[float, ...]) -> Iterator[Candidate]:
         """Plans with the layout of the settings."""
@@ -137,7 +148,7 @@ class _Search:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
                 plan = plan_as_set(self._lengths, chosen)
                 if len(plan.nano_batches) == count or count == 1 or len(self._choices.nano_batches) == 1:
-                    yield self._candidate(plan.nano_batches, every, tolerance, evenly=False)
+                    yield self._candidate(plan.nano_batches, every, tolerance, self._settings, evenly=False)
 
     def _in_groups(self) -> None:
         """Plans whose documents lie inside groups of ranks."""
@@ -225,22 +236,25 @@ class _Search:
         return self._try(level, tolerance, count, evenly=True)
 
     def _jointly(self, level: int, tolerance: float) -> None:
-        """Cut few documents, in as many nano-batches as there may be."""
+        """Cut few documents, in as many nano-batches as there may be; in one too if that hides little."""
         for count in reversed(self._choices.nano_batches):
-            if self._try(level, tolerance, count, evenly=False) is not None:
+            candidate = self._try(level, tolerance, count, evenly=False)
+            if candidate is not None and candidate.waited <= HARDLY_HIDDEN:
                 return
 
     def _try(self, level: int, tolerance: float, count: int, *, evenly: bool) -> Candidate | None:
         """Plan once, and keep the plan if it is the best so far."""
         key = (level, tolerance, count, evenly)
         if key not in self._tried:
-            self._tried[key] = candidate = self.planned(level, tolerance, count, evenly=evenly)
+            self._tried[key] = candidate = self.planned(level, tolerance, count, evenly=evenly, sampled=True)
             seconds = inf if self._best is None else self._best.choice.seconds
             if candidate is not None and candidate.choice.seconds < seconds:
                 self._best = candidate
         return self._tried[key]
 
-    def planned(self, level: int, tolerance: float, count: int, *, evenly: bool) -> Candidate | None:
+    def planned(
+        self, level: int, tolerance: float, count: int, *, evenly: bool, sampled: bool = False
+    ) -> Candidate | None:
         """Plan a micro-batch in groups.
 
         Args:
@@ -248,6 +262,7 @@ class _Search:
             tolerance: of balance.
             count: of nano-batches; one where nothing is exchanged.
             evenly: whether long documents are divided evenly.
+            sampled: plan some of the groups alone, those with the most to do or the longest documents.
 
         Returns:
             None where that cannot be, or is another plan's equal.
@@ -257,26 +272,56 @@ class _Search:
             return None
         if most == 1 and (not evenly or count != min(self._choices.nano_batches)) and not placing.left:
             return None
-        chosen = replace(self._settings, balance_tolerance=tolerance)
-        arranged = arrange(self._lengths, placing, chosen, self._costs, count, evenly=evenly)
+        chosen, part = replace(self._settings, balance_tolerance=tolerance), placing
+        if sampled:
+            part, chosen = self._sample(placing, chosen)
+        arranged = arrange(self._lengths, part, chosen, self._costs, count, evenly=evenly)
         if arranged is None:
             return None
         nano_batches = tuple(
             NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
             for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
         )
-        return self._candidate(nano_batches, placing, tolerance, evenly=evenly)
+        return self._candidate(nano_batches, placing, tolerance, chosen, evenly=evenly)
+
+    def _sample(self, placing: Placing, settings: PlanSettings) -> tuple[Placing, PlanSettings]:
+        """Some groups, with the settings of their ranks; all where there are few."""
+        most = max(placing.sizes)
+        half = max(SAMPLED_RANKS // most, 2) // 2
+        if placing.left or 2 * half >= len(placing.sizes):
+            return placing, settings
+        longest = np.array([self._seconds[documents].max() for documents in placing.documents])
+        kept = np.zeros(len(placing.sizes), bool)
+        kept[np.argsort(-placing.seconds, kind="stable")[:half]] = True
+        kept[np.argsort(-np.where(kept, 0.0, longest), kind="stable")[:half]] = True
+        nodes = np.array(self._nodes)[np.repeat(kept, placing.sizes)]
+        groups = np.flatnonzero(kept).tolist()
+        part = Placing(
+            tuple(placing.sizes[group] for group in groups),
+            tuple(placing.documents[group] for group in groups),
+            (),
+            placing.seconds[kept],
+        )
+        per_node = tuple(np.unique(nodes, return_counts=True)[1].tolist())
+        return part, replace(settings, ranks=len(nodes), ranks_per_node=per_node)
 
     def _candidate(
-        self, nano_batches: tuple[NanoBatch, ...], placing: Placing, tolerance: float, *, evenly: bool
+        self,
+        nano_batches: tuple[NanoBatch, ...],
+        placing: Placing,
+        tolerance: float,
+        settings: PlanSettings,
+        *,
+        evenly: bool,
     ) -> Candidate:
         alone = len(nano_batches) == 1
+        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
         counted = [
             {
                 kind: in_stages(
-                    count_plan(plan, kind, self._settings.bytes_per_value, self._nodes),
+                    count_plan(plan, kind, settings.bytes_per_value, nodes),
                     kind,
-                    self._settings,
+                    settings,
                     alone=alone,
                 )
                 for kind, plan in nano.plans.items()

@@ -34,7 +34,7 @@ def cut_large(placement: Placement) -> None:
         cuts, fits = cutting.cut_at(1 + limits.slack * raised / LEVELS)
         if fits:
             break
-    if limits.inside and limits.window is None:
+    if cuts and limits.inside and limits.window is None:
         shared, still_fits = cutting.cut_at(1 + limits.slack * raised / LEVELS, cutting.head_rows(cuts))
         if still_fits or not fits:
             cuts = shared

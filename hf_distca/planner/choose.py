@@ -32,6 +32,10 @@ GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
 SAMPLED_RANKS = 32
 """Of smaller groups, so many ranks' are planned while plans are compared."""
+LONG_OVER_NODES = 0.25
+"""Share of the work of a group of more than two nodes from which on a document is always divided evenly."""
+HARDLY_WAITING = 0.03
+"""Share of a step that ranks wait, up to which larger groups are worth it only if they compute more evenly."""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which on one may be faster."""
 NEAR = 0.02
@@ -163,7 +167,7 @@ class _Search:
         while level > 0 and self._worth(level - 1):
             level -= 1
             self._evenly(level, finest, few)
-        if first < top and self._worth(first + 1):
+        if first < top and max(self.partitions[first + 1]) <= self._ranks_of_node and self._worth(first + 1):
             self._evenly(first + 1, finest, few)
         # 2. Few documents cut, whose exchanges two nano-batches hide; in larger groups as long as that helps.
         level = self._level() or first
@@ -186,7 +190,7 @@ class _Search:
             if best is None or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
                 return
             self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)
-            if self._best is best:
+            if best.choice.seconds * (1 - GOOD_ENOUGH) <= self._best.choice.seconds:
                 return
 
     def _first(self) -> int:
@@ -220,6 +224,9 @@ class _Search:
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
+        if level > self._level() and self._best.waited <= HARDLY_WAITING:
+            # Larger groups exchange more: they have to compute more evenly.
+            enough = self._best.placing.slowest * (1 - GOOD_ENOUGH)
         return self._slowest(level, enough) < enough
 
     def _level(self) -> int:
@@ -236,7 +243,18 @@ class _Search:
         return self._try(level, tolerance, count, evenly=True)
 
     def _jointly(self, level: int, tolerance: float) -> None:
-        """Cut few documents, in as many nano-batches as there may be; in one too if that hides little."""
+        """Cut few documents, in as many nano-batches as there may be; in one too if that hides little.
+
+        A document that is long for several nodes is divided evenly instead.
+        """
+        placing, most = self._placing(level), max(self.partitions[level])
+        if (
+            placing is not None
+            and 2 * self._ranks_of_node < most <= MOST_EVEN_RANKS
+            and placing.longest_share(self._seconds) > LONG_OVER_NODES
+        ):
+            self._evenly(level, tolerance, min(self._choices.nano_batches))
+            return
         for count in reversed(self._choices.nano_batches):
             candidate = self._try(level, tolerance, count, evenly=False)
             if candidate is not None and candidate.waited <= HARDLY_HIDDEN:

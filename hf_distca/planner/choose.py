@@ -170,24 +170,26 @@ class _Search:
         if first < top and max(self.partitions[first + 1]) <= self._ranks_of_node and self._worth(first + 1):
             self._evenly(first + 1, finest, few)
         # 2. Few documents cut, whose exchanges two nano-batches hide; in larger groups as long as that helps.
-        level = self._level() or first
+        level = first if self._best is None else self._level()
         if self._worth(level):
             self._jointly(level, finest)
         while level < top and self._worth(level + 1):
             level, best = level + 1, self._best
             self._jointly(level, finest)
-            if self._best is best:
+            if self._best is best and best is not None:
                 break
         if self._best is None:
             return
         # 3. The best of them otherwise.
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
         for level, seconds in even.items():
-            if seconds <= min(even.values()) * (1 + NEAR) and self._worth(level):
+            near = seconds <= min(even.values()) * (1 + NEAR)
+            if near and self._best.waited > HARDLY_WAITING and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
-            if best is None or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
+            hides = len(best.nano_batches) == 2 and not best.evenly
+            if hides or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
                 return
             self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)
             if best.choice.seconds * (1 - GOOD_ENOUGH) <= self._best.choice.seconds:

@@ -250,9 +250,10 @@ class _Cutting:
         start = stop - tail
         asked = min(asked, room - tail, start - head)
         others = min(room - tail - asked, short)
-        own = min(room - tail - others, start - head)
+        own = head + min(room - tail - others, start - head)
         filler = self.shortest.pairs_of(self.shortest.tokens[-1] - short + others) - pairs_used
-        return self.limits.pairs(start, stop) + filler + self.limits.pairs(head, head + own)
+        window = self.limits.window
+        return pairs(start, stop, window) + filler + (pairs(head, own, window) if own > head else 0)
 
 
 def _level(amounts: list[float], more: float) -> float:

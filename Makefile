@@ -5,6 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SETUP := .venv/.setup
+EDITABLE := --editable '.[deepspeed,nixl,peft,trl]' --group dev
 WHEELS := wheels
 GPU_ENVIRONMENT := .venv-gpu
 GPU_BIN := $(GPU_ENVIRONMENT)/bin
@@ -22,19 +23,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(SETUP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install 'pip>=25.1'  # which knows dependency groups
 	$(BIN)/pip install --constraint constraints.txt torch
-	$(BIN)/pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --constraint constraints.txt $(EDITABLE)
 	touch $@
 
 # The weights are the last file that the script writes.
-$(CHECKPOINT)/model.safetensors: $(SETUP) examples/make_checkpoint.py examples/standard_library.py
+$(CHECKPOINT)/model.safetensors: $(SETUP) examples/make_checkpoint.py
 	$(BIN)/python examples/make_checkpoint.py --output $(CHECKPOINT) --hidden_size 128 --vocab_size 2048
 
 # Two processes on the CPU, whatever the machine has.
 demo: $(CHECKPOINT)/model.safetensors
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/accelerate launch \
 		--config_file examples/configs/ddp.yaml --main_process_port 0 \
-		examples/finetune_llama.py --model $(CHECKPOINT) --max_documents 64 \
+		examples/finetune_llama.py --model_name_or_path $(CHECKPOINT) --max_documents 64 \
 		--output_dir $(DEMO) --tokens_per_rank 4096 --long_documents split \
 		--num_train_epochs 1 --learning_rate 1e-2 --lr_scheduler_type cosine --warmup_steps 5 \
 		--logging_steps 5 --save_strategy no --report_to none \
@@ -76,7 +78,7 @@ newest: RESOLUTION := highest
 oldest newest:
 	$(PYTHON) -m venv .venv-$@
 	.venv-$@/bin/python -m pip install --quiet uv
-	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python --resolution $(RESOLUTION) --editable '.[dev]'
+	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python --resolution $(RESOLUTION) $(EDITABLE)
 	.venv-$@/bin/uv pip list --python .venv-$@/bin/python
 	CUDA_VISIBLE_DEVICES= .venv-$@/bin/python -m pytest $(VERSION_TESTS)
 

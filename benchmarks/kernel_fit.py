@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from harness import print_json, table
 
-from hf_distca.cli.measured import KEYS, QUERIES, REPEATS
 from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
+from hf_distca.measure.device import KEYS, QUERIES, REPEATS
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.seconds import KernelCost, Tasks
 

@@ -91,8 +91,8 @@ def step(halted: Halted) -> dict[str, Any]:
     found = {"seconds": seconds, "loss": log["loss"]}
     if halted.computed is not None:
         found["pairs"] = halted.computed.take()
-    if "imbalance_degree" in log:
-        found["imbalance"] = log["imbalance_degree"]
+    if "distca/imbalance_degree" in log:
+        found["imbalance"] = log["distca/imbalance_degree"]
     return found
 
 

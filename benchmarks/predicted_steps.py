@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_distca import Dispatcher
-from hf_distca.cli.measured import measured_kernel, measured_link
 from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels import TaskShapes, get_kernel
+from hf_distca.measure.device import measured_kernel
+from hf_distca.measure.links import measured_link
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch

@@ -1,132 +1,170 @@
-"""Time of a training step on two CPU ranks: hf_distca with its defaults beside the best that plain DDP can do.
+"""Time of a training step on CPU ranks: hf_distca as it comes, beside the best that whole documents allow.
 
 Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
-rank, on 16384 tokens of both ranks together. Three mixes of documents: one that is half of all tokens with sixteen
-short ones, lengths with a long tail, and lengths alike. Five ways, each once a round, in shuffled order:
+rank. Six mixes of documents, all of the same number of tokens. Each way runs once a round, in shuffled order:
 
-  default    hf_distca as it comes: joint layout, ping-pong
-  no turns   the same without ping-pong
-  fixed      hf_distca, documents placed as plain DDP has them, ping-pong
-  plain      DDP without hf_distca: whole documents, divided over the ranks so that the larger number of query-key
-             pairs is as small as whole documents allow; packed, one call of the same attention kernel a layer
-  ideal      plain, on other documents: both ranks hold the same lengths, with as many pairs in all
+  auto       hf_distca as it comes: plans chosen by costs that the ranks measure, and correct in the first steps
+  joint      hf_distca with document_layout="joint", balance_tolerance=0.01 and ping_pong=True
+  no turns   the same with ping_pong=False
+  fixed      hf_distca, documents placed as "whole" has them, with ping-pong
+  whole      DDP without hf_distca: whole documents, divided over the ranks so that the largest number of query-key
+             pairs is as small as the longest-first rule finds it; what batch_rebalance aims at. Packed, one call of
+             the same attention kernel a layer
+  packed     DDP without hf_distca: whole documents, packed in order into rows of about as many tokens
 
-`attention` is the CPU time of the attention kernel in an ideal step. A step ends when all ranks are done;
-binding the plan is part of it, planning is not. Ratios are formed within a round. The table shows medians and
-quartiles over all rounds, and beside them the median over the half of the rounds in which a small kernel, run between
-steps on both ranks at once, was fastest.
+Rows of "whole" and "packed" may be longer than those of hf_distca. A step ends when all ranks are done; binding the
+plan is part of it, planning is not. Ratios are formed within a round: the best of all other ways over auto is by the
+other way's median. The table shows medians and quartiles over all rounds, and beside them the median over the half of
+the rounds in which a small kernel, run between steps on all ranks at once, was fastest.
 
-Run: python benchmarks/step_time.py [--rounds 12] [--tokens 8192]
+With --rate-mbit the ranks are two hosts behind a link of that rate (needs root; see hosts.py).
+
+Run: python benchmarks/step_time.py [--rounds 12] [--tokens 4096] [--ranks 2]
+     sudo python benchmarks/step_time.py --rate-mbit 100
      python benchmarks/step_time.py --against OTHER_CHECKOUT      two checkouts in turns
 """
 
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from statistics import median
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from harness import PROBE, Probe, Ranks, Round, over, report, rounds_parser, take_rounds
-from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank, settings_of
+from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank
+from hosts import Hosts
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerState
 
-from hf_distca import Dispatcher
+from hf_distca import Dispatcher, DistCAConfig, make_dispatcher
 from hf_distca.kernels import TaskShapes, get_kernel
-from hf_distca.patches.layers import plan_layers
-from hf_distca.planner.build import plan_placed
+from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed_documents
+from hf_distca.trainer.learned_costs import EARLY_STEPS, LearnedCosts
 
-RANKS = 2
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}
 MIXES = {
-    "one long": [8192, *[512] * 16],
+    "equal": [1024] * 16,
+    "mild": [2048, 1920, 1824, 1760, 1696, 1632, 1568, 1408, 1344, 1184],
     "long tail": [5248, 2816, 1792, 1408, 1024, 832, 768, 608, 512, 448, 352, 256, 192, 128],
-    "alike": [2048, 1920, 1824, 1760, 1696, 1632, 1568, 1408, 1344, 1184],
+    "one long": [8192, *[512] * 16],
+    "chats": [1600, 1280, 1024, *[800] * 3, *[640] * 4, *[480] * 6, *[320] * 9, *[160] * 9, *[64] * 5],
+    "rollouts": [4096, 3584, 2048, 1536, 1280, 1024, 768, *[512] * 2, *[256] * 4],
 }
-"""Tokens of the documents of a micro-batch, in all those of two ranks of LENGTHS_FOR tokens; multiples of 32."""
-LENGTHS_FOR = 8192
-WAYS = ("default", "no turns", "fixed", "plain", "ideal")
+"""Tokens of the documents of a micro-batch, in all those of two ranks of 8192 tokens; multiples of 32."""
+LENGTHS_FOR = 2 * 8192
+SET = {"document_layout": "joint", "balance_tolerance": 0.01}
+WAYS = ("auto", "joint", "no turns", "fixed", "whole", "packed")
 
 
-def balanced_rows(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Whole documents on two ranks of at most `tokens` each, so that the larger number of pairs is the least."""
-    held, cost = np.zeros(1), np.zeros(1)  # of every choice of documents for the first rank
-    for length in lengths:
-        held = np.concatenate([held, held + length])
-        cost = np.concatenate([cost, cost + pairs(0, length)])
-    fits = (held <= tokens) & (sum(lengths) - held <= tokens)
-    if not fits.any():
-        raise ValueError(f"documents of {lengths} tokens do not fit two ranks of {tokens} uncut")
-    choice = int(np.where(fits, np.maximum(cost, cost.max() - cost), np.inf).argmin())
-    chosen = [bool(choice >> index & 1) for index in range(len(lengths))]
-    return [[n for n, first in zip(lengths, chosen, strict=True) if first is rank] for rank in (True, False)]
+def whole_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Whole documents on ranks, the longest first, each to the rank with the fewest pairs."""
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    for length in sorted(lengths, reverse=True):
+        min(rows, key=lambda row: sum(pairs(0, each) for each in row)).append(length)
+    return rows
 
 
-def equal_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """The same documents on both ranks, with as many pairs and tokens in all: a long one and short ones."""
-    goal, tokens = sum(pairs(0, length) for length in lengths) / 2, sum(lengths) // 2
-
-    def row(longest: int) -> list[int]:
-        short, rest = divmod(tokens - longest, tokens // 16)
-        return [longest, *[tokens // 16] * short, *([rest] if rest else [])]
-
-    best = min(range(tokens // 16, tokens), key=lambda longest: abs(sum(pairs(0, n) for n in row(longest)) - goal))
-    return [row(best), row(best)]
+def packed_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Whole documents on ranks, in shuffled order, each rank filled to its share of the tokens."""
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    order, share, rank = random.Random(0).sample(list(lengths), len(lengths)), sum(lengths) / ranks, 0
+    for length in order:
+        if rows[rank] and sum(rows[rank]) + length / 2 > share and rank < ranks - 1:
+            rank += 1
+        rows[rank].append(length)
+    return rows if all(rows) else whole_rows(lengths, ranks)
 
 
 class Step:
-    """Both models of a rank and what each way runs on, of one mix.
+    """Both models of a rank and what each way runs on, of all mixes.
 
     Args:
+        ranks: how many.
         tokens: of a rank.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, ranks: int, tokens: int) -> None:
         self._rank, device = dist.get_rank(), torch.device("cpu")
         self.plain = PlainAttention("plain", get_kernel("auto", device))
-        models = {name: llama(RANKS * tokens, name, **SIZES) for name in ("distca", "plain")}
-        plan_layers(models["distca"])
-        settings = settings_of(models["distca"], RANKS, tokens, device)
-        unturned = settings_of(models["distca"], RANKS, tokens, device, ping_pong=False)
-        dispatcher = Dispatcher(settings, device)
-        trained = {name: DistributedDataParallel(model) for name, model in models.items()}
-        optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in trained.items()}
+        models = {name: llama(ranks * tokens, name, **SIZES) for name in ("distca", "plain")}
+        ways = {"auto": {}, "joint": {**SET, "ping_pong": True}, "no turns": {**SET, "ping_pong": False}}
+        dispatchers = {
+            way: make_dispatcher(models["distca"], DistCAConfig(tokens_per_rank=tokens, **settings), device)
+            for way, settings in ways.items()
+        }
+        self._auto = dispatchers["auto"]
+        self._trained = {name: DistributedDataParallel(model) for name, model in models.items()}
+        self._optimizers = {
+            name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in self._trained.items()
+        }
         self.steps: dict[str, Callable[[], None]] = {}
-        for mix, lengths in MIXES.items():
-            lengths = [length * tokens // LENGTHS_FOR for length in lengths]
-            rows = balanced_rows(lengths, tokens)
+        self.chosen: dict[str, str] = {}
+        self._correct_costs([self._lengths(mix, ranks * tokens) for mix in MIXES])
+        for mix in MIXES:
+            lengths = self._lengths(mix, ranks * tokens)
+            rows = whole_rows(lengths, ranks)
             in_order = [length for row in rows for length in row]
-            planned = {
-                "default": (lengths, plan_micro_batch(lengths, settings)),
-                "no turns": (lengths, plan_micro_batch(lengths, unturned)),
-                "fixed": (in_order, plan_placed(rows, settings)),
-            }
-
-            def step(name: str, batch: dict[str, Tensor], extra: Callable[[], dict], targets: int) -> None:
-                trained[name](**batch, **extra(), num_items_in_batch=targets).loss.backward()
-                optimizers[name].step()
-                optimizers[name].zero_grad()
-
-            targets = sum(length - 1 for length in lengths)
-            for way, (documents, plan) in planned.items():
-                batch = rows_of_rank(plan, self._rank, documents_of(documents), device)
-                extra = partial(lambda plan: {"distca_plan": dispatcher.bind(plan)}, plan)
-                self.steps[f"{mix}, {way}"] = partial(step, "distca", batch, extra, targets)
-            for way, held in (("plain", rows), ("ideal", equal_rows(lengths))):
+            for way, dispatcher in dispatchers.items():
+                plan = plan_micro_batch(lengths, dispatcher.settings)
+                self.steps[f"{mix}, {way}"] = self._planned(plan, lengths, dispatcher)
+                if plan.choice is not None:
+                    self.chosen[mix] = (
+                        f"groups of {plan.choice.group}, {plan.choice.nano_batches} nano-batches, tolerance "
+                        f"{plan.choice.tolerance:g}, {plan.summary.exchange.bytes_total} bytes a layer"
+                    )
+            joint = dispatchers["joint"]
+            self.steps[f"{mix}, fixed"] = self._planned(plan_placed_documents(rows, joint.settings), in_order, joint)
+            for way, held in (("whole", rows), ("packed", packed_rows(lengths, ranks))):
                 own = held[self._rank]
                 extra = partial(lambda own: {"plain_shapes": TaskShapes.build(own, own, "cpu")}, own)
-                self.steps[f"{mix}, {way}"] = partial(
-                    step, "plain", rows_of_documents(documents_of(own), device), extra, targets
-                )
+                batch = rows_of_documents(documents_of(own), device)
+                self.steps[f"{mix}, {way}"] = partial(self._step, "plain", batch, extra, self._targets(lengths))
+
+    @staticmethod
+    def _lengths(mix: str, tokens: int) -> list[int]:
+        return [length * tokens // LENGTHS_FOR for length in MIXES[mix]]
+
+    @staticmethod
+    def _targets(lengths: Sequence[int]) -> int:
+        return sum(length - 1 for length in lengths)
+
+    def _planned(self, plan: MicroBatchPlan, lengths: Sequence[int], dispatcher: Dispatcher) -> Callable[[], None]:
+        batch = rows_of_rank(plan, self._rank, documents_of(lengths), torch.device("cpu"))
+        return partial(
+            self._step, "distca", batch, lambda: {"distca_plan": dispatcher.bind(plan)}, self._targets(lengths)
+        )
+
+    def _step(self, name: str, batch: dict[str, Tensor], extra: Callable[[], dict], targets: int) -> None:
+        self._trained[name](**batch, **extra(), num_items_in_batch=targets).loss.backward()
+        self._optimizers[name].step()
+        self._optimizers[name].zero_grad()
+
+    def _correct_costs(self, mixes: Sequence[Sequence[int]]) -> None:
+        """Correct the measured costs in the first steps, as a trainer does."""
+        learned = LearnedCosts(self._auto)
+        for number in range(EARLY_STEPS[-1]):
+            lengths = mixes[number % len(mixes)]
+            plan = plan_micro_batch(lengths, self._auto.settings)
+            learned.on_step_begin(None, TrainerState(global_step=number), None)
+            learned.count(plan)
+            self._planned(plan, lengths, self._auto)()
+            learned.on_step_end()
 
 
-def prepare(tokens: int) -> Callable[[], Round]:
+def prepare(ranks: int, tokens: int, hosts: Hosts | None, rate_mbit: float | None) -> Callable[[], Round]:
     """Make the models on this rank, and a round: every step once, in shuffled order, the same on all ranks."""
-    made, probe, order = Step(tokens), Probe(), random.Random(0)
+    if hosts is not None:
+        hosts.limit(dist.get_rank(), rate_mbit)
+    made, probe, order = Step(ranks, tokens), Probe(), random.Random(0)
+    if dist.get_rank() == 0:
+        for mix, choice in made.chosen.items():
+            print(f"{mix}: {choice}", flush=True)
 
     def reading() -> float:
         dist.barrier()
@@ -137,14 +175,11 @@ def prepare(tokens: int) -> Callable[[], Round]:
     def take() -> Round:
         figures = {PROBE: reading()}
         for name in order.sample(list(made.steps), len(made.steps)):
-            attention = made.plain.seconds
             dist.barrier()
             begin = time.perf_counter()
             made.steps[name]()
             dist.barrier()
             figures[f"{name}, s"] = time.perf_counter() - begin
-            if name.endswith("ideal"):
-                figures[f"{name.removesuffix('ideal')}attention, s"] = made.plain.seconds - attention
             figures[PROBE] = max(figures[PROBE], reading())
         return {name: figures[name] for name in sorted(figures)}
 
@@ -155,17 +190,23 @@ def prepare(tokens: int) -> Callable[[], Round]:
 def main() -> None:
     """Measure, print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=12)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a rank (default: 8192)")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank (default: 4096)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--rate-mbit", type=float, help="of the link between two hosts (default: one host)")
     options = parser.parse_args()
-    with Ranks(RANKS, prepare, options.tokens) as ranks:
-        measured = take_rounds(options, lambda: ranks.take()[0])
+    limited = options.rate_mbit is not None
+    with Hosts(options.ranks // 2) if limited else nullcontext() as hosts:
+        enter = hosts.move_in if limited else None
+        arguments = (options.ranks, options.tokens, hosts, options.rate_mbit)
+        with Ranks(options.ranks, prepare, *arguments, enter=enter) as ranks:
+            measured = take_rounds(options, lambda: ranks.take()[0])
     ratios: dict[str, Callable[[Round], float]] = {}
     for mix in MIXES:
-        for way in ("default", "no turns", "fixed"):
-            ratios[f"{mix}: plain / {way}"] = over(f"{mix}, plain, s", f"{mix}, {way}, s")
-        ratios[f"{mix}: ideal / default"] = over(f"{mix}, ideal, s", f"{mix}, default, s")
-        ratios[f"{mix}: no turns / default"] = over(f"{mix}, no turns, s", f"{mix}, default, s")
-        ratios[f"{mix}: share of attention in ideal"] = over(f"{mix}, attention, s", f"{mix}, ideal, s")
+        medians = {way: median(taken[f"{mix}, {way}, s"] for taken in measured.ours) for way in WAYS[1:]}
+        best = min(medians, key=medians.__getitem__)
+        ratios[f"{mix}: best other / auto"] = over(f"{mix}, {best}, s", f"{mix}, auto, s")
+        for way in WAYS[1:]:
+            ratios[f"{mix}: {way} / auto"] = over(f"{mix}, {way}, s", f"{mix}, auto, s")
     report(measured, ratios)
 
 

@@ -1,6 +1,6 @@
 """The pieces apart: a training loop of one's own, with a collator that knows nothing of hf_distca.
 
-    accelerate launch --num_processes 8 examples/accelerate_loop.py --model meta-llama/Llama-3.2-1B
+    accelerate launch --num_processes 8 examples/accelerate_loop.py --model_name_or_path meta-llama/Llama-3.2-1B
 
 Five lines are new, each marked "distca". Documents stay on the rank where accelerate's data loader puts
 them; only their core attention moves. Where the whole micro-batch may be laid out anew, as DistCATrainer
@@ -8,12 +8,15 @@ does, the same balance takes fewer bytes.
 """
 
 import argparse
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from finetune_llama import tokenize
-from standard_library import standard_library
+from datasets import Dataset
 from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
 
 import hf_distca
@@ -22,7 +25,7 @@ import hf_distca
 def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", required=True, help="checkpoint: a name on the Hub or a folder")
+    parser.add_argument("--model_name_or_path", required=True, help="checkpoint: a name on the Hub or a folder")
     parser.add_argument("--documents_per_rank", type=int, default=4, help="documents of a rank in one step")
     parser.add_argument("--max_length", type=int, default=4096, help="tokens kept of a document")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
@@ -31,12 +34,15 @@ def main() -> None:
 
     accelerator = Accelerator()
     torch.manual_seed(0)  # the loader's order; every rank draws the same one and takes its share
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model_name_or_path)
     needed = options.steps * options.documents_per_rank * accelerator.num_processes
     texts = standard_library(progress=accelerator.is_main_process).shuffle(seed=0)
-    documents = tokenize(texts.select(range(min(needed, len(texts)))), tokenizer, "text")
-    documents = documents.map(
-        lambda document: {"input_ids": document["input_ids"][: options.max_length]}, desc="Truncating"
+    documents = texts.select(range(min(needed, len(texts)))).map(
+        lambda batch: tokenizer(
+            [text + tokenizer.eos_token for text in batch["text"]], truncation=True, max_length=options.max_length
+        ),
+        batched=True,
+        desc="Tokenizing",
     )
     loader = DataLoader(
         documents.select_columns(["input_ids"]),
@@ -47,7 +53,7 @@ def main() -> None:
     )
 
     model = AutoModelForCausalLM.from_pretrained(
-        options.model,
+        options.model_name_or_path,
         attn_implementation="distca",  # distca
         use_cache=False,
     )
@@ -75,6 +81,24 @@ def main() -> None:
         )
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def standard_library(progress: bool = True) -> Dataset:
+    """Return the sources of the Python standard library, one document per file, for training without a download.
+
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
+    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts = []
+    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+        installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
+        if not installed and 100 <= path.stat().st_size <= 300_000:
+            with suppress(UnicodeDecodeError):
+                texts.append(path.read_text(encoding="utf-8"))
+    if not texts:
+        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+    return Dataset.from_dict({"text": texts})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Fine-tune a LLaMA checkpoint on whole documents, the core attention of all ranks in balance.
 
     accelerate launch --config_file examples/configs/ddp.yaml examples/finetune_llama.py \
-        --model meta-llama/Llama-3.2-1B --dataset my_documents.jsonl --lora \
+        --model_name_or_path meta-llama/Llama-3.2-1B --dataset_name my_documents.jsonl --use_peft \
         --output_dir runs/llama --tokens_per_rank 32768 --bf16 --learning_rate 2e-4
 
 A micro-batch is one row of up to tokens_per_rank tokens on each rank. Every option of
@@ -10,14 +10,16 @@ At the end a table is printed, and written to summary.json in the output folder.
 """
 
 import json
+import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from datasets import Dataset, load_dataset
-from standard_library import standard_library
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.distributed import DistributedConfig
 
 import hf_distca
@@ -30,20 +32,19 @@ if TYPE_CHECKING:
 class ScriptArguments:
     """What to train, on what."""
 
-    model: str = field(metadata={"help": "Checkpoint: a name on the Hub or a folder."})
-    dataset: str | None = field(
+    model_name_or_path: str = field(metadata={"help": "Checkpoint: a name on the Hub or a folder."})
+    dataset_name: str | None = field(
         default=None,
         metadata={
             "help": "Documents: a name on the Hub, a folder, or a .jsonl, .parquet or .csv file; its split "
             "'train'. Without it, the source files of the Python standard library."
         },
     )
-    text_column: str = field(default="text", metadata={"help": "The column that holds a document's text."})
     max_documents: int | None = field(
         default=None, metadata={"help": "Take so many documents, drawn by the seed; all without it."}
     )
     eval_fraction: float = field(default=0.05, metadata={"help": "Part of the documents kept for evaluation."})
-    lora: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
+    use_peft: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
     tp_size: int = field(
         default=1, metadata={"help": "Processes that share each layer; the weights are divided among the others too."}
     )
@@ -55,24 +56,25 @@ def main() -> None:
     parser.set_defaults(logging_steps=5, logging_first_step=True)  # the table is made of what is logged
     script_args, training_args = parser.parse_args_into_dataclasses()
     training_args.serve_if_server()
-    adapters = lora_adapters() if script_args.lora else None
+    adapters = lora_adapters() if script_args.use_peft else None
 
     # The data: every rank gets all documents, in the same order, and picks its rows when a plan says so.
-    tokenizer = AutoTokenizer.from_pretrained(script_args.model)
-    with training_args.main_process_first(desc="loading and tokenizing"):
+    tokenizer = AutoTokenizer.from_pretrained(script_args.model_name_or_path)
+    with training_args.main_process_first(desc="loading"):
         texts = load_texts(script_args, show_progress=training_args.process_index == 0)
         texts = texts.shuffle(seed=training_args.seed)
         if script_args.max_documents is not None:
             texts = texts.select(range(min(script_args.max_documents, len(texts))))
-        documents = tokenize(texts, tokenizer, script_args.text_column)
-    parts = documents.train_test_split(test_size=script_args.eval_fraction, seed=training_args.seed)
+    parts = texts.train_test_split(test_size=script_args.eval_fraction, seed=training_args.seed)
 
     # The model: "distca" is the only thing that differs from any other fine-tuning.
     divided = {}
     if script_args.tp_size > 1:
         shards = training_args.world_size // script_args.tp_size
         divided["distributed_config"] = DistributedConfig(tp_size=script_args.tp_size, fsdp_size=shards)
-    model = AutoModelForCausalLM.from_pretrained(script_args.model, attn_implementation="distca", **divided)
+    model = AutoModelForCausalLM.from_pretrained(
+        script_args.model_name_or_path, attn_implementation="distca", **divided
+    )
     if adapters is not None:
         from peft import get_peft_model
 
@@ -83,7 +85,7 @@ def main() -> None:
         args=training_args,
         train_dataset=parts["train"],
         eval_dataset=parts["test"],
-        processing_class=tokenizer,
+        processing_class=tokenizer,  # makes tokens of the text in the column --dataset_text_field
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     metrics = trainer.evaluate()
@@ -91,7 +93,7 @@ def main() -> None:
 
     if trainer.is_world_process_zero():
         check_weights(Path(training_args.output_dir))
-        summary = summarize(trainer.state.log_history, metrics, parts["train"])
+        summary = summarize(trainer.state.log_history, metrics, trainer.train_dataset)
         Path(training_args.output_dir, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print_table(summary, training_args.world_size, training_args.output_dir)
     # A gloo thread that still lets go of its last tensors would abort the process on its way out, or never end.
@@ -104,7 +106,7 @@ def lora_adapters() -> "LoraConfig":
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
-        raise SystemExit(f"--lora needs peft, which cannot be imported ({error}): pip install peft") from error
+        raise SystemExit(f"--use_peft needs peft, which cannot be imported ({error}): pip install peft") from error
     return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
 
 
@@ -116,9 +118,9 @@ def check_weights(folder: Path) -> None:
 
 def load_texts(script_args: ScriptArguments, show_progress: bool) -> Dataset:
     """The documents, as text."""
-    if script_args.dataset is None:
+    if script_args.dataset_name is None:
         return standard_library(progress=show_progress)
-    return load_named(script_args.dataset)
+    return load_named(script_args.dataset_name)
 
 
 def load_named(name: str) -> Dataset:
@@ -130,31 +132,38 @@ def load_named(name: str) -> Dataset:
     return load_dataset(name, split="train")
 
 
-def tokenize(texts: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str) -> Dataset:
-    """Whole documents as tokens, each with an end-of-text token, and their lengths."""
+def standard_library(progress: bool = True) -> Dataset:
+    """Return the sources of the Python standard library, one document per file, for training without a download.
 
-    def tokenize_batch(batch: dict[str, list]) -> dict[str, list]:
-        input_ids = [[*tokens, tokenizer.eos_token_id] for tokens in tokenizer(batch[text_column])["input_ids"]]
-        return {"input_ids": input_ids, "length": [len(tokens) for tokens in input_ids]}
-
-    return texts.map(
-        tokenize_batch, batched=True, batch_size=100, remove_columns=texts.column_names, desc="Tokenizing"
-    )
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
+    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts = []
+    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+        installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
+        if not installed and 100 <= path.stat().st_size <= 300_000:
+            with suppress(UnicodeDecodeError):
+                texts.append(path.read_text(encoding="utf-8"))
+    if not texts:
+        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+    return Dataset.from_dict({"text": texts})
 
 
 def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], documents: Dataset) -> dict[str, float]:
     """What the run came to; figures that the trainer logs on the way are left out where it logged nothing."""
     steps = [entry for entry in log_history if "loss" in entry]
-    summary = {"eval_loss": metrics["eval_loss"], "documents": len(documents), "tokens": sum(documents["length"])}
+    tokens = sum(map(len, documents["input_ids"]))
+    summary = {"eval_loss": metrics["eval_loss"], "documents": len(documents), "tokens": tokens}
     if not steps:
         return summary
     return {
         "loss_first": steps[0]["loss"],
         "loss_last": steps[-1]["loss"],
         **summary,
-        "imbalance_degree_as_packed": mean(entry["imbalance_degree_packed"] for entry in steps),
-        "imbalance_degree_planned": mean(entry["imbalance_degree"] for entry in steps),
-        "tokens_per_second": median(entry["tokens_per_second"] for entry in steps),
+        "imbalance_degree_as_packed": mean(entry["distca/imbalance_degree_packed"] for entry in steps),
+        "imbalance_degree_planned": mean(entry["distca/imbalance_degree"] for entry in steps),
+        "tokens_per_second": median(entry["distca/tokens_per_second"] for entry in steps),
     }
 
 

@@ -1,27 +1,33 @@
 """Fine-tune a model on chats with TRL, the core attention of all ranks in balance.
 
     accelerate launch --config_file examples/configs/ddp.yaml examples/sft_chat.py \
-        --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --assistant_only_loss --lora \
+        --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --assistant_only_loss --use_peft \
         --output_dir runs/chat --tokens_per_rank 32768 --learning_rate 2e-4
 
-Without --dataset the chats are about the Python standard library: what its functions do, answered by their docstrings,
-one chat per module. Every option of trl.SFTConfig and of hf_distca.DistCAConfig is one here too; --help lists them.
+Without --dataset_name the chats are about the Python standard library: what its functions do, answered by their
+docstrings, one chat per module. Every option of trl.SFTConfig and of hf_distca.DistCAConfig is one here too; --help
+lists them.
 At the end a table is printed, and written to summary.json in the output folder.
 """
 
 import ast
 import json
+import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from datasets import Dataset
-from finetune_llama import check_weights, load_named, lora_adapters
-from standard_library import standard_library
+from datasets import Dataset, load_dataset
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer, HfArgumentParser
 
 import hf_distca
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 CHAT_TEMPLATE = """\
 {{- bos_token }}
@@ -42,8 +48,8 @@ CHAT_TEMPLATE = """\
 class ScriptArguments:
     """What to train, on what."""
 
-    model: str = field(metadata={"help": "Checkpoint: a name on the Hub or a folder."})
-    dataset: str | None = field(
+    model_name_or_path: str = field(metadata={"help": "Checkpoint: a name on the Hub or a folder."})
+    dataset_name: str | None = field(
         default=None,
         metadata={
             "help": "Chats: a name on the Hub, a folder, or a .jsonl or .parquet file; its split 'train'. Columns as "
@@ -54,7 +60,7 @@ class ScriptArguments:
         default=None, metadata={"help": "Take so many chats, drawn by the seed; all without it."}
     )
     eval_fraction: float = field(default=0.05, metadata={"help": "Part of the chats kept for evaluation."})
-    lora: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
+    use_peft: bool = field(default=False, metadata={"help": "Train adapters of rank 16 on all linear layers only."})
 
 
 def main() -> None:
@@ -63,19 +69,19 @@ def main() -> None:
     parser.set_defaults(logging_steps=5, logging_first_step=True)  # the table is made of what is logged
     script_args, training_args = parser.parse_args_into_dataclasses()
     training_args.serve_if_server()
-    adapters = lora_adapters() if script_args.lora else None
+    adapters = lora_adapters() if script_args.use_peft else None
 
     # Every rank gets all chats, in the same order; TRL makes documents of them, and a plan says who holds which rows.
     with training_args.main_process_first(desc="loading"):
         chats = load_chats(script_args, training_args.seed, show_progress=training_args.process_index == 0)
     parts = chats.train_test_split(test_size=script_args.eval_fraction, seed=training_args.seed)
 
-    tokenizer = AutoTokenizer.from_pretrained(script_args.model)
+    tokenizer = AutoTokenizer.from_pretrained(script_args.model_name_or_path)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHAT_TEMPLATE
 
     trainer = hf_distca.DistCASFTTrainer(
-        model=script_args.model,  # loaded with attn_implementation="distca"
+        model=script_args.model_name_or_path,  # loaded with attn_implementation="distca"
         args=training_args,
         train_dataset=parts["train"],
         eval_dataset=parts["test"],
@@ -97,14 +103,56 @@ def main() -> None:
     trainer.accelerator.end_training()
 
 
+def lora_adapters() -> "LoraConfig":
+    """Adapters of rank 16 on all linear layers; ends the process with one line where peft is missing."""
+    try:
+        from peft import LoraConfig
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"--use_peft needs peft, which cannot be imported ({error}): pip install peft") from error
+    return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+
+
+def check_weights(folder: Path) -> None:
+    """Raise unless the model's weights, or its adapters', are in the folder."""
+    if not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"training has ended, but there are no weights in {folder}")
+
+
 def load_chats(script_args: ScriptArguments, seed: int, show_progress: bool) -> Dataset:
     """The chats, as TRL takes them, in random order."""
-    if script_args.dataset is None:
+    if script_args.dataset_name is None:
         sources = standard_library(progress=show_progress).shuffle(seed=seed)["text"]
         return Dataset.from_list(list(islice(library_chats(sources), script_args.max_chats)))
-    chats = load_named(script_args.dataset)
+    chats = load_named(script_args.dataset_name)
     count = len(chats) if script_args.max_chats is None else min(script_args.max_chats, len(chats))
     return chats.shuffle(seed=seed).select(range(count))
+
+
+def load_named(name: str) -> Dataset:
+    """The split 'train' of a name on the Hub or a folder; or a .jsonl, .parquet or .csv file."""
+    file = Path(name)
+    if file.is_file():
+        kind = "json" if file.suffix == ".jsonl" else file.suffix.removeprefix(".")
+        return load_dataset(kind, data_files=str(file), split="train")
+    return load_dataset(name, split="train")
+
+
+def standard_library(progress: bool = True) -> Dataset:
+    """Return the sources of the Python standard library, one document per file, for training without a download.
+
+    Files of 100 bytes to 300 kB: a few are hundreds of times as long as most, as in long-context data. Installed
+    packages are left out, and files that are not UTF-8, which the standard library tests its parser with.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts = []
+    for path in tqdm(sorted(root.rglob("*.py")), "Reading the standard library", unit=" files", disable=not progress):
+        installed = {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
+        if not installed and 100 <= path.stat().st_size <= 300_000:
+            with suppress(UnicodeDecodeError):
+                texts.append(path.read_text(encoding="utf-8"))
+    if not texts:
+        raise FileNotFoundError(f"found no .py files under {root}, where the standard library should be")
+    return Dataset.from_dict({"text": texts})
 
 
 def library_chats(sources: Iterable[str]) -> Iterator[dict[str, list[dict[str, str]]]]:
@@ -144,8 +192,8 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], ch
         **evaluated,
         "chats": chats,
         "tokens": last["num_tokens"],
-        "imbalance_degree": last["imbalance_degree"],
-        "tokens_per_second": last["tokens_per_second"],
+        "imbalance_degree": last["distca/imbalance_degree"],
+        "tokens_per_second": last["distca/tokens_per_second"],
     }
 
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains on the nodes of a Slurm job, with any of the configs; accelerate starts the processes of each node.
 #
-#   sbatch --nodes 2 examples/slurm.sh examples/configs/fsdp2.yaml examples/finetune_llama.py --model … --bf16
+#   sbatch --nodes 2 examples/slurm.sh examples/configs/fsdp2.yaml examples/finetune_llama.py --model_name_or_path … --bf16
 #
 # What hf-distca doctor says of the same nodes:
 #

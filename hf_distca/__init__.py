@@ -1,12 +1,13 @@
 """hf_distca: core attention disaggregation for Hugging Face.
 
-Importing it makes `attn_implementation="distca"` known to transformers.
+Importing it makes `attn_implementation="distca"` known to transformers, as soon as transformers itself is imported.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_distca.patches.register import register
+from hf_distca.version import __version__ as __version__
+from hf_distca.when_imported import when_imported
 
 if TYPE_CHECKING:
     from hf_distca.collator.collation import DistCACollator
@@ -41,9 +42,7 @@ __all__ = [
     "plan_settings",
 ]
 
-__version__ = "0.1.0"
-
-# Imported when they are asked for: Trainer takes seconds, which servers and `hf-distca plan` need not spend.
+# Imported when they are asked for: torch and transformers take seconds, which `hf-distca --help` need not spend.
 _MODULES = {
     "CollatorWithLengths": "dispatch.padding_free",
     "Dispatcher": "dispatch.dispatcher",
@@ -69,4 +68,14 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-register()
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register() -> None:
+    from hf_distca.patches.register import register
+
+    register()
+
+
+when_imported("transformers.modeling_utils", _register)

@@ -2,18 +2,24 @@
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
+from hf_distca.units import Bytes, Servers, Tokens, read_numbers
 
-AUTO = "auto"
+AUTO: Final = "auto"
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
-EXTERNAL = "external"
-"""Attention servers that are started apart."""
 TRANSPORTS = (AUTO, "tcp", "nixl")
 AS_LAUNCHED = "auto"
 """Ranks per node as the launcher of the processes says."""
 LongDocuments = Literal["error", "truncate", "split"]
+if TYPE_CHECKING:
+    Tolerance = float | Literal["auto"]
+    Switch = bool | Literal["auto"]
+else:  # what a parser of arguments reads; `__post_init__` makes values of it
+    Tolerance = Switch = str
+SWITCHES = ("ping_pong",)
+"""Settings that are on, off or "auto"."""
 
 
 @dataclass
@@ -26,11 +32,12 @@ class DistCAConfig:
         ValueError: a value is out of range; says what was got and what is expected.
     """
 
-    tokens_per_rank: int = field(
-        default=8192,
+    tokens_per_rank: Tokens = field(
+        default=cast(Any, 8192),
         metadata={
-            "help": "The most tokens that a rank holds in a micro-batch. All ranks together hold whole documents "
-            "of up to ranks * tokens_per_rank tokens, without padding; activation memory grows with it."
+            "help": "The most tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). All ranks "
+            "together hold whole documents of up to ranks * tokens_per_rank tokens, without padding; activation "
+            "memory grows with it."
         },
     )
     long_documents: LongDocuments = field(
@@ -46,15 +53,18 @@ class DistCAConfig:
             "help": "'joint' places tokens and attention together, which moves the fewest bytes; 'fixed' packs "
             "documents in order and moves only attention; 'whole' leaves every document, of at most tokens_per_rank "
             "tokens, on one rank and moves only attention. 'auto' is 'whole' for models with state space layers, "
-            "linear attention or convolutions, which are wrong for a document that is cut, and else 'joint'.",
+            "linear attention or convolutions, which are wrong for a document that is cut. For other models the "
+            "planner then chooses for every micro-batch: whole documents without exchange, documents inside groups of "
+            "ranks or nodes, or the joint layout.",
             "choices": DOCUMENT_LAYOUTS,
         },
     )
-    balance_tolerance: float = field(
-        default=0.01,
+    balance_tolerance: Tolerance = field(
+        default=AUTO,
         metadata={
             "help": "How far above the mean a rank's core attention may lie, as a fraction of the mean. More saves "
-            "bytes; less costs bytes and planning time. 0 is as fine as whole rows allow."
+            "bytes; less costs bytes and planning time. 0 is as fine as whole rows allow. 'auto' lets the planner "
+            "choose for every micro-batch, by what the exchange of rows takes."
         },
     )
     balance_block_size: int = field(
@@ -70,20 +80,21 @@ class DistCAConfig:
             "choices": KERNEL_NAMES,
         },
     )
-    ping_pong: bool = field(
-        default=True,
+    ping_pong: Switch = field(
+        default=AUTO,
         metadata={
             "help": "Divide every micro-batch into two nano-batches whose exchanges hide behind each other's "
-            "computation, where more than one rank or dedicated servers take part."
+            "computation, where more than one rank or dedicated servers take part. 'auto' lets the planner choose for "
+            "every micro-batch."
         },
     )
-    exchange_buffer_bytes: int = field(
-        default=128 * 2**20,
+    exchange_buffer_bytes: Bytes = field(
+        default=cast(Any, 128 * 2**20),
         metadata={
-            "help": "The most bytes of K and V rows that a rank sends, and receives, at a time. Where the end of a "
-            "long document needs more, they travel in stages, each while the one before is computed with. Memory for "
-            "K, V and their gradients is at most six times this, or ten times where rows are passed on inside nodes, "
-            "and twice as much with ping-pong."
+            "help": "The most bytes of K and V rows that a rank sends, and receives, at a time, such as 128MiB. Where "
+            "the end of a long document needs more, they travel in stages, each while the one before is computed "
+            "with. Memory for K, V and their gradients is at most six times this, or ten times where rows are passed "
+            "on inside nodes, and twice as much with ping-pong."
         },
     )
     keep_core_attention: bool = field(
@@ -101,11 +112,12 @@ class DistCAConfig:
             "again: fewer bytes on the wire, more memory."
         },
     )
-    loss_chunk_bytes: int = field(
-        default=256 * 2**20,
+    loss_chunk_bytes: Bytes = field(
+        default=cast(Any, 256 * 2**20),
         metadata={
-            "help": "Bytes. The loss is computed over chunks of rows whose logits take at most so much in float32; "
-            "no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model does by itself."
+            "help": "Bytes, such as 256MiB. The loss is computed over chunks of rows whose logits take at most so "
+            "much in float32; no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model "
+            "does by itself."
         },
     )
     mlp_chunk_rows: int = field(
@@ -136,21 +148,20 @@ class DistCAConfig:
     device_profile: str | None = field(
         default=None,
         metadata={
-            "help": "Costs of the device and its links: h100, cpu, or a file of `hf-distca profile`. With a profile "
-            "every micro-batch is carried out in the way that is predicted to take the least time: whole documents "
-            "without exchange, exchange inside groups of ranks, or between all; one nano-batch or two; a coarser "
-            "balance. Settings that are not 'auto' or their default are kept. attention_ms_predicted in the log comes "
-            "from it. None: the joint layout, and predictions from what the kernels of all ranks take in this run."
+            "help": "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file of "
+            "`hf-distca profile`. None: they are measured when training begins, which takes some seconds, and are "
+            "written to device_profile.json in the output folder, from where the same run takes them again."
         },
     )
     exchange_timeout: float = field(
         default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
     )
-    attention_servers: str = field(
-        default="0",
+    attention_servers: Servers = field(
+        default=cast(Any, 0),
         metadata={
-            "help": "Dedicated attention servers: a number N makes the last N processes of this launch servers, and "
-            "the others train; 'external' lets servers started with `hf-distca serve` join and leave at any time."
+            "help": "Experimental: dedicated attention servers. A number N makes the last N processes of this launch "
+            "servers, and the others train; 'external' lets servers started with `hf-distca serve` join and leave at "
+            "any time."
         },
     )
     ranks_serve: bool = field(
@@ -178,23 +189,21 @@ class DistCAConfig:
     attention_server_transport: str = field(
         default="auto",
         metadata={
-            "help": "What carries rows to attention servers and back: tcp; nixl, which both must have; or "
-            "auto, which is nixl where both ends have it and an RDMA device, and tcp elsewhere."
+            "help": "Experimental: what carries rows to attention servers and back: tcp; nixl, which both must "
+            "have; or auto, which is nixl where both ends have it and an RDMA device, and tcp elsewhere."
         },
     )
 
     def __post_init__(self) -> None:
-        self.attention_servers = str(self.attention_servers)
+        read_numbers(self)
         if self.attention_server_transport not in TRANSPORTS:
             raise ValueError(
                 f"attention_server_transport must be one of {', '.join(TRANSPORTS)}, "
                 f"got {self.attention_server_transport!r}"
             )
-        if self.attention_servers != EXTERNAL and not self.attention_servers.isdecimal():
-            raise ValueError(
-                f"attention_servers must be a number of processes or 'external', got {self.attention_servers!r}"
-            )
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
+        self.ping_pong = _switch("ping_pong", self.ping_pong)
+        self.balance_tolerance = _tolerance(self.balance_tolerance)
         for name in (
             "tokens_per_rank",
             "balance_block_size",
@@ -210,8 +219,6 @@ class DistCAConfig:
             raise ValueError(f"mlp_chunk_rows must be 0 or more, got {self.mlp_chunk_rows}")
         if self.trace_steps < 0:
             raise ValueError(f"trace_steps must be 0 (no trace) or more, got {self.trace_steps}")
-        if not 0 <= self.balance_tolerance < inf:
-            raise ValueError(f"balance_tolerance must be 0 or more (0.05 is 5 %), got {self.balance_tolerance}")
         choices = {
             "long_documents": get_args(LongDocuments),
             "document_layout": DOCUMENT_LAYOUTS,
@@ -226,6 +233,11 @@ class DistCAConfig:
         """How documents are laid out for a model with nothing but attention between its rows."""
         return "joint" if self.document_layout == AUTO else self.document_layout
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the planner may choose anything for every micro-batch."""
+        return AUTO in (self.document_layout, self.balance_tolerance, self.ping_pong)
+
     def planning(self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1) -> dict[str, Any]:
         """What plans depend on of these settings, by the names that PlanSettings has for it.
 
@@ -237,16 +249,43 @@ class DistCAConfig:
         if self.ranks_per_node != AS_LAUNCHED:
             numbers = tuple(map(int, self.ranks_per_node.split(",")))
             ranks_per_node = numbers[0] if len(numbers) == 1 else numbers
-        return {
+        planning = {
             "ranks": ranks,
             "tokens_per_rank": self.tokens_per_rank,
             "document_layout": self.planned_layout,
-            "balance_tolerance": self.balance_tolerance,
             "balance_block_size": self.balance_block_size,
             "exchange_buffer_bytes": self.exchange_buffer_bytes,
-            "ping_pong": self.ping_pong and (ranks > 1 or self.attention_servers != "0"),
+            "ping_pong": self.ping_pong is not False and (ranks > 1 or self.attention_servers != 0),
             "ranks_per_node": ranks_per_node,
         }
+        if self.balance_tolerance != AUTO:
+            planning["balance_tolerance"] = self.balance_tolerance
+        return planning
+
+
+def _switch(name: str, given: Any) -> Switch:
+    """On, off or "auto", of whatever stands for it in Python, YAML or on a command line."""
+    if given == AUTO:
+        return AUTO
+    if isinstance(given, bool):
+        return given
+    values = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if str(given).lower() not in values:
+        raise ValueError(f"{name} must be true, false or 'auto', got {given!r}")
+    return values[str(given).lower()]
+
+
+def _tolerance(given: Any) -> Tolerance:
+    """A number or "auto", of whatever stands for it."""
+    if given == AUTO:
+        return AUTO
+    try:
+        tolerance = float(given)
+    except (TypeError, ValueError):
+        tolerance = -1.0
+    if not 0 <= tolerance < inf:
+        raise ValueError(f"balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got {given!r}")
+    return tolerance
 
 
 def _ranks_per_node(given: Any) -> str:

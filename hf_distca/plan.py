@@ -102,6 +102,12 @@ class Layout:
         rows = self.segments["stop"] - self.segments["start"]
         return np.bincount(self.segments["rank"], weights=rows, minlength=self.ranks).astype(np.int64)
 
+    @property
+    def has_cuts(self) -> bool:
+        """Whether any document lies in several segments."""
+        rows = self.segments["stop"] - self.segments["start"]
+        return bool(np.any(rows < self.lengths[self.segments["document"]]))
+
     def of_rank(self, rank: int) -> NDArray[np.void]:
         """The segments of one rank in the order of its rows."""
         mine: NDArray[np.void] = self.segments[self.segments["rank"] == rank]
@@ -211,12 +217,16 @@ class Choice:
         nano_batches: how many there are.
         tolerance: of balance.
         seconds: that its forward and backward are predicted to take.
+        attention: [ranks] seconds of them in core attention.
+        packed_seconds: the same if each rank computed its share of the documents packed in order.
     """
 
     group: int
     nano_batches: int
     tolerance: float
     seconds: float
+    attention: tuple[float, ...]
+    packed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

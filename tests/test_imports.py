@@ -15,10 +15,13 @@ DISPATCH = PLANNER | {"kernels", "dispatch"}
 WORDS = {"pool.wire", "pool.messages"}
 # What the files of a part may import besides those of the part itself. A file belongs to the longest name that fits.
 ALLOWED = {
+    "units": set(),
+    "version": set(),
+    "when_imported": set(),
     "plan": set(),
     "planner": {"plan"},
     "kernels": set(),
-    "config": {"kernels"},
+    "config": {"kernels", "units"},
     "collator": PLANNER,
     "dispatch": PLANNER | {"kernels"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
@@ -31,12 +34,15 @@ ALLOWED = {
     "pool.directory": WORDS,
     "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
-    "trainer": DISPATCH | {"config", "collator", "patches", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
+    "trainer": DISPATCH
+    | {"config", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER,
+    "measure": DISPATCH | {"sim"},
     "timeline": {"plan", "dispatch.recorder"},
     "cli": DISPATCH
     | WORDS
-    | {"config", "patches", "memory", "sim", "timeline", "pool.server", "pool.directory", "pool.transport"},
+    | {"config", "units", "version", "patches", "measure", "memory", "sim", "timeline"}
+    | {"pool.server", "pool.directory", "pool.transport"},
 }
 PURE = {"plan", "planner", "sim", "pool.messages", "pool.wire"}
 
@@ -169,7 +175,31 @@ def test_public_names():
         hf_distca.nothing  # noqa: B018 - the access is the test
 
 
-def test_importing_it_leaves_the_trainer_out():
-    code = "import sys, hf_distca; print('transformers.trainer' in sys.modules, hf_distca.DistCATrainer.__name__)"
+def test_public_names_are_listed():
+    assert set(hf_distca.__all__) <= set(dir(hf_distca))
+
+
+def test_importing_it_imports_no_library():
+    code = "import sys, hf_distca; print({'torch', 'transformers'} & set(sys.modules))"
+    assert printed_by(code) == "set()"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "import hf_distca",
+        "import transformers.modeling_utils, hf_distca",
+        "from hf_distca.patches.head import adapted_heads",
+        "from hf_distca import DistCATrainer",
+        "from hf_distca import DistCASFTTrainer",
+    ],
+)
+def test_transformers_knows_the_implementation_whatever_is_imported_first(lines):
+    shown = "from transformers import AttentionInterface as A, AttentionMaskInterface as M"
+    assert printed_by(f"{lines}; {shown}; print('distca' in A().keys(), 'distca' in M().keys())") == "True True"
+
+
+def printed_by(code: str) -> str:
+    """What a new process prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "DistCATrainer"]
+    return done.stdout.strip()

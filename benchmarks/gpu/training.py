@@ -139,7 +139,7 @@ def train_ours(setting: Setting, batches: list[list[list[int]]]) -> tuple[Watch,
             callbacks=[watch],
         )
         trainer.train()
-    return watch, [entry for entry in trainer.state.log_history if "tokens_per_second" in entry]
+    return watch, [entry for entry in trainer.state.log_history if "distca/tokens_per_second" in entry]
 
 
 def train_stock(setting: Setting, implementation: str, batches: list[list[list[int]]]) -> Watch:
@@ -172,7 +172,7 @@ def check_training(setting: Setting) -> Findings:
             len(watch.seconds) == setting.plans, f"{len(watch.seconds)} steps ran, {setting.plans} were expected"
         )
         _check_memory(findings, watch)
-        figures["imbalance_degree"] = logged[-1]["imbalance_degree"]
+        figures["imbalance_degree"] = logged[-1]["distca/imbalance_degree"]
         figures["ways"]["distca, documents"] = _speed(setting, watch, lengths)
         _beside(setting, findings, "documents", watch, batches[: setting.stock_steps], lengths)
     with findings.trying("one document"):

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,14 +34,8 @@ The exit status is 1 if something must be changed ("wrong"), else 0 ("ok", and "
 CONNECT = "let ranks reach one another first: GLOO_SOCKET_IFNAME above, the launch, and for NCCL see NCCL_DEBUG=INFO"
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "doctor",
-        help="look at versions, devices, launch and network, and say what to change",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument(
         "--timeout",
@@ -85,16 +78,18 @@ def run(options: argparse.Namespace) -> int:
     by_rank = groups.all_gather(findings)
     links = measured_links(groups, device)
     dist.destroy_process_group()
-    nodes = None if of_nodes == 1 else nodes_of(node_sizes(world, of_nodes))
-    of_all = [*agreement_findings(by_rank), _nodes(of_nodes, world, local), *link_findings(links, nodes)]
+    nodes = None if of_nodes in (1, world) else nodes_of(node_sizes(world, of_nodes))
+    of_all = [*agreement_findings(by_rank), _nodes(of_nodes, world), *link_findings(links, nodes)]
     told = [*told_together(by_rank), *map(Told, of_all)]
     return _tell(told, links, options) if groups.rank == 0 else _status(told)
 
 
-def _nodes(of_nodes: int | tuple[int, ...], world: int, local: int) -> Finding:
+def _nodes(of_nodes: int | tuple[int, ...], world: int) -> Finding:
     """Which ranks share a node, as plans will have it."""
     if of_nodes == 1:
-        return Finding("nodes", "one" if world == local else f"{world}, of one rank each")
+        return Finding("nodes", f"{world}, of one rank each")
+    if of_nodes == world:
+        return Finding("nodes", "one")
     sizes = node_sizes(world, of_nodes)
     return Finding("nodes", f"{len(sizes)}, of {', '.join(map(str, sizes))} ranks")
 

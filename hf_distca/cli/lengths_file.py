@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_distca.cli.input_error import InputError
+
 EXPECTED = "expected a JSON list of document lengths, or a list of such lists, one per rank"
 TABLES = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
 """What `datasets` calls a file with a column of lengths, or of tokens, by its ending."""
@@ -15,13 +17,9 @@ COLUMNS = ("length", "input_ids")
 """Columns that are looked for where none is named."""
 
 
-class InputError(ValueError):
-    """Something a user gave cannot be used; the message says what and how to fix it, in one line."""
-
-
 def is_lengths_file(path: str) -> bool:
     """Whether `read_lengths` takes a file of this name."""
-    return Path(path).suffix in (".json", *TABLES)
+    return Path(path).suffix in (".json", *TABLES) or Path(path).is_file()
 
 
 def read_lengths(path: str, column: str | None = None) -> list[int] | list[list[int]]:

@@ -3,10 +3,21 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import NoReturn
 
-from hf_distca.cli import doctor, plan, profile, serve, simulate, timeline
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
+from hf_distca.version import __version__
+
+TOOLS = {
+    "plan": "plan a micro-batch and show balance and bytes",
+    "simulate": "predict step times, before and after",
+    "profile": "measure what the device takes, for simulate",
+    "timeline": "join the traces of ranks and draw a step",
+    "doctor": "look at versions, devices, launch and network, and say what to change",
+    "serve": "be an attention server of a training run (experimental)",
+}
+"""Each is a module of this package, imported only when it is asked for: most of them need torch."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,17 +33,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line without the program's name; None for the process's own.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    tools: dict[str, Any] = {
-        **{"plan": plan, "simulate": simulate, "profile": profile},
-        **{"timeline": timeline, "doctor": doctor, "serve": serve},
-    }
-    for tool in tools.values():
-        tool.add_parser(commands)
-    options = parser.parse_args(arguments)
+    parser.add_argument("--version", action="version", version=f"hf-distca {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="TOOL", parser_class=_Parser)
+    asked = next((name for name in given if not name.startswith("-")), None)
+    for name, what_for in TOOLS.items():
+        of_tool = commands.add_parser(name, help=what_for, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name == asked:
+            tool = import_module(f"hf_distca.cli.{name}")
+            of_tool.description = tool.DESCRIPTION
+            tool.add_options(of_tool)
+    options = parser.parse_args(given)
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
-        status: int | None = tools[options.command].run(options)  # none where a tool has but one
+        status: int | None = tool.run(options)  # none where a tool has but one
     except InputError as error:
         print(f"hf-distca {options.command}: error: {error}", file=sys.stderr)
         return 2

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.counted_memory import config_of_shape
+from hf_distca.cli.input_error import InputError
 from hf_distca.cli.settings import config_of
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.estimate import Computation, ConfigMemory
@@ -18,6 +19,7 @@ from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.model import checked_attentions, document_layout
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.sim.model import MODELS
 
 GB = 1e9
 
@@ -110,18 +112,20 @@ class ModelMemory:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """The config of a model: a config.json, a folder with one, or a name on the hub.
+    """The config of a model: a name of `MODELS`, a config.json, a folder with one, or a name on the hub.
 
     Raises:
         InputError: there is none, or transformers knows no such model.
     """
+    if name in MODELS:
+        return config_of_shape(MODELS[name])
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise InputError(
-            f"no config of a model at {name!r}: expected a config.json, a folder with one, or a name on the hub, "
-            f"which must be reachable ({first_line})"
+            f"no config of a model at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder with one, or a "
+            f"name on the hub, which must be reachable ({first_line})"
         ) from error
     return config
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
 from hf_distca.cli.model_memory import read_config
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.models import model_of_config

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Callable
 from math import inf
 
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.units import read_tokens
 
 MOST_RANKS = 4096
 """Planned in 16 s where each has 32768 tokens (two busy cores); the time grows with the square of the ranks."""
@@ -19,18 +20,19 @@ LONGEST_WAIT = 1e8
 """Seconds: three years."""
 
 
-def whole(least: int, most: int = LARGEST, why: str = "") -> Callable[[str], int]:
+def whole(least: int, most: int = LARGEST, why: str = "", read: Callable[[str], int] = int) -> Callable[[str], int]:
     """Return what reads a whole number.
 
     Args:
         least: the smallest, 0 or 1.
         most: the largest.
         why: no larger one is taken, for the error.
+        read: makes a number of the text; a ValueError says that it is none.
     """
 
     def number(text: str) -> int:
         try:
-            found = int(text)
+            found = read(text)
         except ValueError:
             found = least - 1
         if found < least:
@@ -47,7 +49,7 @@ positive = whole(1)
 ranks = whole(1, MOST_RANKS, ": planning would not end in time")
 servers = whole(0, MOST_RANKS, ": planning would not end in time")
 batches = whole(1, MOST_BATCHES, ": simulating would not end in time")
-tokens = whole(1, MOST_TOKENS, ": no device holds so many")
+tokens = whole(1, MOST_TOKENS, ": no device holds so many", read_tokens)
 seed = whole(0)
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_distca.cli.lengths_file import InputError, read_lengths
+from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import MOST_RANKS, check_stages, gigabytes, positive, ranks, tokens
 from hf_distca.cli.plan_ranks import figures_of_ranks
 from hf_distca.cli.report_files import add_report_options, check_report_options, check_writable, write_report
-from hf_distca.cli.settings import add_setting, config_of
+from hf_distca.cli.settings import RANKS_PER_NODE, add_node_option, add_setting, config_of, nodes_of_ranks
+from hf_distca.cli.sources import SOURCES, add_source_options, one_micro_batch
 from hf_distca.kernels import KERNELS
 from hf_distca.memory.core_attention import Use, busiest_rank, count_core_attention
 from hf_distca.memory.live import without_numbers
@@ -28,6 +29,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes, nodes_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
+from hf_distca.sim.model import MODELS
 
 if TYPE_CHECKING:
     from hf_distca.cli.model_memory import ModelMemory
@@ -40,16 +42,16 @@ MANY_RANKS, LEAST_BLOCKS = 512, 8
 
 SHOWN = (
     "lengths", "ranks", "tokens_per_rank", "document_layout", "balance_tolerance", "balance_block_size",
-    "exchange_buffer_bytes", "ping_pong", "ranks_per_node", "attention_kernel", "dtype",
+    "exchange_buffer_bytes", "ping_pong", "attention_kernel", "dtype",
 )  # fmt: skip
 """Options that a report names."""
 
-DESCRIPTION = """\
+DESCRIPTION = f"""\
 Lay out the documents of one micro-batch on ranks, balance their core attention, and show what it costs: the plan
 that DistCATrainer makes of these documents with the same settings. Figures are those of both nano-batches together.
 
-FILE is JSON: a list of document lengths in tokens, or a list of such lists, one row per rank (rows may be
-empty); or a .csv, .jsonl or .parquet file with a column of lengths, or of lists of tokens (--column).
+{SOURCES}
+Documents of a file are those of the micro-batch; of every other source, one micro-batch is drawn (--seed).
 
 --document-layout joint  places the documents itself, tokens and attention together; rows are only a list of
                          documents.
@@ -64,29 +66,15 @@ is not in it.
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "plan",
-        help="plan a micro-batch and show balance and bytes",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    add_source_options(parser)
     add = parser.add_argument
-    add("--lengths", required=True, metavar="FILE", help="file with document lengths, see above")
-    add("--column", help="of a .csv, .jsonl or .parquet file (default: length, or input_ids)")
     add("--ranks", required=True, type=ranks, metavar="N", help=f"number of ranks, at most {MOST_RANKS}")
     add_setting(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
     for name in ("document_layout", "balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong"):
         add_setting(parser, name)
-    add_setting(
-        parser,
-        "ranks_per_node",
-        default="1",
-        metavar="K",
-        help="ranks that share a node: a number, or one for each node with commas between them, such as 8,8,4, in the "
-        "order of the ranks; 1 takes all links to be alike",
-    )
+    add_node_option(parser)
     for name, value, where in (
         ("--node-bandwidth", NODE_BANDWIDTH, "inside its node"),
         ("--network-bandwidth", NETWORK_BANDWIDTH, "between nodes"),
@@ -108,8 +96,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add(
         "--model",
         metavar="CONFIG",
-        help="config.json of a model, a folder with one, or a name on the hub: take its attention, and show what "
-        "training takes of each rank's memory",
+        help=f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the hub: take its attention, and "
+        "show what training takes of each rank's memory",
     )
     for name in ("keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"):
         add_setting(parser, name)
@@ -125,9 +113,9 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         InputError: the options or the files cannot be used.
     """
-    lengths = read_lengths(options.lengths, options.column)
     check_report_options(options)
     check_writable(options.dump)
+    lengths = one_micro_batch(options, options.ranks * options.tokens_per_rank)
     memory = _memory(options)
     try:
         settings = _settings(options, memory)
@@ -152,6 +140,7 @@ def run(options: argparse.Namespace) -> None:
         figures |= figures_of_ranks(_documents(lengths), plan, settings)
         figures["setting"] = {name: getattr(options, name) for name in SHOWN} | {
             "document_layout": settings.document_layout,
+            "ranks_per_node": options.ranks_per_node or str(RANKS_PER_NODE),
             "attention": str(kind),
         }
         write_report(options.report, plan_report(figures).encode())
@@ -191,12 +180,12 @@ def _memory(options: argparse.Namespace) -> "ModelMemory | None":
 
 def _settings(options: argparse.Namespace, memory: "ModelMemory | None") -> PlanSettings:
     config = config_of(options)
-    kernel = KERNELS[config.attention_kernel]
+    kernel, nodes = KERNELS[config.attention_kernel], nodes_of_ranks(config, options.ranks)
     q_heads, kv_heads, head_dim = (getattr(options, name) or value for name, value in HEADS.items())
     named = (AttentionKind(options.window, q_heads, kv_heads, head_dim, head_dim),)
     layout = config.planned_layout if memory is None else memory.document_layout(config)
     return PlanSettings(
-        **{**config.planning(options.ranks), "document_layout": layout},
+        **{**config.planning(options.ranks), "ranks_per_node": nodes, "document_layout": layout},
         kinds=named if memory is None else memory.kinds,
         bytes_per_value=BYTES[options.dtype],
         row_overhead=kernel.row_overhead,
@@ -284,7 +273,7 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings
         ("tokens, max / mean", f"{figures['tokens_max_over_mean']:.4f}"),
         ("bytes per layer, all ranks", f"{figures['bytes_total'] / 1e6:.2f} MB"),
         ("bytes per layer, busiest rank", f"{figures['bytes_bottleneck'] / 1e6:.2f} MB"),
-        *([] if settings.ranks_per_node == 1 else _node_lines(figures, options)),
+        *([] if settings.nodes is None else _node_lines(figures, options)),
         ("stages of a layer's K and V", f"{figures['stages']}"),
         ("exchange buffers, busiest rank", f"{figures['exchange_buffers'] / 1e6:.2f} MB"),
         ("tasks", f"{figures['tasks']}, the smallest of {figures['min_rows']} rows"),

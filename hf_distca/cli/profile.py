@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,19 +12,17 @@ import torch.distributed as dist
 
 from hf_distca.cli.findings.launch import number_of_processes
 from hf_distca.cli.findings.machine import device_of
-from hf_distca.cli.lengths_file import InputError
-from hf_distca.cli.measured import measured_kernel, measured_link, measured_matrices, measured_memory
+from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import positive
 from hf_distca.cli.report_files import check_writable
 from hf_distca.cli.settings import add_setting
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
-from hf_distca.kernels import AttentionParams, Kernel, Need, get_kernel
-from hf_distca.kernels.speed import peak_flops
+from hf_distca.kernels import AttentionParams, Need, get_kernel
+from hf_distca.measure.profile import measured_profile, with_links
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_BANDWIDTH, node_sizes
-from hf_distca.planner.seconds import LinkCost, Links, Tasks
+from hf_distca.planner.seconds import LinkCost, Tasks
 from hf_distca.sim.costs import DeviceProfile
 
 TIMEOUT_S = 60.0
@@ -43,14 +40,8 @@ ratio of predictions to measurements that were held out are printed. Alone it ta
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "profile",
-        help="measure what the device takes, for simulate",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--output", required=True, metavar="FILE", help="where to write the profile")
     add_setting(parser, "attention_kernel")
@@ -79,16 +70,16 @@ def run(options: argparse.Namespace) -> None:
         kernel = get_kernel(options.attention_kernel, device, [need])
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    links = f"links between {world} ranks." if groups else "links not measured, but taken as those of an H100."
-    source = f"Measured by hf-distca profile with the kernel {kernel.name} and torch {torch.__version__}; {links}"
+    links = f"links between {world} ranks" if groups else "links not measured, but taken as those of an H100"
     try:
-        profile = _measured(kernel, kind, options.hidden, dtype, device, source)
+        profile = measured_profile(kernel, kind, options.hidden, dtype, device)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
         raise InputError(f"{device} has too little memory for rows of this size; make {SIZES} smaller") from error
+    profile = replace(profile, source=f"{profile.source}; {links}.")
     if groups is not None:
-        profile = _with_links(profile, groups, device)
+        profile = with_links(profile, groups, device, ranks_per_node(None, TIMEOUT_S))
     if groups is None or groups.rank == 0:
         try:
             profile.save(Path(options.output))
@@ -99,66 +90,11 @@ def run(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def _measured(
-    kernel: Kernel, kind: AttentionKind, hidden: int, dtype: torch.dtype, device: torch.device, source: str
-) -> DeviceProfile:
-    """The profile of a device, with links as on an H100."""
-    flops = measured_matrices(hidden, dtype, device)
-    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device)
-    name = str(dtype).removeprefix("torch.")
-    return DeviceProfile(
-        name=f"{_device_name(device)}, {name}",
-        source=source,
-        dtype=name,
-        measured=kind,
-        forward=forward,
-        backward=backward,
-        flops_per_second=flops,
-        bytes_per_second=measured_memory(hidden, dtype, device),
-        peak_flops=peak_flops(_device_name(device)) or flops,
-        links=_of_an_h100(NODE_BANDWIDTH),
-        exchange=_of_an_h100(EXCHANGE_BANDWIDTH),
-        accuracy=accuracy,
-    )
-
-
 def _groups(device: torch.device) -> Groups:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
     return Groups(device, TIMEOUT_S)
-
-
-def _with_links(profile: DeviceProfile, groups: Groups, device: torch.device) -> DeviceProfile:
-    """The profile with links as ranks see them: to the next rank of the node, and to the same rank of the next."""
-    ranks = groups.ranks
-    sizes = node_sizes(ranks, ranks_per_node(None, TIMEOUT_S))
-    inside, across, first = [], [], 0
-    for size in sizes:
-        inside += [first + (rank + 1) % size for rank in range(size)]
-        across += [(first + size + rank) % ranks for rank in range(size)]
-        first += size
-    if len(sizes) == 1 or len(sizes) == ranks:
-        inside = across = [(rank + 1) % ranks for rank in range(ranks)]
-    elif sorted(across) != list(range(ranks)):
-        across = inside
-
-    def measured(*, alone: bool) -> Links:
-        within = measured_link(groups, device, inside, alone=alone)
-        return Links(within, within if across == inside else measured_link(groups, device, across, alone=alone))
-
-    exchange = measured(alone=False)
-    # gloo knows no thread blocks: both are the same.
-    return replace(profile, links=measured(alone=True) if device.type == "cuda" else exchange, exchange=exchange)
-
-
-def _of_an_h100(within: float) -> Links:
-    """Links that were not measured, with so many GB/s inside a node."""
-    return Links(LinkCost(3e-5, within * 1e9), LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _told(profile: DeviceProfile) -> str:

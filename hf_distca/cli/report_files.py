@@ -5,7 +5,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
 
 
 def add_report_options(parser: argparse.ArgumentParser, png: bool) -> None:

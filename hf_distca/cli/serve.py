@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import Any
 
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import seconds
 from hf_distca.pool.wire.address import parse_address
 
@@ -44,14 +44,8 @@ def _address(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "serve",
-        help="be an attention server of a training run",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("--join", required=True, type=_address, metavar="HOST:PORT", help="where the training run takes servers in")
     add("--token-file", required=True, metavar="FILE", help="file with the run's token; - for standard input")

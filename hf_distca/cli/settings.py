@@ -4,7 +4,11 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import SWITCHES, DistCAConfig
+from hf_distca.planner.nodes import node_sizes
+
+RANKS_PER_NODE = 8
+"""Where the command line does not say otherwise: as many GPUs as most hosts have."""
 
 
 def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
@@ -16,15 +20,17 @@ def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> N
         changes: what differs here, as `add_argument` takes it.
     """
     setting = next(setting for setting in fields(DistCAConfig) if setting.name == name)
-    kind: Any = setting.type
+    kind: Any = bool if name in SWITCHES else setting.type
     options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     else:
         options |= {"type": kind, "choices": setting.metadata.get("choices")}
     options |= changes
-    if kind is not bool and not options.get("required"):
-        options["help"] += f" (default: {options['default']})"
+    if not options.get("required"):
+        default = options["default"]
+        shown = {True: "on", False: "off"}.get(default, default) if kind is bool else default
+        options["help"] += f" (default: {shown})"
     parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
@@ -34,5 +40,33 @@ def config_of(options: argparse.Namespace) -> DistCAConfig:
     Raises:
         ValueError: a value is out of range; says what was got and what is expected.
     """
-    given = {setting.name for setting in fields(DistCAConfig)} & set(vars(options))
-    return DistCAConfig(**{name: getattr(options, name) for name in given})
+    names = {setting.name for setting in fields(DistCAConfig)}
+    return DistCAConfig(
+        **{name: value for name, value in vars(options).items() if name in names and value is not None}
+    )
+
+
+def add_node_option(parser: argparse.ArgumentParser) -> None:
+    """Add --ranks-per-node, whose default is nodes of 8."""
+    parser.add_argument(
+        "--ranks-per-node",
+        metavar="K",
+        help="ranks that share a node: a number, or one for each node with commas between them, such as 8,8,4, in the "
+        "order of the ranks; 1 takes all links to be alike (default: 8, and on the last node those that are left)",
+    )
+
+
+def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
+    """Return how many ranks each node has, [nodes].
+
+    Args:
+        config: made by `config_of`.
+        ranks: that train.
+
+    Raises:
+        ValueError: nodes have another number of ranks together.
+    """
+    whole, left = divmod(ranks, RANKS_PER_NODE)
+    default = (*[RANKS_PER_NODE] * whole, *[left] * (left > 0))
+    planned = config.planning(ranks, default)["ranks_per_node"]
+    return node_sizes(ranks, min(planned, ranks) if isinstance(planned, int) else planned)

@@ -5,36 +5,29 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hf_distca.cli.lengths_file import InputError, is_lengths_file, lengths_of, read_lengths
-from hf_distca.cli.options import batches, check_stages, gigabytes, positive, ranks, seed, servers, tokens
+from hf_distca.cli.input_error import InputError
+from hf_distca.cli.options import batches, check_stages, gigabytes, positive, ranks, servers, tokens
 from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
-from hf_distca.cli.settings import add_setting, config_of
+from hf_distca.cli.settings import RANKS_PER_NODE, add_node_option, add_setting, config_of, nodes_of_ranks
+from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
 from hf_distca.config import AUTO
-from hf_distca.planner.cost import as_lengths
-from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.seconds import Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.figures import Simulation
-from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches, of_documents
 from hf_distca.sim.memory import Memory
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.scaling import scaling
 from hf_distca.sim.simulate import simulate
 from hf_distca.sim.ways import Setup
 
-LONG_AND_SHORT = "one-long"
-BUILT_IN = "lognormal:MEDIAN,SIGMA"
 FEWER_BATCHES = 4
 """For each of the other numbers of ranks in a report, one in so many of the micro-batches is drawn."""
 GB = 1e9
 SHOWN = (
-    "lengths", "model", "ranks_per_node", "tensor_parallel", "checkpointing", "batches", "seed", "servers",
+    "lengths", "model", "tensor_parallel", "checkpointing", "batches", "seed", "servers",
 )  # fmt: skip
 """Options that a report names."""
 
@@ -45,37 +38,22 @@ Predict what a training step takes on a cluster, for documents like yours, by ea
 equal tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and core attention disaggregated
 with the layout fixed or joint, from measured costs of a device. Where it does not pay, it says so.
 
---lengths takes a .json, .csv, .jsonl or .parquet file as hf-distca plan does, a data set's name on the hub or its
-folder with a column of lengths or input_ids (--split, --column), the name of a distribution that comes along,
-{LONG_AND_SHORT} (a document of half of all ranks' tokens beside short ones), or {BUILT_IN}.
-
+{SOURCES}
 Steps are those of one micro-batch on each rank. Gradient synchronisation and the optimizer, which are the same in all
 ways, are not in them. Memory is counted as hf-distca plan --model does, with the model's state divided as by FSDP2;
 with --tensor-parallel, or on more than {COUNTED_RANKS} ranks, it is reckoned from shapes, and is the least.
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "simulate",
-        help="predict step times, before and after",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    add_source_options(parser)
     add = parser.add_argument
-    add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
-    add("--split", default="train", help="of a data set (default: train)")
-    add(
-        "--column",
-        default=None,
-        help="of a file or data set: lengths, or lists to be measured (default: length, or input_ids)",
-    )
     add("--ranks", required=True, type=ranks, metavar="N", help="number of ranks that train")
     add_setting(parser, "tokens_per_rank", required=True, metavar="T", type=tokens)
     for name in ("balance_tolerance", "balance_block_size", "exchange_buffer_bytes", "ping_pong"):
         add_setting(parser, name)
-    add("--ranks-per-node", type=positive, default=8, metavar="K", help="ranks that share a node (default: 8)")
+    add_node_option(parser)
     add(
         "--model",
         default="llama-8b",
@@ -100,10 +78,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="run layers again in the backward (default: yes)",
+        help="run layers again in the backward (default: on)",
     )
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
-    add("--seed", type=seed, default=0, help="of the drawing (default: 0)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add_report_options(parser, png=True)
 
@@ -126,11 +103,13 @@ def run(options: argparse.Namespace) -> None:
         figures = {**result.as_dict(), "profile": setup.profile.name}
         if options.report or options.png:
             batches = -(-options.batches // FEWER_BATCHES)
-            points = scaling(result, lambda ranks: _simulation(options, ranks, batches, 0), options.ranks_per_node)
+            node = options.ranks_per_node or str(RANKS_PER_NODE)
+            ranks_per_node = int(node) if node.isdecimal() else None
+            points = scaling(result, lambda ranks: _simulation(options, ranks, batches, 0), ranks_per_node)
             figures |= {
                 "scaling": [asdict(point) for point in points],
                 "settings": _to_copy(options, result, setup),
-                "setting": {name: getattr(options, name) for name in SHOWN},
+                "setting": {name: getattr(options, name) for name in SHOWN} | {"ranks_per_node": node},
                 "profile_source": setup.profile.source,
             }
     except ValueError as error:
@@ -160,16 +139,17 @@ def _simulation(
 ) -> Simulation:
     """What so many ranks come to."""
     setup = _setup(options, ranks)
-    drawn, settings = _micro_batches(options, ranks), _settings(options, setup)
+    drawn = drawn_micro_batches(options, ranks * options.tokens_per_rank)
+    settings = _settings(options, setup)
     return simulate(drawn, setup, settings, count=batches, servers=servers, memory=memory)
 
 
 def _memory(options: argparse.Namespace, setup: Setup) -> Memory:
     """What counts a step's memory on the model itself."""
-    from hf_distca.cli.counted_memory import CountedMemory, config_of_shape  # with all of transformers
+    from hf_distca.cli.counted_memory import CountedMemory  # with all of transformers
     from hf_distca.cli.model_memory import read_config
 
-    config = config_of_shape(setup.model) if options.model in MODELS else read_config(options.model)
+    config = read_config(options.model)
     settings = _settings(options, setup)
     return CountedMemory(config, settings, config_of(options), checkpointing=options.checkpointing)
 
@@ -190,13 +170,20 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
         "document_layout": best.document_layout,
         **chosen,
         **changed,
-        "gradient_checkpointing": options.checkpointing,
+        checkpointing_name(): options.checkpointing,
         **precision,
     }
 
 
+def checkpointing_name() -> str:
+    """Return what the installed transformers calls the setting: newer versions deprecate the older name."""
+    from transformers import TrainingArguments
+
+    new, old = "activation_checkpointing", "gradient_checkpointing"
+    return new if new in {setting.name for setting in fields(TrainingArguments)} else old
+
+
 def _setup(options: argparse.Namespace, ranks: int) -> Setup:
-    sizes = node_sizes(ranks, min(options.ranks_per_node, ranks))
     model = _model(options.model)
     for kind in model.layers:
         if kind.q_heads % options.tensor_parallel:
@@ -208,7 +195,7 @@ def _setup(options: argparse.Namespace, ranks: int) -> Setup:
         profile=_profile(options),
         ranks=ranks,
         tokens_per_rank=options.tokens_per_rank,
-        ranks_per_node=sizes,
+        ranks_per_node=nodes_of_ranks(config_of(options), ranks),
         tensor_parallel=options.tensor_parallel,
         checkpointing=options.checkpointing,
     )
@@ -246,48 +233,6 @@ def _model(name: str) -> ModelShape:
     from hf_distca.cli.model_shape import shape_of  # with all of transformers
 
     return shape_of(name)
-
-
-def _micro_batches(options: argparse.Namespace, ranks: int) -> Any:
-    """Micro-batches of the source that was named, for so many ranks."""
-    tokens = ranks * options.tokens_per_rank
-    source: str = options.lengths
-    known = corpora()
-    first = None
-    draw: Draw
-    if source in known:
-        draw = known[source]
-    elif source == LONG_AND_SHORT:
-        draw, first = lognormal(2048, 1.0), np.array([tokens // 2])
-    elif source.startswith("lognormal:"):
-        draw = _lognormal(source)
-    elif is_lengths_file(source):
-        rows = read_lengths(source, options.column)
-        draw = of_documents(as_lengths([n for row in rows for n in (row if isinstance(row, list) else [row])]))
-    else:
-        expected = f"a .json, .csv, .jsonl or .parquet file, one of {', '.join([*sorted(known), LONG_AND_SHORT])}, "
-        expected += f"{BUILT_IN}, or a data set"
-        draw = of_documents(lengths_of(source, lambda: _data_set(source, options.split), options.column, expected))
-    return micro_batches(draw, tokens, options.seed, first)
-
-
-def _lognormal(source: str) -> Draw:
-    try:
-        median, sigma = map(float, source.removeprefix("lognormal:").split(","))
-        return lognormal(median, sigma)
-    except ValueError as error:
-        raise InputError(
-            f"{source!r} is no distribution: expected {BUILT_IN}, such as lognormal:4000,1.5 ({error})"
-        ) from error
-
-
-def _data_set(source: str, split: str) -> Any:
-    """A data set: of the hub, of a folder of files, or saved in a folder."""
-    from datasets import load_dataset, load_from_disk
-
-    saved = Path(source, "state.json").exists() or Path(source, "dataset_dict.json").exists()
-    data = load_from_disk(source) if saved else load_dataset(source, split=split)
-    return data[split] if isinstance(data, dict) else data
 
 
 def _table(result: Simulation, setup: Setup, seconds: float) -> str:

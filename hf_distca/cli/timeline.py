@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_distca.cli.lengths_file import InputError
+from hf_distca.cli.input_error import InputError
 from hf_distca.cli.report_files import check_writable, write_report
 from hf_distca.timeline.drawing import svg_of, text_of
 from hf_distca.timeline.steps import RankStep, ranks_of_step, step_names
@@ -19,14 +19,8 @@ when, and how long it computed core attention, stood in waits for rows of others
 """
 
 
-def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the subcommand and its options."""
-    parser = commands.add_parser(
-        "timeline",
-        help="join the traces of ranks and draw a step",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
     add = parser.add_argument
     add("traces", nargs="+", metavar="TRACE", help="files of ranks, or folders that hold trace_rank_*.json")
     add("--step", type=int, metavar="N", help="the step to draw (default: the last one)")

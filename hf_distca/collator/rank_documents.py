@@ -96,4 +96,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
         # Of as many tokens as ranks, every rank has one; of as many whole documents as ranks likewise.
         held = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
         fillers = [1] * (self.settings.ranks - held)
-        return replace(plan_micro_batch(lengths + fillers, self.settings), fillers=len(fillers))
+        settings = self.settings
+        if micro_batch.choices is not None:
+            settings = replace(settings, choices=micro_batch.choices)
+        return replace(plan_micro_batch(lengths + fillers, settings), fillers=len(fillers))

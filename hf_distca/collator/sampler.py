@@ -1,6 +1,6 @@
 """Global micro-batches: which documents are trained on together, the same on every rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
+from hf_distca.planner.settings import Choices
 
 CLASSES_PER_OCTAVE = (1, 4, 16)
 """How finely documents are sorted by length before they are placed, coarsest (most random) first."""
@@ -22,9 +23,11 @@ class GlobalMicroBatch:
 
     Attributes:
         excerpts: [documents] of dtype EXCERPT, each a document of the micro-batch.
+        choices: by which the micro-batch is planned; None for those of the reader's settings.
     """
 
     excerpts: NDArray[np.void]
+    choices: Choices | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -56,13 +59,22 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         shuffle: whether to draw new micro-batches in each epoch.
         seed: with the epoch, determines the order.
         bins: of a micro-batch. No document is in two of them.
+        choices: called for every micro-batch, gives those by which it is planned. They travel with the micro-batch, so
+            that all ranks change them at the same one, however far their loaders are ahead.
 
     Raises:
         ValueError: there is no excerpt, or one is longer than the capacity.
     """
 
     def __init__(
-        self, excerpts: NDArray[np.void], capacity: int, shuffle: bool = True, seed: int = 0, *, bins: int = 1
+        self,
+        excerpts: NDArray[np.void],
+        capacity: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        bins: int = 1,
+        choices: Callable[[], Choices | None] = lambda: None,
     ):
         if len(excerpts) == 0:
             raise ValueError("There are no documents to form micro-batches from; expected at least one.")
@@ -78,6 +90,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self._choices = choices
         self._lengths = lengths
         if shuffle:
             self._batches = self._count_shuffled()
@@ -104,7 +117,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         order, sizes = self._shuffled() if self.shuffle else (self._in_order, self._sizes_in_order)
         stops = np.cumsum(sizes)
         for start, stop in zip((stops - sizes).tolist(), stops.tolist(), strict=True):
-            yield [GlobalMicroBatch(self.excerpts[order[start:stop]])]
+            yield [GlobalMicroBatch(self.excerpts[order[start:stop]], self._choices())]
 
     def _count_shuffled(self) -> int:
         """How many micro-batches an epoch has: few enough to be nearly full, enough for every epoch."""

@@ -1,8 +1,10 @@
 """Core attention of one layer, disaggregated, as autograd nodes.
 
-Three nodes make one attention, so that two nano-batches can take turns between them: Send, Compute and Receive run
-the forward's phases up to the first pause, up to the second and to the end (see `hf_distca.planner.schedule`), and in
-reverse order the backward's: Receive those up to the first pause, Compute up to the second, Send to the end.
+For a kind of attention for which nothing moves, one node makes one kernel call on all rows, in each direction. For
+other kinds three nodes make one attention, so that two nano-batches can take turns between them: Send, Compute and
+Receive run the forward's phases up to the first pause, up to the second and to the end (see
+`hf_distca.planner.schedule`), and in reverse order the backward's: Receive those up to the first pause, Compute up to
+the second, Send to the end.
 
 The engine runs backward nodes in the reverse order of their creation, so the backward's exchanges follow
 from the forward's order on every rank alike. Between the nodes only an empty token travels: forward and
@@ -11,18 +13,19 @@ backward hand over other sizes, which autograd would reject.
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.bound import BoundPlan, LocalTasks
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
-from hf_distca.dispatch.executor import Backward, CoreAttention, Forward
+from hf_distca.dispatch.executor import Backward, CoreAttention, Forward, without_autocast
+from hf_distca.dispatch.recorder import Work
 from hf_distca.kernels import AttentionParams
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, Direction
 from hf_distca.planner.schedule import Kept
 
 _Pass = TypeVar("_Pass", Forward, Backward)
@@ -72,13 +75,22 @@ def disaggregated_attention(
     kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk)
     recomputes = is_recomputation()
     keeps = plan.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
+    layer = getattr(module, "layer_idx", None)
+    if (tasks := plan.local.get(kind)) is not None:
+        key = (module, plan.nano_batches[0].index)
+        known = plan.kept_results.take(key) if recomputes else None
+        o_THE: Tensor
+        o_THE, lse_TH = _Local.apply(plan, tasks, params, layer, known, q_THD, k_TGD, v_TGE, sinks_H)
+        if keeps:
+            plan.kept_results.keep(key, (o_THE.detach(), lse_TH))
+        return o_THE
     parts = []
     for nano, *qkv in zip(
         plan.nano_batches, *(_by_nano_batch(x_T, plan) for x_T in (q_THD, k_TGD, v_TGE)), strict=True
     ):
         if kind not in nano.routes:
             raise ValueError(
-                f"a layer has {kind}; the plan was made for {'; '.join(map(str, nano.routes))}: "
+                f"a layer has {kind}; the plan was made for {'; '.join(map(str, (*plan.local, *nano.routes)))}: "
                 "give all of them in PlanSettings.kinds"
             )
         key = (module, nano.index)
@@ -88,7 +100,6 @@ def disaggregated_attention(
         receives_again = keeps or were_kept or not plan.keep_received
         # With sinks, O and LSE are not final when the worker has computed them.
         kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
-        layer = getattr(module, "layer_idx", None)
         parts.append((CoreAttention(plan, nano, kind, params, layer=layer, kept=kept), results, qkv))
 
     # In the same order whether both nano-batches are here or take turns in the layer: ranks stay in step even if these
@@ -117,6 +128,54 @@ def _by_nano_batch(x_T: Tensor, plan: BoundPlan) -> Sequence[Tensor]:
 Known = tuple[Tensor, ...] | None
 """O and LSE of the first forward where this is its recomputation: then nothing is exchanged or computed, and the nodes
 are there for the backward only."""
+
+
+class _Local(torch.autograd.Function):
+    """Core attention of all rows of a rank, nothing of which moves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: BoundPlan,
+        tasks: LocalTasks,
+        params: AttentionParams,
+        layer: int | None,
+        known: Known,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGE: Tensor,
+        sinks_H: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.tasks, ctx.params, ctx.layer = plan, tasks, params, layer
+        if known is None:
+            o_THE, lse_TH = _in_one_call(ctx, "forward", plan.kernel.forward, q_THD, k_TGD, v_TGE)
+            known = _with_sinks(o_THE, lse_TH, sinks_H)
+        o_THE, lse_TH = known
+        ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
+        ctx.mark_non_differentiable(lse_TH)
+        ctx.set_materialize_grads(False)  # as in _Receive
+        return o_THE, lse_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *qkv, o_THE, lse_TH, sinks_H = ctx.saved_tensors
+        gradients = _in_one_call(ctx, "backward", ctx.plan.kernel.backward, do_THE, *qkv, o_THE, lse_TH)
+        d_sinks_H = _sink_gradient(do_THE, o_THE, lse_TH, sinks_H) if ctx.needs_input_grad[-1] else None
+        return *[None] * 5, *gradients, d_sinks_H
+
+
+def _in_one_call(
+    ctx: Any, direction: Direction, compute: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Make the kernel call on all rows, which is a phase of its own."""
+    recorder, tasks, work = ctx.plan.recorder, ctx.tasks, Work(ctx.layer, ctx.plan.nano_batches[0].index, direction)
+    with (
+        without_autocast(ctx.plan.device.type),
+        recorder.span("phase", "run own", work),
+        recorder.span("kernel", "own", work, tasks.pairs),
+    ):
+        return compute(*tensors, tasks.shapes, ctx.params)
 
 
 class _Context(Protocol):
@@ -206,10 +265,7 @@ class _Receive(torch.autograd.Function):
         q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H = ctx.saved_tensors
         ctx.attention.backward = Backward(ctx.attention, do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
         ctx.attention.backward.go_on()
-        d_sinks_H = None
-        if sinks_H is not None and ctx.needs_input_grad[6]:
-            share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # of the softmax that lies on the sink
-            d_sinks_H = -(share_TH * (do_THE.float() * o_THE.float()).sum(-1)).sum(0).to(sinks_H.dtype)
+        d_sinks_H = _sink_gradient(do_THE, o_THE, lse_TH, sinks_H) if ctx.needs_input_grad[-1] else None
         return None, None, do_THE.new_empty(0), None, None, None, d_sinks_H
 
 
@@ -229,3 +285,9 @@ def _with_sinks(o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> tuple[
         return o_THE, lse_TH
     with_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
     return (o_THE * (lse_TH - with_sink_TH).exp().unsqueeze(-1)).to(o_THE.dtype), with_sink_TH
+
+
+def _sink_gradient(do_THE: Tensor, o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> Tensor:
+    """The gradient of learned sinks, of O and LSE with the sinks in the softmax."""
+    share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # of the softmax that lies on the sink
+    return -(share_TH * (do_THE.float() * o_THE.float()).sum(-1)).sum(0).to(sinks_H.dtype)

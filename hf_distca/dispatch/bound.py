@@ -1,6 +1,6 @@
 """A plan bound to one rank: its routes as index tensors on the device and its schedules, ready for every layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import get_args
@@ -19,7 +19,8 @@ from hf_distca.dispatch.rows import row_index
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
-from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes, nothing_moves
 from hf_distca.planner.schedule import Group, Kept, Schedule, Tasks, Turn, make_schedule
 
 IntArray = NDArray[np.int64]
@@ -40,6 +41,26 @@ class BoundGroup:
         self.q_rows = row_index(group.q_rows, buffer)
         self.k_rows = row_index(group.k_rows, buffer)
         self.pairs = group.pairs
+
+
+class LocalTasks:
+    """A rank's tasks in a layer of a kind of attention for which nothing moves: all rows, one kernel call.
+
+    Args:
+        lengths: rows of each document, or chunk, in the order of the rank's rows.
+        window: of the kind.
+        buffer: as in BoundRoutes.
+
+    Attributes:
+        lengths: as given.
+        shapes: lengths of the tasks.
+        pairs: query-key pairs of the tasks.
+    """
+
+    def __init__(self, lengths: list[int], window: int | None, buffer: IndexBuffer) -> None:
+        self.lengths = lengths
+        self.shapes = TaskShapes.placed(lengths, lengths, buffer.place)
+        self.pairs = sum(pairs(0, length, window) for length in lengths)
 
 
 class BoundMessages:
@@ -229,25 +250,52 @@ class BoundRoutes:
 class BoundNanoBatch:
     """One nano-batch's routes, one set for every kind of attention of the model.
 
+    Args:
+        index: 0 or 1.
+        nano_batch: of the plan.
+        rank: this one.
+        turn: of the nano-batch.
+        local: kinds of attention for which nothing moves in any nano-batch.
+        buffer: as in BoundRoutes.
+
     Attributes:
         index: 0 or 1.
         rows: rows of it that this rank holds.
-        has_cuts: whether any document is not whole on its rank.
-        document_rows: tokens of each document that this rank holds rows of, in the order of its rows.
-        routes: by kind of attention.
+        local: tasks by kind of attention, of kinds for which nothing moves.
+        routes: by kind of attention, of all other kinds.
     """
 
-    def __init__(self, index: int, nano_batch: NanoBatch, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
+    def __init__(
+        self,
+        index: int,
+        nano_batch: NanoBatch,
+        rank: int,
+        turn: Turn,
+        local: Set[AttentionKind],
+        buffer: IndexBuffer,
+    ) -> None:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
-        segments = nano_batch.layout.segments
-        lengths = nano_batch.layout.lengths[segments["document"]]
-        self.has_cuts = bool(np.any(segments["stop"] - segments["start"] < lengths))
-        self.document_rows = tuple(lengths[segments["rank"] == rank].tolist())
-        self._mine = nano_batch.layout.of_rank(rank)
-        self.routes = {kind: BoundRoutes(plan, rank, turn, buffer) for kind, plan in nano_batch.plans.items()}
+        self._layout, self._mine = nano_batch.layout, nano_batch.layout.of_rank(rank)
+        self.local: dict[AttentionKind, LocalTasks] = {}
+        self.routes: dict[AttentionKind, BoundRoutes] = {}
+        for kind, plan in nano_batch.plans.items():
+            if kind in local:
+                self.local[kind] = LocalTasks(plan.layout.of_rank(rank)["stop"].tolist(), plan.window, buffer)
+            else:
+                self.routes[kind] = BoundRoutes(plan, rank, turn, buffer)
         self._plans, self._rank, self._buffer = nano_batch.plans, rank, buffer.another()
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether any document is not whole on its rank."""
+        return self._layout.has_cuts
+
+    @property
+    def document_rows(self) -> tuple[int, ...]:
+        """Tokens of each document that this rank holds rows of, in the order of its rows."""
+        return tuple(self._layout.lengths[self._mine["document"]].tolist())
 
     @cached_property
     def positions(self) -> Tensor:
@@ -306,6 +354,8 @@ class BoundPlan:
     Attributes:
         plan: the plan, the same on every rank.
         nano_batches: bound to this rank: those whose rows the layer is called with.
+        local: tasks of all these rows by kind of attention, of kinds for which nothing moves; the same kinds on every
+            rank.
         pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
         exchange: what carries rows between ranks.
         kernel: what computes tasks.
@@ -339,10 +389,21 @@ class BoundPlan:
         self.device = device
         turns: tuple[Turn, ...] = ("alone",) if len(plan.nano_batches) == 1 else ("first", "second")
         buffer = IndexBuffer(device, in_one_go)
+        local = {
+            kind for kind in plan.nano_batches[0].plans if all(nothing_moves(n.plans[kind]) for n in plan.nano_batches)
+        }
         self.nano_batches = tuple(
-            BoundNanoBatch(index, nano, rank, turn, buffer)
+            BoundNanoBatch(index, nano, rank, turn, local, buffer)
             for index, (nano, turn) in enumerate(zip(plan.nano_batches, turns, strict=True))
         )
+        self.local = self.nano_batches[0].local
+        if len(self.nano_batches) > 1:
+            self.local = {
+                kind: LocalTasks(
+                    [n for nano in self.nano_batches for n in nano.local[kind].lengths], kind.window, buffer
+                )
+                for kind in self.local
+            }
         buffer.send()
         self.pause: Callable[[], None] = _no_pause
         self.exchange = exchange
@@ -389,6 +450,11 @@ class BoundPlan:
         return max((len(routes.stages) for nano in self.nano_batches for routes in nano.routes.values()), default=1)
 
     @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange rows in any layer; the same on every rank."""
+        return any(nano.routes for nano in self.nano_batches)
+
+    @property
     def is_part(self) -> bool:
         """Whether the plan is that of one nano-batch of two."""
         return len(self.nano_batches) < len(self.plan.nano_batches)
@@ -401,5 +467,6 @@ class BoundPlan:
             pause: lets the other one run.
         """
         part = BoundPlan.__new__(BoundPlan)  # copy() takes several times as long, and every layer asks for two
-        part.__dict__ = {**self.__dict__, "nano_batches": (self.nano_batches[index],), "pause": pause}
+        nano = self.nano_batches[index]
+        part.__dict__ = {**self.__dict__, "nano_batches": (nano,), "local": nano.local, "pause": pause}
         return part

@@ -15,8 +15,8 @@ from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import Kernel, get_kernel
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.planner.build import plan_placed
-from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.micro_batch import plan_placed_documents
+from hf_distca.planner.settings import Choices, PlanSettings
 
 
 class Dispatcher:
@@ -91,6 +91,10 @@ class Dispatcher:
             return ValueError(f"settings differ between ranks, here they are {mine}; start all ranks alike")
         return None
 
+    def choose_by(self, choices: Choices | None) -> None:
+        """Plan micro-batches by these choices from now on; the same on every rank."""
+        self.settings = replace(self.settings, choices=choices)
+
     def close(self) -> None:
         """End the groups of this run, their threads and connections, for a process that goes on to other work.
 
@@ -155,7 +159,7 @@ class Dispatcher:
         held = [[rank[i] if i < len(rank) else [] for rank in gathered] for i in range(count)]
         return [
             replace(
-                plan_placed([lengths or FILLER_LENGTHS for lengths in of_ranks], self.settings),
+                plan_placed_documents([lengths or FILLER_LENGTHS for lengths in of_ranks], self.settings),
                 fillers=of_ranks.count([]),
             )
             for of_ranks in held

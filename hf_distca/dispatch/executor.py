@@ -46,6 +46,11 @@ KeptRows = dict[tuple[str, int], Tensor]
 """Rows that were received in the forward, by column and stage."""
 
 
+def without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """While inside, numbers are computed in the dtype in which they come."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOT_MEASURED
+
+
 class CoreAttention:
     """One core attention of one layer on one nano-batch: what its forward and its backward have in common.
 
@@ -112,26 +117,18 @@ class Pass(ABC):
 
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
-        device_type = self.attention.bound.device.type
-        if not torch.is_autocast_enabled(device_type):
-            self._go_on()
-            return
-        # Numbers are computed in the dtype in which they come. Autocast is the thread's: it is left at each pause,
-        # since the other nano-batch would run without it.
-        with torch.autocast(device_type, enabled=False):
-            self._go_on()
-
-    def _go_on(self) -> None:
         measured = self._recorder.measures("phase")
-        while self._left:
-            phase = self._left.popleft()
-            if measured:  # contexts that do nothing would cost some microseconds a layer
-                with self._recorded("phase", phase.name):
+        # Autocast is the thread's: it is on again at each pause, for the other nano-batch.
+        with without_autocast(self.attention.bound.device.type):
+            while self._left:
+                phase = self._left.popleft()
+                if measured:  # contexts that do nothing would cost some microseconds a layer
+                    with self._recorded("phase", phase.name):
+                        self._run(phase)
+                else:
                     self._run(phase)
-            else:
-                self._run(phase)
-            if phase.pause:
-                return
+                if phase.pause:
+                    return
 
     def run_through(self) -> None:
         """Run all phases, with no other nano-batch in between."""

@@ -26,8 +26,7 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
         timeout_s: seconds after which it fails where a process is silent.
 
     Returns:
-        One number for all nodes, or one for each, as `PlanSettings.ranks_per_node`; 1 where all links are alike: there
-        is one node, or none has two of the ranks.
+        One number for all nodes, or one for each, as `PlanSettings.ranks_per_node`.
 
     Raises:
         RuntimeError: this process cannot reach the others, or not in time.
@@ -52,8 +51,6 @@ def _sizes(places: Sequence[Place]) -> tuple[int, ...]:
 
 
 def _one_number(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
-    if len(sizes) == 1:
-        return 1
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 

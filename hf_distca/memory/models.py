@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_distca.patches.model import ATTENTION_NAME, base_model
+from hf_distca.patches.model import base_model
+from hf_distca.patches.register import ATTENTION_NAME
 
 
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTensorMode) -> PreTrainedModel:

@@ -142,7 +142,7 @@ class _PlannedLayer(nn.Module):
         takes_turns = False
         if self.attends and not plan.is_part:  # else nothing is exchanged in it, or the layer around it takes turns
             ran.layers += 1
-            takes_turns = len(plan.nano_batches) == 2 and not self._is_watched()
+            takes_turns = len(plan.nano_batches) == 2 and plan.exchanges and not self._is_watched()
             ran.layers_in_turns += takes_turns
         result = self._in_turns(run, plan, args, kwargs) if takes_turns else run(*args, **kwargs)
         calls = 1 + takes_turns

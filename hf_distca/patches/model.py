@@ -19,12 +19,11 @@ from hf_distca.patches.kinds import MIXING, attention_kinds, attention_params, d
 from hf_distca.patches.layers import check_layers, decoder_layers, has_attention, mixing_layers
 from hf_distca.patches.masks import CHANGING_MASKS
 from hf_distca.patches.mixing import mixing_modules, takes_keywords
+from hf_distca.patches.register import ATTENTION_NAME
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
 
 logger = logging.getLogger(__name__)
-
-ATTENTION_NAME = "distca"
 
 
 def plan_settings(
@@ -54,15 +53,19 @@ def plan_settings(
     """
     attentions = checked_attentions(model)
     model = base_model(model)
-    if config.ping_pong:
+    ping_pong = config.ping_pong is not False
+    if config.ping_pong is True:
         check_layers(model)
+    elif ping_pong:
+        ping_pong = bool(decoder_layers(model))
     layout = document_layout(model, config)
     dtype = model.dtype if dtype is None else dtype
     kinds = attention_kinds(model, attentions)
     needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
     kernel = _kernel(config.attention_kernel, device, needs)
+    planning = config.planning(ranks, ranks_per_node)
     return PlanSettings(
-        **{**config.planning(ranks, ranks_per_node), "document_layout": layout},
+        **{**planning, "document_layout": layout, "ping_pong": ping_pong and planning["ping_pong"]},
         kinds=kinds,
         bytes_per_value=dtype.itemsize,
         row_overhead=kernel.row_overhead,

@@ -12,6 +12,7 @@ from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import exchange_figures, loads_of
 from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
 from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.tasks import plan_stages, plan_tasks
 from hf_distca.planner.whole import whole_documents
@@ -103,6 +104,25 @@ def _plan(
         }
         nano_batches.append(NanoBatch(group, layout, plans))
     return MicroBatchPlan(tuple(nano_batches), summary_of(lengths, nano_batches, settings))
+
+
+def packed_seconds(lengths: NDArray[np.int64], settings: PlanSettings, costs: StepCosts) -> float:
+    """Seconds of a micro-batch if each rank computed its share of the documents packed in order, without exchange.
+
+    Args:
+        lengths: [documents] tokens of each document.
+        settings: see PlanSettings.
+        costs: of the device; calls of the kernel are left out.
+    """
+    packed = fixed_layout([lengths.tolist()], settings.ranks)
+    seconds = costs.token * packed.tokens
+    for of_kind in costs.kinds:
+        seconds = seconds + of_kind.layers * costs.launches * (1 + costs.backward_factor)
+        segments = layout_of_kind(packed, of_kind.kind).segments
+        amount = pairs(segments["start"], segments["stop"], of_kind.kind.window)
+        each = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)
+        seconds = seconds + each * np.bincount(segments["rank"], weights=amount, minlength=settings.ranks)
+    return float(seconds.max())
 
 
 def loads_as_packed(lengths: NDArray[np.int64], settings: PlanSettings) -> NDArray[np.int64]:

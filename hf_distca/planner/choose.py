@@ -5,15 +5,16 @@ exchange nothing with each other are looked for near the smallest that compute a
 first, and nothing is planned where computing alone takes longer than the best plan so far.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Choice, MicroBatchPlan, NanoBatch
-from hf_distca.planner.build import plan_as_set, summary_of
+from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, summary_of
 from hf_distca.planner.counted import count_plan
 from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
@@ -28,6 +29,8 @@ DOMINANT_SHARE = 0.1
 """Share of a group's work from which on a document is worth dividing evenly over several nodes."""
 MOST_EVEN_RANKS = 32
 """Larger groups would exchange so many pieces of a document that planning them takes too long."""
+UNBALANCED = 1e9
+"""Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
 SAMPLED_RANKS = 32
@@ -73,19 +76,20 @@ def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Micro
         ValueError: see `plan_micro_batch`.
     """
     search = _Search(lengths, settings, choices)
-    best = search.run()
-    alone = len(best.nano_batches) == 1
-    nano_batches = tuple(
-        replace(
-            nano,
-            plans={
-                kind: plan_stages(replace(plan, stage_rows=None), kind, settings, alone=alone)
-                for kind, plan in nano.plans.items()
-            },
-        )
-        for nano in best.nano_batches
-    )
-    return MicroBatchPlan(nano_batches, summary_of(lengths, nano_batches, settings), choice=best.choice)
+    return search.chosen(search.ways())
+
+
+def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
+    """Plan documents that already lie on ranks and stay there, in the way that is predicted to take the least time.
+
+    Args:
+        placed: lengths of the documents of each rank, in the order of its rows.
+        settings: see PlanSettings.
+        choices: what may be chosen; documents are not grouped.
+    """
+    lengths = np.array([length for of_rank in placed for length in of_rank], np.int64)
+    search = _Search(lengths, settings, choices)
+    return search.chosen(search.as_set(partial(plan_placed, placed)))
 
 
 def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Iterator[Candidate]:
@@ -129,30 +133,78 @@ class _Search:
         self._best: Candidate | None = None
         self.partitions = partitions(sizes)
 
-    def run(self) -> Candidate:
-        """The best candidate."""
-        if not self._choices.groups or self._settings.document_layout != "joint":
-            return min(self._as_set(self._choices.tolerances), key=lambda candidate: candidate.choice.seconds)
-        check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
-        self._in_groups()
+    def chosen(self, ways: Iterator[Candidate]) -> MicroBatchPlan:
+        """The plan of the best of some ways, which look at the best so far."""
+        for candidate in ways:
+            if self._best is None or candidate.choice.seconds < self._best.choice.seconds:
+                self._best = candidate
         best = self._best
-        if best is None:
-            return next(self._as_set(self._choices.tolerances))
-        if best.nano_batches[0].layout.ranks == self._settings.ranks:
-            return best
-        chosen = best.choice
-        whole = self.planned(self._level(), chosen.tolerance, chosen.nano_batches, evenly=best.evenly)
-        return whole or next(self._as_set(self._choices.tolerances))
+        assert best is not None
+        alone = len(best.nano_batches) == 1
+        nano_batches = tuple(
+            replace(
+                nano,
+                plans={
+                    kind: plan_stages(replace(plan, stage_rows=None), kind, self._settings, alone=alone)
+                    for kind, plan in nano.plans.items()
+                },
+            )
+            for nano in best.nano_batches
+        )
+        choice = replace(best.choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
+        return MicroBatchPlan(nano_batches, summary_of(self._lengths, nano_batches, self._settings), choice=choice)
 
-    def _as_set(self, tolerances: tuple[float, ...]) -> Iterator[Candidate]:
-        """Plans with the layout of the settings."""
+    def ways(self) -> Iterator[Candidate]:
+        """Every way that is worth trying."""
+        layout, groups = self._settings.document_layout, self._choices.groups
+        if layout == "joint" and groups:
+            check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
+            yield self._grouped()
+            return
+        if layout == "whole" and groups:
+            yield from self._whole()
+        yield from self.as_set(partial(plan_as_set, self._lengths))
+
+    def _whole(self) -> Iterator[Candidate]:
+        """Whole documents, the costliest first, without exchange."""
+        placing = self._placing(0)
+        if placing is not None and not placing.left:
+            finest, fewest = self._choices.tolerances[0], min(self._choices.nano_batches)
+            candidate = self.planned(0, finest, fewest, evenly=True)
+            if candidate is not None:
+                yield candidate
+
+    def as_set(self, plan: Callable[[PlanSettings], MicroBatchPlan]) -> Iterator[Candidate]:
+        """Plans with the layout of the settings, from those that move nothing for balance on.
+
+        Args:
+            plan: makes a plan with a tolerance and a number of nano-batches.
+        """
         every = Placing.of_all(self._seconds, self._settings.ranks)
-        for tolerance in tolerances:
+        finest, *coarser = self._choices.tolerances
+        for tolerance in [*([UNBALANCED] if coarser else []), finest, *coarser]:
+            best = self._best
+            if best is not None and best.choice.seconds * (1 - GOOD_ENOUGH) <= every.slowest:
+                return
+            if tolerance in coarser and best is not None and best.waited <= GOOD_ENOUGH:
+                return
             for count in self._choices.nano_batches:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
-                plan = plan_as_set(self._lengths, chosen)
-                if len(plan.nano_batches) == count or count == 1 or len(self._choices.nano_batches) == 1:
-                    yield self._candidate(plan.nano_batches, every, tolerance, self._settings, evenly=False)
+                nano_batches = plan(chosen).nano_batches
+                candidate = self._candidate(nano_batches, every, tolerance, self._settings, evenly=False)
+                if len(nano_batches) == count or count == self._choices.nano_batches[0]:
+                    yield candidate
+                if candidate.waited == 0:  # nothing that a second nano-batch could hide
+                    break
+
+    def _grouped(self) -> Candidate:
+        """The best plan in groups, all of which are planned."""
+        self._in_groups()
+        best, self._best = self._best, None
+        if best is not None and best.nano_batches[0].layout.ranks < self._settings.ranks:
+            level, chosen = self.partitions.index(best.placing.sizes), best.choice
+            best = self.planned(level, chosen.tolerance, chosen.nano_batches, evenly=best.evenly)
+        return best or next(self.as_set(partial(plan_as_set, self._lengths)))
 
     def _in_groups(self) -> None:
         """Plans whose documents lie inside groups of ranks."""
@@ -308,7 +360,7 @@ class _Search:
         """Some groups, with the settings of their ranks; all where there are few."""
         most = max(placing.sizes)
         half = max(SAMPLED_RANKS // most, 2) // 2
-        if placing.left or 2 * half >= len(placing.sizes):
+        if placing.left or self._costs.slowness or 2 * half >= len(placing.sizes):
             return placing, settings
         longest = np.array([self._seconds[documents].max() for documents in placing.documents])
         kept = np.zeros(len(placing.sizes), bool)
@@ -349,5 +401,6 @@ class _Search:
             for nano in nano_batches
         ]
         step = predict_step(counted, [nano.layout.tokens for nano in nano_batches], self._costs)
-        choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds)
+        attention = tuple(step.attention.tolist())
+        choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
         return Candidate(placing, evenly, nano_batches, choice, float(step.waited.max()) / step.seconds)

@@ -58,6 +58,14 @@ class KernelCost:
         keys = kind.kv_heads * (kind.dim_qk + kind.dim_v) / (measured.kv_heads * (measured.dim_qk + measured.dim_v))
         return KernelCost(self.call, self.row * queries, self.key * keys, self.pair * queries)
 
+    def scaled(self, by: float) -> "KernelCost":
+        """The costs of calls that take `by` times as long."""
+        return KernelCost(self.call * by, self.row * by, self.key * by, self.pair * by)
+
+    def plus(self, other: "KernelCost") -> "KernelCost":
+        """The costs of this call and another one on the same rows."""
+        return KernelCost(self.call + other.call, self.row + other.row, self.key + other.key, self.pair + other.pair)
+
     @classmethod
     def fitted(cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None) -> "KernelCost":
         """The costs, none of them negative, that miss measured times by the least, in relation to each time.
@@ -115,10 +123,14 @@ class Links:
     Attributes:
         within: inside a node.
         between: between nodes.
+        start: of a rank's own time, to start an exchange.
+        busy: of a rank's own time per byte that it exchanges while it computes; on CPUs the transport takes it.
     """
 
     within: LinkCost
     between: LinkCost
+    start: float = 0.0
+    busy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,6 +165,8 @@ class StepCosts:
         backward_factor: backward over forward of these two; with checkpointing the forward is run again in it.
         head: seconds of a token in the output head and the loss, forward and backward.
         exchange: of rows between ranks.
+        launches: seconds of a layer's forward for each nano-batch, whatever it has; 0 where the host runs ahead.
+        slowness: [ranks] how many times as long a rank takes as these costs say; empty where all are alike.
     """
 
     kinds: tuple[KindCosts, ...]
@@ -161,6 +175,8 @@ class StepCosts:
     backward_factor: float
     head: float
     exchange: Links
+    launches: float = 0.0
+    slowness: tuple[float, ...] = ()
 
     @property
     def token(self) -> float:

@@ -30,11 +30,29 @@ class Choices:
     nano_batches: tuple[int, ...] = (1, 2)
 
     @classmethod
-    def beside(cls, settings: "PlanSettings", costs: StepCosts, *, groups: bool = True) -> "Choices":
-        """Return what may be chosen besides what is set: coarser tolerances, and one nano-batch where two are set."""
+    def beside(
+        cls,
+        settings: "PlanSettings",
+        costs: StepCosts,
+        *,
+        groups: bool = True,
+        coarser: bool = True,
+        nano_batches: tuple[int, ...] | None = (1, 2),
+    ) -> "Choices":
+        """Return what may be chosen besides what is set.
+
+        Args:
+            settings: give the finest tolerance, and whether there may be two nano-batches.
+            costs: see Choices.
+            groups: see Choices.
+            coarser: whether coarser tolerances may be chosen.
+            nano_batches: numbers of them where there may be two; None for as many as are set.
+        """
         tolerance = settings.balance_tolerance
-        coarser = (each for each in COARSER if each > tolerance)
-        return cls(costs, groups, (tolerance, *coarser), (1, 2) if settings.ping_pong else (1,))
+        tolerances = tuple(each for each in COARSER if each > tolerance) if coarser else ()
+        if nano_batches is None:
+            nano_batches = (2,)
+        return cls(costs, groups, (tolerance, *tolerances), nano_batches if settings.ping_pong else (1,))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.counted import CountedPlan
+from hf_distca.planner.counted import CountedPlan, count_plan
+from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import stage_rows
@@ -27,16 +28,20 @@ def predict_step(
         tokens: for each nano-batch, [ranks] rows that each rank holds.
         costs: of the device.
     """
-    head: FloatArray = np.multiply(costs.head, np.sum(tokens, axis=0, dtype=np.float64))
-    rows = [each.astype(np.float64) for each in tokens]
-    before, after = ([seconds * each for each in rows] for seconds in (costs.before, costs.after))
+    slowness: FloatArray = np.array(costs.slowness or (1.0,) * len(tokens[0]))
+    rows: list[FloatArray] = [each * slowness for each in tokens]
+    launches = slowness * (costs.launches / 2)
+    head: FloatArray = np.multiply(costs.head, np.sum(rows, axis=0))
+    before, after = ([seconds * each + launches for each in rows] for seconds in (costs.before, costs.after))
     attention: FloatArray = np.zeros_like(head)
     other = head.copy()
     waited: FloatArray = np.zeros_like(head)
     seconds = 0.0
     for of_kind in costs.kinds:
         counted = [nano[of_kind.kind] for nano in nano_batches]
-        layer = LayerCosts(of_kind.forward, of_kind.backward, before, after, costs.backward_factor, costs.exchange)
+        layer = LayerCosts(
+            of_kind.forward, of_kind.backward, before, after, costs.backward_factor, costs.exchange, slowness
+        )
         for direction in ("forward", "backward"):
             walked = walk_layer(counted, layer, direction)
             attention += of_kind.layers * walked.attention
@@ -44,6 +49,22 @@ def predict_step(
             waited += of_kind.layers * walked.waited
             seconds += of_kind.layers * walked.seconds
     return Walked(seconds + float(head.max()), attention, other, waited)
+
+
+def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
+    """Predict what a planned micro-batch takes of the ranks.
+
+    Args:
+        plan: of the ranks alone.
+        settings: with which the plan was made.
+        costs: of the device.
+    """
+    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    counted = [
+        {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
+        for nano in plan.nano_batches
+    ]
+    return predict_step(counted, [nano.layout.tokens for nano in plan.nano_batches], costs)
 
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:

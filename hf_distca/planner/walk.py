@@ -22,6 +22,10 @@ SETTLED = 2
 """A layer begins while exchanges of the one before still end, so several are walked and the last one is taken."""
 
 
+MOMENT = 1e-12
+"""Seconds; what arrives at once is divided by it."""
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
     """What the parts of one layer take.
@@ -33,6 +37,7 @@ class LayerCosts:
         after: for each nano-batch, what comes behind it, forward.
         backward_factor: backward of these over their forward; recomputation included.
         exchange: of rows between ranks.
+        slowness: [ranks] how many times as long each rank's kernel calls take, or one number for all.
     """
 
     forward: KernelCost
@@ -41,6 +46,7 @@ class LayerCosts:
     after: Sequence[FloatArray]
     backward_factor: float
     exchange: Links
+    slowness: FloatArray | float = 1.0
 
     def kernel(self, direction: Direction) -> KernelCost:
         """Of a direction."""
@@ -95,6 +101,7 @@ class _Walk:
         waited: [ranks] for exchanges.
         links: [2, ranks] until when each rank's links are busy, inside the node and between nodes.
         arrives: by nano-batch and transfer, [ranks] when the rows are there.
+        departed: by nano-batch and transfer, [ranks] when the rows left, and `_Travels.busy`.
         servers: [servers] until when each is busy.
     """
 
@@ -102,9 +109,27 @@ class _Walk:
         self.clock, self.waited, self.servers = np.zeros(ranks), np.zeros(ranks), np.zeros(servers)
         self.links = np.zeros((2, ranks))
         self.arrives: dict[tuple[int, str], FloatArray] = {}
+        self.departed: dict[tuple[int, str], tuple[FloatArray, FloatArray]] = {}
 
 
 Act = Callable[[_Walk], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Travels:
+    """What a transfer takes.
+
+    Attributes:
+        takes_part: [ranks] which ranks send or receive.
+        links: for each kind of link that is used, its number, [ranks] who uses it, and [ranks] seconds.
+        start: seconds of each rank's own time.
+        busy: [ranks] seconds that the rank's computation loses beside the whole transfer.
+    """
+
+    takes_part: NDArray[np.bool_]
+    links: tuple[tuple[int, NDArray[np.bool_], FloatArray], ...]
+    start: float
+    busy: FloatArray
 
 
 class _Layer:
@@ -143,9 +168,9 @@ class _Layer:
             for transfer in phase.send:
                 if transfer.rows == "servers":
                     acts.append(self._to_servers(index, transfer))
-                elif links := exchange(transfer.rows, transfer.columns):
+                elif (travels := exchange(transfer.rows, transfer.columns)) is not None:
                     self._sent.add((index, transfer.name))
-                    acts.append(partial(_send, (index, transfer.name), *links))
+                    acts.append(partial(_send, (index, transfer.name), travels))
             if phase.pause:
                 yield acts
                 acts = []
@@ -171,18 +196,19 @@ class _Layer:
     def _kernel(self, index: int, tasks: str) -> FloatArray:
         """[ranks] seconds of a kernel call."""
         counted = self._nano_batches[index]
-        return self._costs.kernel(self._direction).seconds(_tasks(counted, tasks))[: counted.ranks]
+        of_workers = self._costs.kernel(self._direction).seconds(_tasks(counted, tasks))
+        return of_workers[: counted.ranks] * self._costs.slowness
 
-    def _exchange(
-        self, index: int, rows: str, columns: tuple[str, ...]
-    ) -> tuple[NDArray[np.bool_], list[tuple[int, NDArray[np.bool_], FloatArray]]] | None:
-        """Which ranks take part in a transfer, and for each link who uses it and for how many seconds."""
-        size = _bytes(self._nano_batches[index], rows, columns)
-        costs = (self._costs.exchange.within, self._costs.exchange.between)
-        used = [
-            (link, size[link] > 0, cost.seconds(size[link])) for link, cost in enumerate(costs) if size[link].any()
-        ]
-        return (size.max(axis=0) > 0, used) if used else None
+    def _exchange(self, index: int, rows: str, columns: tuple[str, ...]) -> "_Travels | None":
+        """What a transfer takes; None where nothing travels."""
+        size, links = _bytes(self._nano_batches[index], rows, columns), self._costs.exchange
+        used = tuple(
+            (link, size[link] > 0, cost.seconds(size[link]))
+            for link, cost in enumerate((links.within, links.between))
+            if size[link].any()
+        )
+        largest = size.max(axis=0)
+        return _Travels(largest > 0, used, links.start, links.busy * largest) if used else None
 
     def _to_servers(self, index: int, transfer: Transfer) -> Act:
         back = next(t for phase in self._schedule(index) for t in phase.wait if t.rows == "servers")
@@ -213,24 +239,27 @@ def _compute(seconds: FloatArray, walk: _Walk) -> None:
 
 def _wait(transfer: tuple[int, str], walk: _Walk) -> None:
     arrives = walk.arrives.pop(transfer)
+    if transfer in walk.departed:
+        # Computation beside the exchange has lost what the exchange took of the rank's own time.
+        departed, busy = walk.departed.pop(transfer)
+        travelled = np.maximum(arrives - departed, MOMENT)
+        walk.clock = walk.clock + busy * np.minimum((walk.clock - departed) / travelled, 1.0)
     walk.waited += np.maximum(arrives - walk.clock, 0.0)
     walk.clock = np.maximum(walk.clock, arrives)
 
 
-def _send(
-    transfer: tuple[int, str],
-    takes_part: NDArray[np.bool_],
-    links: Sequence[tuple[int, NDArray[np.bool_], FloatArray]],
-    walk: _Walk,
-) -> None:
+def _send(transfer: tuple[int, str], travels: _Travels, walk: _Walk) -> None:
+    walk.clock = walk.clock + travels.start
     # Nobody's rows arrive before those who send them have come so far.
-    ready = float(walk.clock[takes_part].max())
+    ready = float(walk.clock[travels.takes_part].max())
     arrives = walk.clock
-    for link, busy, seconds in links:
+    for link, used, seconds in travels.links:
         done = np.maximum(walk.links[link], ready) + seconds
-        walk.links[link] = np.where(busy, done, walk.links[link])
-        arrives = np.where(busy, np.maximum(arrives, done), arrives)
+        walk.links[link] = np.where(used, done, walk.links[link])
+        arrives = np.where(used, np.maximum(arrives, done), arrives)
     walk.arrives[transfer] = arrives
+    if travels.busy.any():
+        walk.departed[transfer] = walk.clock, travels.busy
 
 
 @cache

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from hf_distca.sim.figures import WayFigures
 
 NOT_WORTH = 1.02
-"""Steps that are not so many times as fast are not worth another way to train: runs differ by as much."""
+"""Gains below this ratio of speeds are none: runs differ by as much."""
 MOST_WAITS = 0.05
 """Share of a step in waits for exchanges, beyond which something is said of them."""
 
@@ -33,13 +33,13 @@ def _outcome(by_plain: WayFigures, by_plan: WayFigures, tokens_per_rank: int) ->
     gain = by_plain.step_seconds / by_plan.step_seconds
     if gain < NOT_WORTH:
         return (
-            f"It does not pay here: a step takes {gain:.2f} times as long by {by_plain.name!r}, the best of the other "
-            f"ways. Core attention is {by_plan.attention_mean_seconds / by_plan.step_seconds:.0%} of a step; longer "
+            f"No gain expected: {gain:.2f}× the speed of {by_plain.name}, the best of the other strategies. Core "
+            f"attention is {by_plan.attention_mean_seconds / by_plan.step_seconds:.0%} of a step; longer "
             "documents, or more of them beside short ones, would change that."
         )
     return (
-        f"A step is {gain:.2f} times as fast as by {by_plain.name!r}, the best of the other ways; core attention "
-        f"alone of the busiest rank {by_plain.attention_seconds / by_plan.attention_seconds:.2f} times. Set "
+        f"{gain:.2f}× the speed of {by_plain.name}, the best of the other strategies; core attention alone, on the "
+        f"busiest rank, {by_plain.attention_seconds / by_plan.attention_seconds:.2f}×. Set "
         f"{_layout_to_set(by_plan)}, tokens_per_rank={tokens_per_rank}."
     )
 
@@ -62,8 +62,8 @@ def _of_waits(by_plan: WayFigures) -> Iterator[str]:
 def _of_cuts(by_plain: WayFigures) -> Iterator[str]:
     if by_plain.documents_cut:
         yield (
-            f"Every other way cuts documents: {by_plain.name!r} {by_plain.documents_cut:.1%} of them, which train on "
-            "less context than planned ones."
+            f"Every other strategy cuts documents: {by_plain.name} {by_plain.documents_cut:.1%} of them, which train "
+            "on less context than planned ones."
         )
 
 
@@ -71,6 +71,6 @@ def _of_what_cuts_more(ways: Sequence[WayFigures], by_plain: WayFigures) -> Iter
     fastest = min((way for way in ways if way.document_layout is None), key=lambda way: way.step_seconds)
     if fastest.documents_cut > by_plain.documents_cut and fastest.step_seconds < by_plain.step_seconds:
         yield (
-            f"{fastest.name!r} takes {fastest.step_seconds:.3f} s a step, but cuts {fastest.documents_cut:.1%} of the "
+            f"{fastest.name} takes {fastest.step_seconds:.3f} s a step, but cuts {fastest.documents_cut:.1%} of the "
             "documents, which then train on less context: it is not compared for that."
         )

@@ -54,6 +54,7 @@ class DeviceProfile:
         peak_flops: that the maker names, of which model FLOPs utilization (MFU) is a share.
         links: what collectives take that may use all of a link, such as the gathering of K and V.
         exchange: what the exchange of rows takes, whose few thread blocks on GPUs leave the others to attention.
+        launches: seconds that the host takes for a layer's forward besides, where the device waits for it.
         accuracy: of the kernel's forward.
     """
 
@@ -68,6 +69,7 @@ class DeviceProfile:
     peak_flops: float
     links: Links
     exchange: Links
+    launches: float = 0.0
     accuracy: Accuracy = field(default=Accuracy(1.0, 1.0, 0))
 
     @property
@@ -101,7 +103,7 @@ class DeviceProfile:
                     "measured": AttentionKind(**content["measured"]),
                     **{side: KernelCost(**content[side]) for side in ("forward", "backward")},
                     **{
-                        speed: Links(**{place: LinkCost(**cost) for place, cost in content[speed].items()})
+                        speed: Links(**{name: _link(value) for name, value in content[speed].items()})
                         for speed in ("links", "exchange")
                     },
                     "accuracy": Accuracy(**content["accuracy"]),
@@ -112,6 +114,11 @@ class DeviceProfile:
                 f"no profile of a device at {name!r}: expected one of {', '.join(shipped)}, or a file that "
                 f"hf-distca profile has written ({type(error).__name__}: {error})"
             ) from error
+
+
+def _link(value: Any) -> Any:
+    """A field of Links as JSON has it."""
+    return LinkCost(**value) if isinstance(value, dict) else value
 
 
 def held_out(count: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -45,16 +45,20 @@ class ScalePoint:
         )
 
 
-def scaling(result: Simulation, simulated: Callable[[int], Simulation], ranks_per_node: int) -> tuple[ScalePoint, ...]:
+def scaling(
+    result: Simulation, simulated: Callable[[int], Simulation], ranks_per_node: int | None
+) -> tuple[ScalePoint, ...]:
     """Figures of as many ranks as were simulated, and of a half, a quarter ... of them: at least 8 and of whole nodes,
     or of at least 2 where there are no more than 8.
 
     Args:
         result: of all ranks.
         simulated: simulates so many ranks.
-        ranks_per_node: of a whole node.
+        ranks_per_node: of a whole node; None where nodes differ, of which no fewer are taken.
     """
     points = [ScalePoint.of(result)]
+    if ranks_per_node is None:
+        return tuple(points)
     least = LEAST_RANKS if result.ranks > LEAST_RANKS else 2
     ranks, rest = divmod(result.ranks, 2)
     while not rest and ranks >= least and not ranks % min(ranks_per_node, ranks):

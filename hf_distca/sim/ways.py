@@ -86,6 +86,7 @@ class Setup:
             backward_factor=self.backward_factor,
             head=self._matrices(model.head, 0) * (1 + BACKWARD),  # chunks are computed once
             exchange=profile.exchange,
+            launches=profile.launches,
         )
 
     def _matrices(self, weights: int, touched: int) -> float:

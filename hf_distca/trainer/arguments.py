@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
-from hf_distca.config import EXTERNAL, DistCAConfig
+from hf_distca.config import DistCAConfig
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.trainer.cpu_processes import join_on_cpu, shard_on_cpu
 
@@ -73,9 +73,9 @@ class DistCAArguments(DistCAConfig, _Arguments):
         # Else TrainingArguments refuses bf16 on the CPU although the launch has said that this is what is wanted.
         self.use_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         self.attention_server_launch: Launch | None = None
-        if self.attention_servers not in ("0", EXTERNAL):
+        if isinstance(self.attention_servers, int) and self.attention_servers > 0:
             # Before TrainingArguments looks at the world.
-            launch = split_launch(int(self.attention_servers), cpu=on_cpu(self.use_cpu))
+            launch = split_launch(self.attention_servers, cpu=on_cpu(self.use_cpu))
             self.attention_server_launch = launch
             if launch.serves_on is not None:
                 return  # the arguments of a server: all that is done with them is `serve_if_server`
@@ -141,3 +141,17 @@ class DistCATrainingArguments(DistCAArguments, TrainingArguments):
     Raises:
         ValueError: a setting contradicts packed, exactly normalised training.
     """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012 - as there
+
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Keyword arguments of AutoModelForCausalLM.from_pretrained, where the trainer is given the model "
+            "by its name. The model is loaded in float32 unless they have another dtype."
+        },
+    )
+    dataset_text_field: str = field(
+        default="text",
+        metadata={"help": "Column with the text of a data set that has no tokens, which processing_class makes."},
+    )

@@ -1,6 +1,6 @@
 """From a model and its settings to a dispatcher: the one way of the trainer and of loops of one's own."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +22,7 @@ def make_dispatcher(
     dtype: torch.dtype | None = None,
     mesh: RankMesh | None = None,
     checkpointing: bool | None = None,
+    folder: Path | None = None,
 ) -> Dispatcher:
     """Make a model's dispatcher; let its decoder layers run two nano-batches in turns, and its loss do without logits.
 
@@ -38,6 +39,7 @@ def make_dispatcher(
             the world.
         checkpointing: whether layers are run again in the backward, which counts where plans are chosen by seconds;
             None: as the model is set now.
+        folder: where the measured costs of the device are kept, for the same run to take them again; None for nowhere.
 
     Raises:
         ValueError: the model cannot be planned, the kernel cannot compute its attention, nodes have another number of
@@ -50,8 +52,6 @@ def make_dispatcher(
         settings = plan_settings(
             model, config, ranks=len(mesh_ranks(mesh)), device=device, dtype=dtype, ranks_per_node=launched
         )
-        again = model.is_gradient_checkpointing if checkpointing is None else checkpointing
-        settings = replace(settings, choices=choices_of(model, settings, config, checkpointing=again))
     dispatcher = Dispatcher(
         settings,
         device,
@@ -60,6 +60,8 @@ def make_dispatcher(
         keep_core_attention=config.keep_core_attention,
         exchange_timeout=config.exchange_timeout,
     )
+    again = model.is_gradient_checkpointing if checkpointing is None else checkpointing
+    dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=again, folder=folder))
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong)
     return dispatcher

@@ -1,8 +1,16 @@
-"""What the planner may choose in a training, with costs of the device that the user names."""
+"""What the planner may choose in a training, and the measured costs that it chooses by."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import torch
 from transformers import PreTrainedModel
 
 from hf_distca.config import AUTO, DistCAConfig
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import raised_together
+from hf_distca.measure.device import query_rows
+from hf_distca.measure.profile import measured_profile, name_of, with_links
 from hf_distca.patches.model import base_model, layers_by_kind
 from hf_distca.patches.weights import matrix_weights
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -10,33 +18,65 @@ from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.ways import Setup
 
+PROFILE_FILE = "device_profile.json"
+"""In the output folder: what this run has measured."""
+LIMIT_S = 1.0
+"""Seconds after which no longer kernel calls, and no larger exchanges, are measured."""
+
 
 def choices_of(
-    model: PreTrainedModel, settings: PlanSettings, config: DistCAConfig, *, checkpointing: bool
+    model: PreTrainedModel,
+    dispatcher: Dispatcher,
+    config: DistCAConfig,
+    *,
+    checkpointing: bool,
+    folder: Path | None = None,
 ) -> Choices | None:
-    """Return what plans are chosen by; None where nothing is chosen.
+    """Return what plans are chosen by; None where nothing is chosen. A collective.
 
-    Without a profile nothing is known of the device and its links. With dedicated servers every plan is balanced again
-    for those that are there.
+    With dedicated servers every plan is balanced again for those that are there.
 
     Args:
         model: a model with attn_implementation="distca".
-        settings: of its plans.
-        config: names the profile.
+        dispatcher: of the ranks; its kernel and its exchange are measured.
+        config: names a profile, or leaves it to be measured.
         checkpointing: whether layers are run again in the backward.
+        folder: where what is measured is kept, and taken from; None for nowhere.
 
     Raises:
         ValueError: there is no such profile.
     """
-    if config.device_profile is None:
+    settings = dispatcher.settings
+    chooses = config.chooses or config.device_profile is not None
+    if not chooses or settings.ranks == 1 or config.attention_servers != 0:
         return None
-    profile = DeviceProfile.load(config.device_profile)
-    if config.attention_servers != "0" or settings.ranks == 1:
-        return None
+    profile = _profile(model, dispatcher, config, folder)
+    costs = setup_of(model, settings, profile, checkpointing=checkpointing).costs
+    if checkpointing and not config.keep_core_attention:
+        again = tuple(replace(each, backward=each.backward.plus(each.forward)) for each in costs.kinds)
+        costs = replace(costs, kinds=again)
+    return Choices.beside(
+        settings,
+        costs,
+        groups=config.document_layout == AUTO,
+        coarser=config.balance_tolerance == AUTO,
+        nano_batches=(1, 2) if config.ping_pong == AUTO else None,
+    )
+
+
+def setup_of(model: PreTrainedModel, settings: PlanSettings, profile: DeviceProfile, *, checkpointing: bool) -> Setup:
+    """Return who trains what, as simulations have it.
+
+    Args:
+        model: that trains.
+        settings: of its plans.
+        profile: of the device.
+        checkpointing: whether layers are run again in the backward.
+    """
     base, layers = base_model(model), layers_by_kind(model)
     weights = matrix_weights(base, layers)
     shape = ModelShape(layers, weights.hidden, weights.before, weights.after, weights.head, base.num_parameters())
-    setup = Setup(
+    return Setup(
         shape,
         profile,
         settings.ranks,
@@ -44,4 +84,52 @@ def choices_of(
         settings.ranks_per_node,
         checkpointing=checkpointing,
     )
-    return Choices.beside(settings, setup.costs, groups=config.document_layout == AUTO)
+
+
+def _profile(
+    model: PreTrainedModel, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None
+) -> DeviceProfile:
+    """The profile that the user names, that this run has kept, or that is measured now; the same on every rank."""
+    with raised_together(config.exchange_timeout):
+        if config.device_profile is not None:
+            return DeviceProfile.load(config.device_profile)
+    settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
+    source = _source(dispatcher)
+    kept: DeviceProfile | None = groups.all_gather(_kept(folder, source) if groups.rank == 0 else None)[0]
+    if kept is not None:
+        return kept
+    dtype = torch.float32 if settings.bytes_per_value == 4 else torch.bfloat16
+    profile = measured_profile(
+        dispatcher.kernel,
+        settings.dominant_kind,
+        matrix_weights(base_model(model), layers_by_kind(model)).hidden,
+        dtype,
+        device,
+        queries=query_rows(device, settings.tokens_per_rank),
+        limit_s=LIMIT_S,
+    )
+    measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)
+    measured = replace(measured, source=source)
+    if folder is not None and groups.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        measured.save(folder / PROFILE_FILE)
+    return measured
+
+
+def _source(dispatcher: Dispatcher) -> str:
+    """What measurements depend on: a profile of other ranks, kernels or devices is not taken again."""
+    settings = dispatcher.settings
+    return (
+        f"Measured when training began: {settings.ranks} ranks on nodes of {settings.ranks_per_node}, "
+        f"{name_of(dispatcher.device)}, kernel {dispatcher.kernel.name}, {settings.dominant_kind}, "
+        f"{settings.bytes_per_value} bytes a value, at most {settings.tokens_per_rank} tokens a rank, "
+        f"torch {torch.__version__}"
+    )
+
+
+def _kept(folder: Path | None, source: str) -> DeviceProfile | None:
+    """The profile that an earlier run has kept in a folder, if it is of the same ranks, kernel and devices."""
+    if folder is None or not (folder / PROFILE_FILE).exists():
+        return None
+    profile = DeviceProfile.load(str(folder / PROFILE_FILE))
+    return profile if profile.source == source else None

@@ -81,7 +81,14 @@ class PackedLoaders:
         seed = args.seed if args.data_seed is None else args.data_seed
         return DataLoader(
             RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns()),
-            batch_sampler=GlobalBatchSampler(excerpts, capacity, shuffle=shuffle, seed=seed, bins=bins),
+            batch_sampler=GlobalBatchSampler(
+                excerpts,
+                capacity,
+                shuffle=shuffle,
+                seed=seed,
+                bins=bins,
+                choices=lambda: self._dispatcher.settings.choices,
+            ),
             collate_fn=DistCACollator(groups.rank),
             **self._options(),
         )

@@ -1,7 +1,7 @@
 """What a training run reports of its plans and exchanges."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,12 @@ from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.attention_time import AttentionTime
+from hf_distca.trainer.learned_costs import LearnedCosts
 from hf_distca.trainer.model_flops import ModelFlops
 
 GIB = 2**30
+PREFIX = "distca/"
+"""Of the names of these figures in the log, which trackers group by: W&B and TensorBoard show train/distca/…"""
 
 
 class StepMeter(TrainerCallback):
@@ -30,6 +33,7 @@ class StepMeter(TrainerCallback):
         attention: predicts what core attention takes.
         processes: that train, each with a device.
         flops: of the model; None where they cannot be told.
+        costs: what steps are known to take besides their micro-batches; None where nothing is chosen by costs.
 
     Attributes:
         steps: optimizer steps since figures were last handed out.
@@ -43,8 +47,10 @@ class StepMeter(TrainerCallback):
         *,
         processes: int,
         flops: ModelFlops | None = None,
+        costs: LearnedCosts | None = None,
     ) -> None:
         self._dispatcher, self._pool, self._attention, self._processes = dispatcher, pool, attention, processes
+        self._costs = costs
         device = dispatcher.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._flops, self._peak_flops = flops, peak_flops(name)
@@ -105,6 +111,12 @@ class StepMeter(TrainerCallback):
             attention_ms: milliseconds a step in kernel calls of core attention, of the rank that took the longest.
             attention_ms_predicted: what the rank with the most to compute should take by the plans, see
                 `AttentionTime`.
+            step_ms, step_ms_predicted: where plans are chosen by costs, milliseconds of a step by the clock, and as
+                the costs predict it.
+            gain_predicted: likewise, how many times as long the same documents would take if each rank computed its
+                share of them packed in order.
+            plans_without_exchange, plans_within_nodes: likewise, shares of micro-batches in which no rows travel, and
+                in which rows travel inside nodes only.
             attention_servers: dedicated servers that take part now, where there may be any.
             memory_peak_gib, memory_reserved_gib: on CUDA, of this rank, in GiB: most memory in use since the last
                 call, and what the allocator holds.
@@ -132,9 +144,10 @@ class StepMeter(TrainerCallback):
             "exposed_exchange_share": waited / elapsed,
         }
         if self.steps:
-            predicted = self._attention.predicted(plans, stages, attention)
+            predicted = self._attention.predicted(plans, attention)
             figures["attention_ms"] = max(attention) * 1e3 / self.steps
             figures["attention_ms_predicted"] = predicted * 1e3 / self.steps
+            figures |= self._chosen(plans, elapsed)
         if self._flops is not None and self._peak_flops is not None:
             figures["mfu"] = sum(map(self._flops.of, plans)) / (elapsed * devices * self._peak_flops)
         if self._dispatcher.settings.nodes is not None:
@@ -154,3 +167,20 @@ class StepMeter(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(device)
         self._reset()
         return figures
+
+    def _chosen(self, plans: Sequence[MicroBatchPlan], elapsed: float) -> dict[str, float]:
+        """Figures of plans that were chosen by costs; none where others are among them."""
+        choices = [plan.choice for plan in plans if plan.choice is not None]
+        if len(choices) < len(plans) or self._costs is None:
+            return {}
+        seconds = sum(choice.seconds for choice in choices)
+        moved = [plan.summary.exchange for plan in plans]
+        nothing = [figures.bytes_total == 0 for figures in moved]
+        inside = [figures.bytes_total > 0 and figures.bytes_between_nodes == 0 for figures in moved]
+        return {
+            "step_ms": elapsed * 1e3 / self.steps,
+            "step_ms_predicted": (seconds / self.steps + self._costs.besides) * 1e3,
+            "gain_predicted": sum(choice.packed_seconds for choice in choices) / seconds,
+            "plans_without_exchange": sum(nothing) / len(plans),
+            "plans_within_nodes": sum(inside) / len(plans),
+        }

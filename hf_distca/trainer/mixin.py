@@ -21,7 +21,6 @@ from hf_distca.patches.layers import mixing_layers, plan_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.ahead import UpcomingBatches
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.assembly import make_dispatcher
@@ -41,9 +40,10 @@ from hf_distca.trainer.data_order import (
 )
 from hf_distca.trainer.disk import disk_errors_named
 from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
+from hf_distca.trainer.learned_costs import LearnedCosts
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
 from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
-from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.meter import PREFIX, StepMeter
 from hf_distca.trainer.model_flops import ModelFlops
 from hf_distca.trainer.parallel import (
     allow_for_towers,
@@ -104,9 +104,11 @@ class DistCAMixin(_Trainer):
         check_agreement(self.args, self.dispatcher)
         self.pool = self._open_pool()
         tell_memory_on_gpu(self.model, self.dispatcher, self.args, self.accelerator)
+        self._learned_costs = LearnedCosts(self.dispatcher)
         self.meter = self._make_meter()
         self._remedies = Remedies(self.args, ping_pong=self.dispatcher.settings.ping_pong)
         self.add_callback(self.meter)
+        self.add_callback(self._learned_costs)
         self._tracer: StepTracer | None = None
         if self.args.trace_steps:
             self._tracer = StepTracer(self.dispatcher, self.args)
@@ -129,7 +131,13 @@ class DistCAMixin(_Trainer):
         self._mixes = bool(mixing_layers(self.model))
         checkpointing = checkpointing_of(args, self.accelerator) is not None
         dispatcher = make_dispatcher(
-            self.model, args, args.device, dtype=dtype, mesh=mesh, checkpointing=checkpointing
+            self.model,
+            args,
+            args.device,
+            dtype=dtype,
+            mesh=mesh,
+            checkpointing=checkpointing,
+            folder=Path(str(args.output_dir)),
         )
         if gathers_parameters(self.accelerator):
             planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or self._mixes
@@ -139,18 +147,17 @@ class DistCAMixin(_Trainer):
 
     def _make_meter(self) -> StepMeter:
         args, processes = self.args, self.args.world_size
-        with raised_together(args.exchange_timeout):
-            profile = None if args.device_profile is None else DeviceProfile.load(args.device_profile)
-        again = checkpointing_of(args, self.accelerator) is not None and not args.keep_core_attention
-        attention = AttentionTime(self.model, profile, forwards=1 + again)
+        attention = AttentionTime(self.model)
         flops = None
         if args.device.type == "cuda":  # no other device's peak is known
             flops = ModelFlops(self.model, shared_by=max(processes // self.dispatcher.groups.ranks, 1))
-        return StepMeter(self.dispatcher, self.pool, attention, processes=processes, flops=flops)
+        return StepMeter(
+            self.dispatcher, self.pool, attention, processes=processes, flops=flops, costs=self._learned_costs
+        )
 
     def _open_pool(self) -> Pool | None:
         args = self.args
-        if args.attention_servers == "0":
+        if args.attention_servers == 0:
             return None
         return open_pool(
             self.dispatcher,
@@ -234,6 +241,7 @@ class DistCAMixin(_Trainer):
             inputs = {**inputs, PLAN_KEY: self._upcoming.bind(inputs[PLAN_KEY])}
             if self.model_wrapped.training:
                 self.meter.count(inputs[PLAN_KEY])
+                self._learned_costs.count(inputs[PLAN_KEY].plan)
         return inputs
 
     # Training
@@ -263,6 +271,7 @@ class DistCAMixin(_Trainer):
                 groups = self.dispatcher.groups
                 checkpoint = agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
                 self._progress.begin(agreed_place(self._data_order(), checkpoint, self.args, groups))
+                self._learned_costs.resume(None if checkpoint is None else Path(checkpoint))
                 return super().train(checkpoint, *args, **kwargs)
         finally:
             self._upcoming.end()
@@ -335,7 +344,7 @@ class DistCAMixin(_Trainer):
             figures = self.meter.figures()
             if self.args.process_index == 0:
                 self._remedies.see(figures, steps)
-            logs = {**logs, **figures}
+            logs = {**logs, **{f"{PREFIX}{name}": figure for name, figure in figures.items()}}
         super().log(logs, *args, **kwargs)
 
     # Evaluation
@@ -429,6 +438,7 @@ class DistCAMixin(_Trainer):
         with disk_errors_named(folder):
             if self.args.should_save:
                 self._progress.place.save(folder)
+                self._learned_costs.save(folder)
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(

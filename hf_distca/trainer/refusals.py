@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate.utils import DynamoBackend
-from transformers import Trainer
+from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
 from transformers.training_args import OptimizerNames
 
 from hf_distca.patches.model import check_reentrant
@@ -25,6 +25,8 @@ REFUSED_FUNCTIONS = {
     "model beforehand and give it as model",
 }
 """Arguments of a trainer that must stay None, and why."""
+PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
+"""Collators of transformers that make rows of one length."""
 LOADING: dict[str, tuple[Any, ...]] = {
     "split_batches": (False,),
     "dispatch_batches": (None, False),
@@ -102,6 +104,11 @@ def check_arguments(given: Mapping[str, Any]) -> None:
                 f"{name}={getattr(args, name)} contradicts tokens_per_rank={args.tokens_per_rank}: a rank's batch is "
                 "one packed row of up to tokens_per_rank tokens; leave it at 1"
             )
+    if isinstance(given.get("data_collator"), PADDING):
+        raise ValueError(
+            f"data_collator={type(given['data_collator']).__name__} pads documents, which are packed here; leave "
+            "data_collator out: every token is then the target of the one before it, unless the data set has labels"
+        )
     if packs and args.train_sampling_strategy not in ("random", "sequential"):
         raise ValueError(
             f"train_sampling_strategy={args.train_sampling_strategy!r} would be ignored: documents are packed by "

@@ -73,11 +73,11 @@ def check_parallelism(trainer: Trainer) -> None:
         )
     if tensor == 1:
         return
-    if args.attention_servers != "0":
+    if args.attention_servers != 0:
         raise ValueError(
             f"attention_servers={args.attention_servers!r} cannot be used with tensor parallelism (tp_size={tensor}): "
             "servers work for one group of ranks, and ranks with different heads are groups of their own; set "
-            "attention_servers='0', or tp_size=1"
+            "attention_servers=0, or tp_size=1"
         )
     if args.gradient_accumulation_steps > 1 and SUMMED_GRADIENTS in model.tp_plan.values():
         raise ValueError(

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Mapping
 
-from hf_distca.config import DistCAConfig
+from hf_distca.config import AUTO, DistCAConfig
+from hf_distca.trainer.meter import PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -50,26 +51,26 @@ class Remedies:
 
     def _warn(self, means: Mapping[str, float]) -> None:
         settings = self._settings
-        if means["imbalance_degree"] > MOST_IMBALANCE:
+        if means["imbalance_degree"] > MOST_IMBALANCE and settings.balance_tolerance != AUTO:
             self._tell(
-                f"imbalance_degree is {means['imbalance_degree']:.2f}: the busiest rank computes so much more core "
-                "attention than the mean, and all wait for it; set balance_tolerance to 0.01 (it is "
+                f"{PREFIX}imbalance_degree is {means['imbalance_degree']:.2f}: the busiest rank computes so much more "
+                "core attention than the mean, and all wait for it; set balance_tolerance to 0.01 (it is "
                 f"{settings.balance_tolerance}), a smaller balance_block_size (it is {settings.balance_block_size}), "
                 "or more tokens_per_rank, so that there is enough to share out",
                 "imbalance_degree",
             )
         if means["exposed_exchange_share"] > MOST_EXPOSED:
             self._tell(
-                f"exposed_exchange_share is {means['exposed_exchange_share']:.2f}: a rank stands in waits for so much "
-                f"of the step; keep ping_pong on (it is {settings.ping_pong}), raise balance_tolerance (it is "
-                f"{settings.balance_tolerance}) so that less travels, and see with hf-distca doctor whether links and "
-                "nodes are what they should be; trace_steps=3 shows which waits are long",
+                f"{PREFIX}exposed_exchange_share is {means['exposed_exchange_share']:.2f}: a rank stands in waits for "
+                f"so much of the step; leave ping_pong (it is {settings.ping_pong}) and balance_tolerance (it is "
+                f"{settings.balance_tolerance}) at 'auto', and see with hf-distca doctor whether links and nodes are "
+                "what they should be; trace_steps=3 shows which waits are long",
                 "exposed_exchange_share",
             )
-        if self._ping_pong and means["ping_pong_share"] < LEAST_PING_PONG:
+        if self._ping_pong and settings.ping_pong is True and means["ping_pong_share"] < LEAST_PING_PONG:
             self._tell(
-                f"ping_pong_share is {means['ping_pong_share']:.2f}: micro-batches hardly ever run as two nano-"
-                "batches whose exchanges hide behind each other's computation; give ranks more tokens_per_rank, "
+                f"{PREFIX}ping_pong_share is {means['ping_pong_share']:.2f}: micro-batches hardly ever run as two "
+                "nano-batches whose exchanges hide behind each other's computation; give ranks more tokens_per_rank, "
                 "so that no document has more than half of a micro-batch's tokens, and put hooks on decoder layers, "
                 "not inside",
                 "ping_pong_share",

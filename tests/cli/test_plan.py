@@ -146,12 +146,16 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1], ("--kv-heads", "5"), "kv_heads must divide q_heads"),
         ([1], ("--window", "0"), "--window: must be a positive whole number, got '0'"),
         ([1], ("--head-dim", "x"), "--head-dim: must be a positive whole number, got 'x'"),
-        ([1], ("--balance-tolerance", "-1"), "balance_tolerance must be 0 or more (0.05 is 5 %), got -1.0"),
-        ([1], ("--balance-tolerance", "nan"), "balance_tolerance must be 0 or more (0.05 is 5 %), got nan"),
-        ([1], ("--balance-tolerance", "x"), "--balance-tolerance: invalid float value: 'x'"),
+        ([1], ("--balance-tolerance", "-1"), "balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got '-1'"),
+        (
+            [1],
+            ("--balance-tolerance", "nan"),
+            "or 'auto', got 'nan'",
+        ),
+        ([1], ("--balance-tolerance", "x"), "balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got 'x'"),
         ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
         ([1], ("--document-layout", "best"), "--document-layout: invalid choice: 'best'"),
-        ([1], ("--ranks-per-node", "3"), "ranks_per_node=3 does not divide the 2 ranks"),
+        ([1], ("--ranks", "4", "--ranks-per-node", "3"), "ranks_per_node=3 does not divide the 4 ranks"),
         ([1], ("--ranks-per-node", "2,1"), "ranks_per_node=2,1 is 3 ranks together, but 2 ranks train"),
         ([1], ("--ranks-per-node", "x"), "ranks_per_node must be a number of ranks"),
         ([1], ("--network-bandwidth", "0"), "--network-bandwidth: must be a positive number of gigabytes, got '0'"),
@@ -236,7 +240,7 @@ ONE_DOCUMENT += ["--q-heads", "1", "--kv-heads", "1", "--head-dim", "1"]
     [
         # Ranks receive 0, 2, 4 and 6 rows.
         ("1", (0, 0, 0), (96, 48, 48), 48 / 0.25e9),
-        ("auto", (0, 0, 0), (96, 48, 48), 48 / 0.25e9),
+        ("auto", (96, 48, 96), (0, 0, 0), 48e-9),
         ("4", (96, 48, 96), (0, 0, 0), 48e-9),
         # The first 4 rows cross to ranks 2 and 3, two to each, and are passed on there.
         ("2", (64, 32, 48), (32, 16, 32), 16 / 0.25e9),
@@ -301,7 +305,7 @@ def test_an_empty_row_of_a_table(capsys, tmp_path):
 
 
 def test_an_unreadable_file(capsys, tmp_path):
-    assert main(["plan", "--lengths", str(tmp_path), "--ranks", "1", "--tokens-per-rank", "1"]) == 2
+    assert main(["plan", "--lengths", str(tmp_path / "no.json"), "--ranks", "1", "--tokens-per-rank", "1"]) == 2
     assert "cannot read" in capsys.readouterr().err
 
 
@@ -373,3 +377,60 @@ def test_one_document_travels_in_stages_through_small_buffers(plan, capsys):
     assert figures["stages"] >= 8
     # Six buffers for K and V, there and back; queries stay.
     assert figures["exchange_buffers"] <= 6 * (1 << 20) + 8 * 4096
+
+
+def planned(capsys, *options) -> dict:
+    assert main(["plan", "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("source", ["prolong", "one-long", "lognormal:300,1"])
+def test_a_micro_batch_is_drawn_of_a_distribution(source, tmp_path, capsys):
+    def drawn(seed):
+        dump = tmp_path / f"{seed}.json"
+        planned(
+            capsys, "--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed", seed, "--dump", str(dump)
+        )
+        return [nano["lengths"] for nano in json.loads(dump.read_text())["nano_batches"]]
+
+    first = drawn("0")
+    assert 4096 < sum(map(sum, first)) <= 8192
+    assert drawn("0") == first != drawn("1")
+
+
+def test_a_micro_batch_is_drawn_of_a_data_set(tmp_path, capsys):
+    datasets.Dataset.from_dict({"tokens": [300, 40, 5] * 100}).save_to_disk(tmp_path / "data")
+    options = ["--lengths", str(tmp_path / "data"), "--ranks", "2", "--tokens-per-rank", "1k"]
+    assert planned(capsys, *options, "--column", "tokens")["tasks"] > 10
+    assert main(["plan", *options, "--split", "train", "--column", "text"]) == 2
+    assert "has columns ['tokens'], none of ['text']" in capsys.readouterr().err
+
+
+def test_nodes_have_eight_ranks_by_default(capsys):
+    batch = ["--lengths", "one-long", "--ranks", "12", "--tokens-per-rank", "512"]
+    default = planned(capsys, *batch)
+    assert default["bytes_within_nodes"] > 0
+    for key in ("bytes_within_nodes", "bytes_between_nodes"):
+        assert default[key] == planned(capsys, *batch, "--ranks-per-node", "8,4")[key]
+    assert planned(capsys, *batch, "--ranks-per-node", "1")["bytes_within_nodes"] == 0
+
+
+def test_a_model_that_comes_along(capsys):
+    options = ["--lengths", "prolong", "--ranks", "8", "--tokens-per-rank", "1k", "--model", "llama-8b"]
+    weights = planned(capsys, *options)["memory"]["ddp"]["weights"]
+    assert weights == pytest.approx(8.03e9 * 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tool", "defaults"),
+    [
+        ("plan", {"ping-pong": "auto", "keep-received": "off"}),
+        ("simulate", {"ping-pong": "auto", "checkpointing": "on"}),
+    ],
+)
+def test_on_and_off_options_show_their_defaults(tool, defaults, capsys):
+    with pytest.raises(SystemExit):
+        main([tool, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option, default in defaults.items():
+        assert f"(default: {default})" in shown.split(f"--no-{option} ")[-1].split(" --")[0]

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_distca.cli import measured, profile
 from hf_distca.cli.main import main
 from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels.speed import PEAK_FLOPS
+from hf_distca.measure import device
+from hf_distca.measure import profile as measured_profile
+from hf_distca.measure.links import measured_link
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import KernelCost, LinkCost
 from hf_distca.sim.costs import Accuracy, DeviceProfile
@@ -17,8 +19,8 @@ SMALL = ["--q-heads", "2", "--kv-heads", "1", "--head-dim", "16", "--hidden", "6
 
 @pytest.fixture
 def few_calls(monkeypatch):
-    monkeypatch.setattr(measured, "QUERIES", {"cpu": (16, 64, 256)})
-    monkeypatch.setattr(measured, "REPEATS", 1)
+    monkeypatch.setattr(device, "QUERIES", {"cpu": (16, 64, 256)})
+    monkeypatch.setattr(device, "REPEATS", 1)
 
 
 def test_a_device_is_measured_and_simulated(tmp_path, capsys, few_calls):
@@ -45,7 +47,7 @@ def test_a_device_is_measured_and_simulated(tmp_path, capsys, few_calls):
     ],
 )
 def test_a_long_document_tells_how_fast_the_kernel_is(tmp_path, capsys, monkeypatch, cost, seconds):
-    monkeypatch.setattr(profile, "measured_kernel", lambda *_: (cost, cost, Accuracy(1.0, 1.0, 1)))
+    monkeypatch.setattr(measured_profile, "measured_kernel", lambda *_, **__: (cost, cost, Accuracy(1.0, 1.0, 1)))
     assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL]) == 0
     flops = 2 * 2 * (16 + 16) * (16384 * 16385 / 2)
     assert f"16384 tokens' attention    {flops / seconds / 1e12:.3g} TFLOP/s" in capsys.readouterr().out
@@ -62,7 +64,7 @@ def test_a_long_document_tells_how_fast_the_kernel_is(tmp_path, capsys, monkeypa
     ],
 )
 def test_what_cannot_be_measured_is_told_first(tmp_path, capsys, monkeypatch, options, told):
-    monkeypatch.setattr(measured, "seconds_of", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(device, "seconds_of", lambda *_: pytest.fail("measured"))
     assert main(["profile", "--output", str(tmp_path / "mine.json"), *SMALL, *options]) == 2
     assert told in capsys.readouterr().err
 
@@ -80,9 +82,9 @@ def test_costs_follow_what_calls_take(monkeypatch):
             now[0] += 1e-4
             return q, k, v
 
-    monkeypatch.setattr(measured.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
     kind = AttentionKind(None, 1, 1, 8, 8)
-    forward, backward, accuracy = measured.measured_kernel(Counts(), kind, torch.float32, torch.device("cpu"))
+    forward, backward, accuracy = device.measured_kernel(Counts(), kind, torch.float32, torch.device("cpu"))
     assert (forward.pair, forward.call) == pytest.approx((2e-9, 1e-5), rel=1e-6)
     assert (backward.pair, backward.call) == pytest.approx((0.0, 1e-4), abs=1e-15)
     assert accuracy.worst_ratio == pytest.approx(1.0)
@@ -91,15 +93,15 @@ def test_costs_follow_what_calls_take(monkeypatch):
 def test_short_calls_do_not_bend_what_long_ones_cost():
     """A pair takes 3 s in short calls, and 1 s in long ones."""
     calls = [(rows, rows, rows * rows) for rows in (8, 16, 32, 512, 1024, 2048)]
-    tasks = measured._tasks(calls, range(len(calls)))
+    tasks = device._tasks(calls, range(len(calls)))
     seconds = tasks.pairs * np.array([3.0, 3.0, 3.0, 1.0, 1.0, 1.0])
-    found = measured._fitted(tasks, seconds)
+    found = device._fitted(tasks, seconds)
     assert found.seconds(tasks)[3:] == pytest.approx(seconds[3:], rel=0.05)
 
 
 def _links(_: None) -> list[LinkCost]:
-    groups, device = Groups(torch.device("cpu"), 60.0), torch.device("cpu")
-    return [measured.measured_link(groups, device, [1, 0], alone=alone) for alone in (False, True)]
+    groups, cpu = Groups(torch.device("cpu"), 60.0), torch.device("cpu")
+    return [measured_link(groups, cpu, [1, 0], alone=alone) for alone in (False, True)]
 
 
 def test_ranks_measure_the_same_link(rank_pools):

@@ -39,7 +39,7 @@ def _found(hosts, local_ranks, mesh_shape):
 @pytest.mark.parametrize(
     ("hosts", "local_ranks", "expected", "logged"),
     [
-        ("aaaa", [0, 1, 2, 3], 1, "4"),
+        ("aaaa", [0, 1, 2, 3], 4, "4"),
         ("aabb", [0, 1, 0, 1], 2, "2, 2"),
         ("aaab", [0, 1, 2, 0], (3, 1), "3, 1"),
         ("abbc", [0, 0, 1, 0], (1, 2, 1), "1, 2, 1"),
@@ -70,20 +70,20 @@ def test_ranks_that_are_numbered_across_hosts(rank_pools, hosts, local_ranks, ex
 
 
 @pytest.mark.parametrize(
-    ("hosts", "local_ranks", "shape", "logged"),
+    ("hosts", "local_ranks", "shape", "logged", "expected"),
     [
-        ("aaaa", [0, 1, 2, 3], (2, 2), ["2"] * 2),
-        ("aabb", [0, 1, 0, 1], (2, 2), ["1, 1"] * 2),
-        ("aaab", [0, 1, 2, 0], (2, 2), ["2", "1, 1"]),
-        ("aaab", [0, 1, 2, 0], (4, 1), ["3, 1"]),
+        ("aaaa", [0, 1, 2, 3], (2, 2), ["2"] * 2, [2] * 4),
+        ("aabb", [0, 1, 0, 1], (2, 2), ["1, 1"] * 2, [1] * 4),
+        ("aaab", [0, 1, 2, 0], (2, 2), ["2", "1, 1"], [2, 1, 2, 1]),
+        ("aaab", [0, 1, 2, 0], (4, 1), ["3, 1"], [(3, 1)] * 4),
     ],
 )
-def test_a_mesh_says_how_many_of_its_ranks_share_a_node(rank_pools, hosts, local_ranks, shape, logged):
+def test_a_mesh_says_how_many_of_its_ranks_share_a_node(rank_pools, hosts, local_ranks, shape, logged, expected):
     # With tensor parallelism of two, ranks 0 and 2 train together, and so do 1 and 3.
     results = rank_pools[4].run(_found, hosts, local_ranks, shape)
     told = [f"ranks on each node, as launched: {sizes}" for sizes in logged]
     assert [messages for _, messages in results] == [[message] for message in told] + [[]] * (4 - len(told))
-    assert [found for found, _ in results] == [(3, 1) if shape == (4, 1) else 1] * 4
+    assert [found for found, _ in results] == expected
 
 
 def test_without_a_world_all_links_are_alike():

@@ -51,7 +51,7 @@ def finetune(checkpoint: Path, output: Path, options: str, **how: Any) -> tuple[
 def finetune_command(checkpoint: Path, output: Path, options: str) -> list[str]:
     """The example with small settings."""
     settings = "--learning_rate 1e-2 --save_strategy no --report_to none"
-    paths = ["--model", str(checkpoint), "--output_dir", str(output)]
+    paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(output)]
     return ["finetune_llama.py", *paths, *settings.split(), *options.split()]
 
 

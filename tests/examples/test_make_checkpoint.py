@@ -12,10 +12,9 @@ def run(monkeypatch, tmp_path):
     """Runs the script on the first 100 documents; gives the folder of the checkpoint."""
     monkeypatch.syspath_prepend(EXAMPLES)
     import make_checkpoint
-    from standard_library import standard_library
 
     def run_with(*options):
-        few = standard_library(progress=False).select(range(100))
+        few = make_checkpoint.standard_library(progress=False).select(range(100))
         monkeypatch.setattr(make_checkpoint, "standard_library", lambda: few)
         monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "--output", str(tmp_path), *options])
         make_checkpoint.main()
@@ -51,7 +50,7 @@ def test_sizes_that_do_not_divide(run, capsys):
 
 def test_documents_are_whole_files(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    from standard_library import standard_library
+    from make_checkpoint import standard_library
 
     texts = standard_library(progress=False)["text"][:]
     assert len(texts) > 300

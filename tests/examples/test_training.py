@@ -1,9 +1,13 @@
 """The training examples as a user starts them, with small settings."""
 
+import ast
 import json
 import sys
+from dataclasses import fields
+from importlib import import_module
 
 import pytest
+import trl
 from datasets import Dataset
 
 from tests.examples.running import EXAMPLES, finetune, run
@@ -14,7 +18,7 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
     data.write_text(
         "".join(json.dumps({"body": f"def f{i}():\n    return {i}\n" * (i + 1)}) + "\n" for i in range(20))
     )
-    options = f"--dataset {data} --text_column body --lora --tokens_per_rank 1024 --num_train_epochs 3"
+    options = f"--dataset_name {data} --dataset_text_field body --use_peft --tokens_per_rank 1024 --num_train_epochs 3"
     summary, _ = finetune(checkpoint, tmp_path / "run", options)
     assert summary["documents"] == 19
     assert summary["loss_last"] < summary["loss_first"]
@@ -32,9 +36,9 @@ def test_ranks_that_share_layers(checkpoint, tmp_path):
 
 
 def test_chats_about_the_standard_library(checkpoint, tmp_path):
-    settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none --bf16 False --lora"
+    settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none --bf16 False --use_peft"
     options = "--max_chats 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --assistant_only_loss"
-    paths = ["--model", str(checkpoint), "--output_dir", str(tmp_path)]
+    paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
     printed = run(["sft_chat.py", *paths, *settings.split(), *options.split()], ranks=2)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["chats"] == 19
@@ -58,7 +62,7 @@ def test_a_chat_of_a_module(monkeypatch):
 
 def test_a_loop_of_ones_own(checkpoint):
     options = "--steps 4 --documents_per_rank 2 --max_length 512"
-    command = ["accelerate_loop.py", "--model", str(checkpoint), *options.split()]
+    command = ["accelerate_loop.py", "--model_name_or_path", str(checkpoint), *options.split()]
     printed = run(command, ranks=2, ACCELERATE_USE_CPU="true")
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
@@ -77,7 +81,7 @@ def examples(monkeypatch):
 def test_a_run_that_logged_nothing(examples, capsys):
     finetune_llama, sft_chat = examples
     metrics = {"eval_loss": 2.5, "eval_mean_token_accuracy": 0.5}
-    documents = Dataset.from_dict({"length": [3, 4]})
+    documents = Dataset.from_dict({"input_ids": [[1] * 3, [1] * 4]})
     summary = finetune_llama.summarize([{"epoch": 1.0}], metrics, documents)
     assert summary == {"eval_loss": 2.5, "documents": 2, "tokens": 7}
     finetune_llama.print_table(summary, 2, "out")
@@ -86,11 +90,33 @@ def test_a_run_that_logged_nothing(examples, capsys):
 
 
 def test_adapters_without_peft(examples, monkeypatch):
+    import_module("hf_distca.trainer.sft")  # while peft is there, which transformers and TRL import for themselves
     monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.setattr(sys, "argv", ["x", "--model", "/nowhere", "--lora", "--use_cpu", "--output_dir", "/nowhere"])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--model_name_or_path", "/no", "--use_peft", "--use_cpu", "--output_dir", "/no"]
+    )
     for example in examples:
-        with pytest.raises(SystemExit, match=r"^--lora needs peft, .*: pip install peft$"):
+        with pytest.raises(SystemExit, match=r"^--use_peft needs peft, .*: pip install peft$"):
             example.main()
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_each_example_stands_alone(example):
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    for node in ast.walk(ast.parse((EXAMPLES / example).read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imported = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not names & set(imported)
+
+
+@pytest.mark.parametrize("example", ["finetune_llama", "sft_chat"])
+def test_options_are_called_as_trl_calls_them(monkeypatch, example):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    ours = {each.name for each in fields(import_module(example).ScriptArguments)}
+    theirs = {each.name for each in (*fields(trl.ScriptArguments), *fields(trl.ModelConfig))}
+    assert ours - theirs == {"max_documents" if example == "finetune_llama" else "max_chats", "eval_fraction"} | (
+        {"tp_size"} if example == "finetune_llama" else set()
+    )
 
 
 def test_no_model_where_there_are_no_weights(tmp_path, monkeypatch):

@@ -83,8 +83,7 @@ def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, in_one_go):
 def test_a_rank_alone_sends_nothing():
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
     parts = count_core_attention(plan, small_kinds()[0], torch.float32, 0, Use(FLASH), without_numbers())
-    # Nothing is in a buffer, and the least that is taken is a page: of queries and of keys.
-    assert parts["exchange buffers"] == 2 * 4096
+    assert "exchange buffers" not in parts
 
 
 def test_exchange_buffers_of_one_document_in_stages():

@@ -23,7 +23,15 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
-from tests.models import in_stages, random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models import (
+    exchanging,
+    in_stages,
+    random_documents,
+    reference_step,
+    relative_error,
+    small_kinds,
+    small_model,
+)
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -259,7 +267,9 @@ def _attending_twice() -> list[tuple[float, dict]]:
     for reentrant in (False, True):
         for keep_received in (False, True):
             model = small_model("diffllama").train()
-            config = DistCAConfig(tokens_per_rank=4096, balance_block_size=8, keep_received=keep_received)
+            config = DistCAConfig(
+                tokens_per_rank=4096, balance_block_size=8, keep_received=keep_received, **exchanging(model)
+            )
             dispatcher = make_dispatcher(model, config, torch.device("cpu"))
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             plan = plan_micro_batch(LENGTHS, dispatcher.settings)

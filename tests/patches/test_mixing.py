@@ -20,7 +20,14 @@ pytestmark = pytest.mark.usefixtures("backward_thread")
 
 LENGTHS = [60, 7, 45, 33, 24, 1, 18]
 FEW = [60, 7, 29]
-CONFIG = DistCAConfig(tokens_per_rank=96, balance_block_size=8, loss_chunk_bytes=4 * 64 * 20)
+CONFIG = DistCAConfig(
+    tokens_per_rank=96,
+    balance_block_size=8,
+    loss_chunk_bytes=4 * 64 * 20,
+    document_layout="whole",
+    balance_tolerance=0.01,
+    ping_pong=True,
+)
 MODELS = ("qwen3_next", "falcon_h1")
 """With a mixing module instead of attention in some layers, and with one beside it in every layer."""
 

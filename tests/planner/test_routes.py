@@ -11,10 +11,11 @@ from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import Intervals
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_moved
-from hf_distca.planner.routes import TaskGroup
-from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.routes.moves import Moves, any_key_crosses, any_query_crosses
 from hf_distca.planner.routes.passed_on import pass_on
 from hf_distca.planner.routes.passed_on_stages import hops_by_stage
+from hf_distca.planner.tasks import at_home
 from tests.planner.carried_out import messages_of, routes_of
 from tests.planner.drawn_plans import plans_of_all_kinds
 
@@ -71,6 +72,45 @@ def test_split_gives_every_task_its_rows():
     assert (after.q_rows.tolist(), after.k_rows.tolist()) == ([2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8])
     assert (before.task_pairs.tolist(), before.pairs) == ([3], 3)
     assert (after.task_pairs.tolist(), after.pairs) == ([4, 6], 10)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "tasks", "workers", "expected"),
+    [
+        ([[2, 3], [4]], None, [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 4, 1)], 2, True),
+        (
+            [[2, 3], [4]],
+            None,
+            [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 3, 0), (2, 0, 4, 1)],
+            3,
+            True,
+        ),  # a task of two parts
+        ([[2, 3], [4]], None, [(0, 0, 2, 0), (1, 0, 3, 1), (2, 0, 4, 1)], 2, False),  # a document elsewhere
+        ([[2, 3], [4]], None, [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 2, 1), (2, 2, 4, 2)], 3, False),  # rows at a server
+        ([[2], []], None, [(0, 0, 2, 0)], 2, False),  # a rank without rows
+        ([[2, 4]], 2, [(0, 0, 2, 0), (1, 0, 1, 0), (1, 1, 4, 1)], 2, False),  # a document on two ranks
+    ],
+)
+def test_nothing_moves(lengths, ranks, tasks, workers, expected):
+    plan = Plan(fixed_layout(lengths, ranks), np.array(sorted(tasks, key=lambda task: task[3]), TASK), workers)
+    assert nothing_moves(plan) == expected
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.sampled_from([None, 1, 3]),
+)
+@settings(deadline=None)
+def test_where_nothing_moves_each_rank_computes_its_rows_and_nothing_crosses(placed, window):
+    plan = at_home(fixed_layout(placed), window)
+    assert nothing_moves(plan)
+    assert not any_key_crosses(plan)
+    assert not any_query_crosses(plan)
+    for rank, lengths in enumerate(placed):
+        routes = make_routes(plan, rank)
+        assert routes.own.q_lens.tolist() == routes.own.k_lens.tolist() == lengths
+        assert routes.own.q_rows.tolist() == list(range(sum(lengths)))
+        assert [len(stage.prefix.q_lens) + len(stage.visiting.q_lens) for stage in routes.stages] == [0]
 
 
 def test_a_window_needs_the_rows_that_it_reaches_and_no_more():

@@ -39,7 +39,7 @@ def expected() -> list[float]:
 
 
 def attention_servers(result: dict) -> list[int]:
-    return [entry["attention_servers"] for entry in result["history"] if "attention_servers" in entry]
+    return [entry["distca/attention_servers"] for entry in result["history"] if "distca/attention_servers" in entry]
 
 
 class Struck:

@@ -21,8 +21,8 @@ JOINT = way(
 
 def test_what_pays_comes_with_settings_to_copy():
     assert advice([WHOLE, JOINT], WHOLE, JOINT, 512) == (
-        "A step is 2.00 times as fast as by 'whole', the best of the other ways; core attention alone of the busiest "
-        "rank 3.00 times. Set document_layout='joint', tokens_per_rank=512.",
+        "2.00× the speed of whole, the best of the other strategies; core attention alone, on the busiest rank, "
+        "3.00×. Set document_layout='joint', tokens_per_rank=512.",
     )
 
 
@@ -30,10 +30,10 @@ def test_what_pays_comes_with_settings_to_copy():
 def test_gains_that_runs_differ_by_are_none(seconds, pays):
     whole = way("whole", step_seconds=seconds, attention_seconds=1.0)
     (said,) = advice([whole, JOINT], whole, JOINT, 512)
-    assert said.startswith("A step is") == pays
+    assert said.startswith(f"{seconds:.2f}× the speed") == pays
     if not pays:
         assert said == (
-            f"It does not pay here: a step takes {seconds:.2f} times as long by 'whole', the best of the other ways. "
+            f"No gain expected: {seconds:.2f}× the speed of whole, the best of the other strategies. "
             "Core attention is 30% of a step; longer documents, or more of them beside short ones, would change that."
         )
 
@@ -50,8 +50,8 @@ def test_ways_that_cut_documents_are_named():
     cuts = replace(WHOLE, documents_cut=0.1)
     faster = way("plain", step_seconds=0.9, documents_cut=0.3)
     assert advice([faster, cuts, JOINT], cuts, JOINT, 512)[1:] == (
-        "Every other way cuts documents: 'whole' 10.0% of them, which train on less context than planned ones.",
-        "'plain' takes 0.900 s a step, but cuts 30.0% of the documents, which then train on less context: it is not "
+        "Every other strategy cuts documents: whole 10.0% of them, which train on less context than planned ones.",
+        "plain takes 0.900 s a step, but cuts 30.0% of the documents, which then train on less context: it is not "
         "compared for that.",
     )
     slower = way("plain", step_seconds=2.1, documents_cut=0.3)

@@ -6,7 +6,7 @@ come from a collator of transformers, with gradient checkpointing.
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import cut_rows
-from tests.models import random_documents, reference_step
+from tests.models import exchanging, random_documents, reference_step
 from tests.survey.tiny import tiny_config
 
 LENGTHS = (40, 7, 33, 1, 26, 12, 1)
@@ -96,7 +96,7 @@ def planned(model_type: str) -> tuple[str, list[Step]]:
     documents = random_documents(LENGTHS)
     try:
         model = _model(model_type, "distca")
-        dispatcher = make_dispatcher(model, CONFIG, torch.device("cpu"))
+        dispatcher = make_dispatcher(model, replace(CONFIG, **exchanging(model)), torch.device("cpu"))
         steps = [_planned_step(model, way(model, dispatcher, documents)) for way in WAYS.values()]
         return "", [*steps, _reference(model_type, documents)]
     except Exception as error:

@@ -10,7 +10,7 @@ import datasets
 from transformers import DataCollatorWithFlattening, training_args
 
 import hf_distca
-from tests.models import random_documents, small_model
+from tests.models import exchanging, random_documents, small_model
 from tests.trainer.train_script import allow_bf16
 
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]
@@ -43,6 +43,7 @@ def make_trainer(
     os.environ["ACCELERATE_USE_CPU"] = str(not sharded).lower()
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments before have left behind
     make, make_arguments = classes
+    model = model or small_model()
     with _taken_for_gpus() if sharded else nullcontext():
         args = make_arguments(
             output_dir=folder,
@@ -56,6 +57,7 @@ def make_trainer(
                 "balance_block_size": 8,
                 "tokens_per_rank": 160,
                 "seed": 1,
+                **exchanging(model),
                 **arguments,
             },
         )
@@ -70,7 +72,7 @@ def make_trainer(
     else:
         dataset = datasets.Dataset.from_list(documents)
     return make(
-        model=model or small_model(),
+        model=model,
         args=args,
         train_dataset=dataset,
         eval_dataset=dataset,

@@ -1,6 +1,6 @@
-"""What a training lets the planner choose."""
+"""What a training lets the planner choose, and the costs that it measures and keeps."""
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,21 +8,28 @@ import torch
 import hf_distca
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.trainer.choices import choices_of
-from tests.models import small_model
+from hf_distca.trainer.assembly import make_dispatcher
+from hf_distca.trainer.choices import PROFILE_FILE, choices_of
+from tests.models import exchanging, small_model
 
 CPU = torch.device("cpu")
 
 
 def choices(ranks: int = 4, **changes):
+    """What may be chosen with the profile of an H100, and the settings of the plans."""
     config = hf_distca.DistCAConfig(**{"device_profile": "h100", **changes})
     model = small_model(implementation="distca")
     settings = hf_distca.plan_settings(model, config, ranks=ranks, device=CPU)
-    return choices_of(model, settings, config, checkpointing=False), settings
+    dispatcher = SimpleNamespace(settings=settings)
+    return choices_of(model, dispatcher, config, checkpointing=False), settings
 
 
-@pytest.mark.parametrize("changes", [{"device_profile": None}, {"attention_servers": "external"}, {"ranks": 1}])
-def test_nothing_is_chosen_without_costs_with_servers_or_alone(changes):
+def set_by_hand() -> dict:
+    return {"device_profile": None, **exchanging(small_model())}
+
+
+@pytest.mark.parametrize("changes", [set_by_hand(), {"attention_servers": "external"}, {"ranks": 1}])
+def test_nothing_is_chosen_where_all_is_set_with_servers_or_alone(changes):
     assert choices(**changes)[0] is None
 
 
@@ -39,11 +46,30 @@ def test_costs_are_those_of_the_profile_and_the_model():
     assert found.costs.backward_factor == 2.0
 
 
-def test_what_is_set_is_kept():
-    found, _ = choices(document_layout="joint", balance_tolerance=0.2, ping_pong=False)
-    assert not found.groups
-    assert found.tolerances == (0.2, 0.3)
-    assert found.nano_batches == (1,)
+@pytest.mark.parametrize(
+    ("changes", "groups", "tolerances", "nano_batches"),
+    [
+        ({"document_layout": "joint"}, False, (0.01, 0.1, 0.3), (1, 2)),
+        ({"balance_tolerance": 0.2}, True, (0.2,), (1, 2)),
+        ({"ping_pong": False}, True, (0.01, 0.1, 0.3), (1,)),
+        ({"ping_pong": True}, True, (0.01, 0.1, 0.3), (2,)),
+    ],
+)
+def test_what_is_set_is_kept(changes, groups, tolerances, nano_batches):
+    found, _ = choices(**changes)
+    assert (found.groups, found.tolerances, found.nano_batches) == (groups, tolerances, nano_batches)
+
+
+def test_core_attention_that_is_computed_again_counts_in_the_backward():
+    model = small_model(implementation="distca")
+    backward = []
+    for kept in (True, False):
+        config = hf_distca.DistCAConfig(device_profile="h100", keep_core_attention=kept)
+        dispatcher = SimpleNamespace(settings=hf_distca.plan_settings(model, config, ranks=2, device=CPU))
+        found = choices_of(model, dispatcher, config, checkpointing=True)
+        backward.append(found.costs.kinds[0].backward)
+        forward = found.costs.kinds[0].forward
+    assert backward[1] == backward[0].plus(forward)
 
 
 def test_a_profile_that_there_is_none_of():
@@ -51,11 +77,33 @@ def test_a_profile_that_there_is_none_of():
         choices(device_profile="h900")
 
 
-def test_plans_of_a_training_are_chosen():
-    """Ranks agree on settings with choices, and documents that balance whole are not cut."""
-    model = small_model(implementation="distca")
-    config = hf_distca.DistCAConfig(device_profile="h100", tokens_per_rank=64)
-    settings = hf_distca.plan_settings(model, config, ranks=2, device=CPU)
-    settings = replace(settings, choices=choices_of(model, settings, config, checkpointing=False))
-    plan = plan_micro_batch([30, 30, 30, 30], settings)
-    assert plan.choice.group == 1
+def _measured(folder) -> list:
+    """On each rank: what two dispatchers of a run choose by, the second of what the first has kept; and of other
+    ranks' tokens."""
+    found = []
+    for tokens in (64, 64, 96):
+        config = hf_distca.DistCAConfig(tokens_per_rank=tokens)
+        dispatcher = make_dispatcher(small_model(implementation="distca"), config, CPU, folder=folder)
+        found.append(dispatcher.settings.choices)
+        # Nothing to exchange for: documents that balance whole are not cut.
+        plan = plan_micro_batch([30, 30, 30, 30], dispatcher.settings)
+        assert plan.choice.group == 1
+        assert plan.summary.exchange.bytes_total == 0
+        placed = dispatcher.plan_lengths([[20, 5]])[0]
+        assert placed.choice.seconds > 0
+        assert placed.summary.exchange.bytes_total == 0
+        dispatcher.close()
+    return found
+
+
+def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
+    first, second = rank_pools[2].run(_measured, tmp_path / "run")
+    assert first == second
+    measured, kept, others = first
+    assert measured == kept
+    assert others != measured  # of another number of tokens: measured anew
+    assert "at most 96 tokens a rank" in DeviceProfile.load(str(tmp_path / "run" / PROFILE_FILE)).source
+    cost = measured.costs
+    assert cost.kinds[0].forward.seconds is not None
+    assert min(cost.before, cost.after, cost.launches, cost.exchange.start) > 0
+    assert cost.exchange.within.bandwidth > 1e6

@@ -327,8 +327,8 @@ def test_rows_are_planned_for_the_heads_and_the_data_of_a_rank(divided, name):
 def test_figures_are_of_a_ranks_share(divided):
     logs = {name: divided[0][name]["log"] for name in CASES}
     for name in (SAVED, *EXPERTS):  # FSDP2 has hooks of its own on the experts
-        assert logs[name]["ping_pong_share"] > 0, name
-    float32, bf16 = (logs[name]["exchange_bytes"] for name in ("norms of heads", "bf16"))
+        assert logs[name]["distca/ping_pong_share"] > 0, name
+    float32, bf16 = (logs[name]["distca/exchange_bytes"] for name in ("norms of heads", "bf16"))
     assert float32 == 2 * bf16 > 0
     assert logs["tensor parallelism alone"]["exchange_bytes"] == 0
 

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments, training_args
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
-from tests.models import random_documents
+from tests.models import exchanging, random_documents
 from tests.ranks import RankPool
 from tests.trainer.features import FEATURES, SGD, Average, Example, Feature, Pad, whole
 from tests.trainer.features_page import ARGUMENTS, OTHERS, PAGE, page
@@ -94,7 +94,8 @@ def planned(folder: str, name: str, strategy: str) -> Result:
         patch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
         try:
             args = hf_distca.DistCATrainingArguments(
-                output_dir=folder, **{**COMMON, **PLANNED, "dataloader_num_workers": 0, **feature.arguments}
+                output_dir=folder,
+                **{**COMMON, **PLANNED, **exchanging(model), "dataloader_num_workers": 0, **feature.arguments},
             )
             trainer = hf_distca.DistCATrainer(args=args, **given)
             result = trained(trainer, model)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hf_distca
-from tests.models import random_documents
+from tests.models import exchanging, random_documents
 from tests.ranks import own_processes
 from tests.trainer.features import adapted, plain
 from tests.trainer.launches import CHECKPOINTING
@@ -106,7 +106,7 @@ def _trainer(model: nn.Module, folder: Path) -> hf_distca.DistCATrainer:
     documents = [{"input_ids": document.tolist()} for document in random_documents(LENGTHS)]
     return hf_distca.DistCATrainer(
         model=model,
-        args=hf_distca.DistCATrainingArguments(output_dir=str(folder), **ARGUMENTS),
+        args=hf_distca.DistCATrainingArguments(output_dir=str(folder), **exchanging(model), **ARGUMENTS),
         train_dataset=datasets.Dataset.from_list(documents),
     )
 

@@ -60,7 +60,7 @@ def test_loss_curve_is_that_of_one_process(strategy, launched, expected):
     assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED") in result["distributed_type"]
     assert result["world_size"] == 2
     # Some micro-batches have a document of more than half of their tokens: both kinds in one run.
-    shares = [entry["ping_pong_share"] for entry in result["history"] if "ping_pong_share" in entry]
+    shares = [entry["distca/ping_pong_share"] for entry in result["history"] if "distca/ping_pong_share" in entry]
     assert min(shares) < 1.0
     assert max(shares) > 0.0
     assert result["losses"] == pytest.approx(expected("whole")["losses"], rel=2e-5)
@@ -107,8 +107,8 @@ def test_resuming(strategy, name, launched):
 )
 def test_few_steps(strategy, name, launched, expected):
     result = launched(strategy)[name]
-    assert max(entry.get("ping_pong_share", 0.0) for entry in result["history"]) > 0.0
-    assert max(entry.get("exchange_stages", 0.0) for entry in result["history"]) > 1.0
+    assert max(entry.get("distca/ping_pong_share", 0.0) for entry in result["history"]) > 0.0
+    assert max(entry.get("distca/exchange_stages", 0.0) for entry in result["history"]) > 1.0
     assert result["losses"] == pytest.approx(expected(name)["losses"], rel=2e-5)
     assert result["evaluations"] == pytest.approx(expected(name)["evaluations"], rel=2e-5)
 

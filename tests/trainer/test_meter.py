@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
 from hf_distca.patches.model import plan_settings
-from hf_distca.plan import ExchangeFigures, PlanSummary
+from hf_distca.plan import Choice, ExchangeFigures, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.model_flops import ModelFlops
@@ -59,11 +59,11 @@ def test_only_training_counts(tmp_path, monkeypatch):
         clock.waited += 1000.0
         trainer.train()
         figures = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert [entry["tokens_per_second"] for entry in figures] == pytest.approx([sum(LENGTHS) / 2.0] * 2)
-        assert [entry["exchange_wait_seconds"] for entry in figures] == [2.0] * 2
+        assert [entry["distca/tokens_per_second"] for entry in figures] == pytest.approx([sum(LENGTHS) / 2.0] * 2)
+        assert [entry["distca/exchange_wait_seconds"] for entry in figures] == [2.0] * 2
         # One rank: what it takes is the speed that it is predicted by.
-        assert [entry["attention_ms"] for entry in figures] == [500.0] * 2
-        assert [entry["attention_ms_predicted"] for entry in figures] == pytest.approx([500.0] * 2)
+        assert [entry["distca/attention_ms"] for entry in figures] == [500.0] * 2
+        assert [entry["distca/attention_ms_predicted"] for entry in figures] == pytest.approx([500.0] * 2)
 
 
 OF_NODES = {
@@ -119,11 +119,12 @@ def test_figures_of_devices(monkeypatch, peak, mfu):
         device=torch.device("cpu"),
     )
     pool = SimpleNamespace(servers=[7])
-    attention = SimpleNamespace(predicted=lambda plans, stages, seen: 1e-3 * len(plans) + sum(stages) + sum(seen))
+    attention = SimpleNamespace(predicted=lambda plans, seen: 1e-3 * len(plans) + sum(seen))
     meter = StepMeter(dispatcher, pool, attention, processes=2, flops=SimpleNamespace(of=lambda plan: 50.0))
     for _ in range(2):
         clock.on_step_begin()
-        plan = SimpleNamespace(tokens=np.array([20, 4]), summary=PlanSummary(1.5, 1.0, ExchangeFigures(*[0] * 9)))
+        summary = PlanSummary(1.5, 1.0, ExchangeFigures(*[0] * 9))
+        plan = SimpleNamespace(tokens=np.array([20, 4]), summary=summary, choice=None)
         ran = SimpleNamespace(layers_in_turns=0, layers=1)
         meter.count(SimpleNamespace(plan=plan, ran=ran, stages=1))
         meter.on_step_end()
@@ -134,4 +135,30 @@ def test_figures_of_devices(monkeypatch, peak, mfu):
     assert figures["exposed_exchange_share"] == 0.5
     assert figures["imbalance_degree_packed"] == 1.5
     assert figures.get("mfu") == mfu
-    assert (figures["attention_ms"], figures["attention_ms_predicted"]) == (500.0, (0.002 + 2 + 1) * 1e3 / 2)
+    assert (figures["attention_ms"], figures["attention_ms_predicted"]) == (500.0, (0.002 + 1) * 1e3 / 2)
+
+
+def test_figures_of_plans_that_were_chosen(monkeypatch):
+    monkeypatch.setattr("hf_distca.trainer.meter.time", clock := Clock())
+    dispatcher = SimpleNamespace(
+        settings=SimpleNamespace(nodes=None),
+        recorder=SimpleNamespace(seconds=lambda kind: 0.0),
+        groups=SimpleNamespace(all_gather=lambda value: [value]),
+        device=torch.device("cpu"),
+    )
+    attention = SimpleNamespace(predicted=lambda plans, seen: 0.0)
+    meter = StepMeter(dispatcher, None, attention, processes=2, costs=SimpleNamespace(besides=0.5))
+    # Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
+    for moved in ([0] * 9, [7, 7, 7, 7, 7, 0, 0, 0, 0], [7, 7, 4, 4, 4, 3, 3, 3, 0], [7, 7, 4, 4, 4, 3, 3, 3, 0]):
+        choice = Choice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
+        plan = SimpleNamespace(
+            tokens=np.array([20, 4]), summary=PlanSummary(1.5, 1.0, ExchangeFigures(*moved)), choice=choice
+        )
+        meter.count(SimpleNamespace(plan=plan, ran=SimpleNamespace(layers_in_turns=0, layers=1), stages=1))
+    for _ in range(2):
+        clock.on_step_begin()
+        meter.on_step_end()
+    figures = meter.figures()
+    assert (figures["step_ms"], figures["step_ms_predicted"]) == (2000.0, 1000.0)
+    assert figures["gain_predicted"] == pytest.approx(1.2)
+    assert (figures["plans_without_exchange"], figures["plans_within_nodes"]) == (0.25, 0.25)

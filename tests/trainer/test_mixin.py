@@ -125,7 +125,7 @@ def test_losses_are_the_trainers_own(rank_pools, tmp_path, source, ranks):
     loss = reference_loss()
     for logged, evaluation, calls in rank_pools[ranks].run(_one_step_of_everything, str(tmp_path), source):
         assert logged["loss"] == pytest.approx(loss, rel=1e-6)
-        assert logged["imbalance_degree"] >= 1.0
+        assert logged["distca/imbalance_degree"] >= 1.0
         assert logged["targets"] > 0.0
         # Its evaluation leaves the number of targets out, and would give each rank's mean.
         assert evaluation["eval_loss"] == pytest.approx(loss, rel=1e-6)

@@ -59,7 +59,7 @@ def test_ranks_on_nodes_train_as_one_process(rank_pools, tmp_path, strategy, wit
         )
         assert sum(passes_on) > STEPS
         history = result["history"]
-        assert max(entry.get("ping_pong_share", 0.0) for entry in history) > 0.0
-        assert max(entry.get("exchange_stages", 0.0) for entry in history) > 1.0
-        assert max(entry.get("exchange_bytes_between_nodes", 0.0) for entry in history) > 0.0
+        assert max(entry.get("distca/ping_pong_share", 0.0) for entry in history) > 0.0
+        assert max(entry.get("distca/exchange_stages", 0.0) for entry in history) > 1.0
+        assert max(entry.get("distca/exchange_bytes_between_nodes", 0.0) for entry in history) > 0.0
         assert result["losses"] == pytest.approx(expected, rel=within)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.integration_utils import rewrite_logs
 
+from hf_distca.trainer.meter import PREFIX
 from tests.models import random_documents, reference_step, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
@@ -81,14 +83,18 @@ def test_load_balancing_losses_are_of_each_rank_and_micro_batch(rank_pools, tmp_
 
 def test_logs_of_a_step(rank_pools, tmp_path):
     (history, _, _), (others, _, _) = rank_pools[2].run(_one_step_of_everything, str(tmp_path), "packed", 0)
-    figures = history[0]
+    figures = {name.removeprefix(PREFIX): figure for name, figure in history[0].items() if name.startswith(PREFIX)}
     # Planned evenly, so that the busiest rank should take hardly more than the mean.
     assert 0.5 * figures["attention_ms"] <= figures["attention_ms_predicted"] < 1.05 * figures["attention_ms"]
-    assert others[0]["attention_ms"] == figures["attention_ms"]
+    assert others[0]["distca/attention_ms"] == figures["attention_ms"]
     assert figures["tokens_per_second"] > 0
     assert 1.0 <= figures["imbalance_degree"] < 1.05 < figures["imbalance_degree_packed"]
     assert figures["exchange_bytes"] > 0
     assert figures["exchange_wait_seconds"] > 0
+    # All that transformers does not log itself, and as trackers show it.
+    others_figures = {"loss", "grad_norm", "learning_rate", "epoch", "step"}
+    assert {name for name in history[0] if not name.startswith(PREFIX)} <= others_figures
+    assert rewrite_logs(history[0])["train/distca/imbalance_degree"] == figures["imbalance_degree"]
 
 
 SOURCES = ["packed", "list", "stream", "transform"]
@@ -139,7 +145,7 @@ def _share_of_turns(folder: str, hooked: bool) -> float:
     if hooked:
         trainer.model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: None)
     trainer.train()
-    return trainer.state.log_history[0]["ping_pong_share"]
+    return trainer.state.log_history[0]["distca/ping_pong_share"]
 
 
 def test_ping_pong_share_is_of_what_ran(rank_pools, tmp_path):

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_distca
 from tests.logged import Messages
-from tests.models import random_documents, small_model
+from tests.models import exchanging, random_documents, small_model
 from tests.trainer.chats import tokenizer
 from tests.whole_logits import WholeLogits
 
@@ -146,7 +146,7 @@ def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) 
         logging_steps=1,
         dataloader_pin_memory=False,
         lr_scheduler_type="constant",
-        **{"bf16": False, **run["arguments"]},
+        **{"bf16": False, **exchanging(model), **run["arguments"]},
     )
     documents = [{"input_ids": document.tolist()} for document in random_documents(run["lengths"])]
     dataset = datasets.Dataset.from_list(documents)

@@ -8,10 +8,10 @@ from statistics import median
 import torch
 
 from hf_distca.cli.findings.finding import Finding
-from hf_distca.dispatch.exchange import Exchange, Message, Traffic
+from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups
+from hf_distca.measure.links import ROW_BYTES, message_of_rows
 
-ROW_BYTES = 1024
 FIRST_ROWS, MOST_ROWS = 1024, 64 * 1024
 """1 MiB to find out how fast a link is, and at most 64 MiB to measure it."""
 AIM_S = 0.05
@@ -64,12 +64,6 @@ def _seconds(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device
     message.send().wait()
     _come_to_rest(device)
     return time.perf_counter() - began
-
-
-def message_of_rows(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> Message:
-    """So many rows of ROW_BYTES to a rank while as many come from another one."""
-    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
-    return exchange.open([((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "links", device)
 
 
 def _come_to_rest(device: torch.device) -> None:

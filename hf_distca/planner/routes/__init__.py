@@ -11,6 +11,7 @@ Made once per micro-batch and used by every layer. There are three kinds of row 
 """
 
 from hf_distca.planner.routes.make import make_routes
+from hf_distca.planner.routes.moves import nothing_moves
 from hf_distca.planner.routes.tables import LocalRows, Messages, ReceivedRows, Routes, Stage, TaskGroup
 
-__all__ = ["LocalRows", "Messages", "ReceivedRows", "Routes", "Stage", "TaskGroup", "make_routes"]
+__all__ = ["LocalRows", "Messages", "ReceivedRows", "Routes", "Stage", "TaskGroup", "make_routes", "nothing_moves"]

@@ -119,6 +119,16 @@ class Received:
         return expand(position, lengths)
 
 
+def nothing_moves(plan: Plan) -> bool:
+    """Whether every rank has rows, all of whole documents, and computes these and no others."""
+    layout, tasks = plan.layout, plan.tasks
+    if layout.has_cuts or not layout.tokens.all():
+        return False
+    rank = np.empty(len(layout.lengths), np.int64)
+    rank[layout.segments["document"]] = layout.segments["rank"]
+    return bool(np.array_equal(rank[tasks["document"]], tasks["worker"]))
+
+
 def any_query_crosses(plan: Plan) -> bool:
     """Whether some rank's task has a query row that the rank does not hold."""
     tasks = _tasks_of_ranks(plan)

@@ -1,33 +1,32 @@
-"""What a device takes, measured: calls of the kernel, matrices, memory, and exchanges between ranks."""
+"""Measure a device: calls of the attention kernel, matrices and memory."""
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from statistics import median
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from hf_distca.cli.findings.links import ROW_BYTES, message_of_rows
-from hf_distca.dispatch.exchange import Exchange, Message
-from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Tasks
+from hf_distca.planner.seconds import FloatArray, KernelCost, Tasks
 from hf_distca.sim.costs import Accuracy, held_out
 
 QUERIES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
-"""Query rows of the tasks that are measured, by the type of the device: plans hardly make shorter ones."""
+"""Query rows of the measured tasks, by the type of the device: plans hardly make shorter ones."""
+FEWEST = 3
+"""Numbers of query rows that are measured at least, whatever time they take: the fit needs them."""
 KEYS = (1, 2, 5)
 """K/V rows of them, for each query row."""
 REPEATS = 5
 """Of each measurement; the median is taken."""
-EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
-"""Rows that are exchanged: 64 KiB to 64 MiB."""
+LAYER_OPERATORS = 120
+"""So many small operators take as long as the host's part of a LLaMA layer's forward: measured with 4 tokens."""
 TOKENS = {"cpu": 1024, "cuda": 8192}
-"""With which matrices and memory are measured."""
+"""Rows of the matrices that are measured."""
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
@@ -44,16 +43,39 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return median(times[1:])
 
 
+def query_rows(device: torch.device, most: int) -> tuple[int, ...]:
+    """Numbers of query rows worth measuring for tasks of at most `most` rows: halves of it where it is small."""
+    rows = tuple(each for each in QUERIES[device.type] if each <= most)
+    return rows if len(rows) >= FEWEST else tuple(max(most >> halved, 1) for halved in reversed(range(FEWEST)))
+
+
 def measured_kernel(
-    kernel: Kernel, kind: AttentionKind, dtype: torch.dtype, device: torch.device
+    kernel: Kernel,
+    kind: AttentionKind,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    queries: Sequence[int] | None = None,
+    limit_s: float = inf,
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
-    """The costs of a kernel's forward and backward, and how well the forward's predict calls that are held out.
+    """Costs of a kernel's forward and backward, and how well the forward's predict calls that are held out.
 
     Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D head dim.
+
+    Args:
+        kernel: what is measured.
+        kind: of the attention; its window and chunks are left out.
+        dtype: of Q, K and V.
+        device: where the kernel runs.
+        queries: numbers of query rows, ascending; None for `QUERIES`.
+        limit_s: seconds after which no larger number of rows is begun.
     """
     calls, times = [], []
     params = AttentionParams(scale=kind.dim_qk**-0.5)
-    for rows in QUERIES[device.type]:
+    began = time.perf_counter()
+    for number, rows in enumerate(queries or QUERIES[device.type]):
+        if number >= FEWEST and time.perf_counter() - began > limit_s:
+            break
         for factor in KEYS:
             keys = rows * factor
             shapes = TaskShapes.build([rows], [keys], device)
@@ -104,37 +126,14 @@ def measured_memory(hidden: int, dtype: torch.dtype, device: torch.device) -> fl
     return 2.0 * x.nbytes / seconds_of(lambda: torch.nn.functional.rms_norm(x, (hidden,)), device)
 
 
-def measured_link(groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False) -> LinkCost:
-    """The cost of an exchange in which every rank sends to another one. A collective.
+def measured_launches(dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds that the host spends on a decoder layer's forward, whatever it computes.
 
-    Args:
-        groups: more than one rank, all of the world.
-        device: where rows are.
-        peers: [ranks] whom each sends to.
-        alone: over the default group, which leaves no room to attention and may use all of a link; else over the
-            exchange's.
+    Returns:
+        0 on GPUs, whose host runs ahead of them.
     """
-    exchange, ranks = Exchange(groups), groups.ranks
-    to, of = peers[groups.rank], peers.index(groups.rank)
-    sizes, times = [], []
-    for rows in EXCHANGED_ROWS:
-        if alone:
-            call = _collective(to, of, ranks, rows, device)
-        else:
-            call = partial(_exchanged, message_of_rows(exchange, to, of, ranks, rows, device))
-        taken = seconds_of(call, device)
-        sizes.append(float(rows * ROW_BYTES))
-        times.append(max(groups.all_gather(taken)))
-    found: FloatArray = np.array(times)
-    return LinkCost.fitted(np.array(sizes), found)
-
-
-def _exchanged(message: Message) -> None:
-    message.send().wait()
-
-
-def _collective(to: int, of: int, ranks: int, rows: int, device: torch.device) -> Callable[[], object]:
-    """The same rows by torch's own collective over the default group."""
-    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
-    rows_in, rows_out = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    return partial(dist.all_to_all_single, rows_out, rows_in, received, sent)
+    if device.type != "cpu":
+        return 0.0
+    x, weight = torch.randn(1, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
+    operator = partial(torch.nn.functional.linear, x, weight)
+    return seconds_of(lambda: [operator() for _ in range(LAYER_OPERATORS)], device)

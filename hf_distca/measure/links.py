@@ -1,0 +1,143 @@
+"""Measure exchanges between ranks, with the exchange that training uses."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from statistics import median
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hf_distca.dispatch.exchange import Exchange, Message, Traffic
+from hf_distca.dispatch.groups import Groups
+from hf_distca.measure.device import REPEATS, seconds_of
+from hf_distca.planner.nodes import node_sizes
+from hf_distca.planner.seconds import FloatArray, LinkCost, Links
+
+ROW_BYTES = 1024
+EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
+"""Rows that are exchanged: 64 KiB to 64 MiB."""
+FEWEST = 2
+"""Sizes that are measured at least, whatever time they take: the fit needs them."""
+OVERLAP_ROWS = 4096
+"""Rows of the exchange that is measured beside computation."""
+
+
+def message_of_rows(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> Message:
+    """Return a message of `rows` rows of ROW_BYTES to one rank, which receives as many from another."""
+    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
+    return exchange.open([((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "links", device)
+
+
+def measured_link(
+    groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
+) -> LinkCost:
+    """Measure an exchange in which every rank sends to another one. A collective.
+
+    Args:
+        groups: more than one rank, all of the world.
+        device: where rows are.
+        peers: [ranks] whom each sends to.
+        alone: over the default group, which leaves no room to attention and may use all of a link; else over the
+            exchange's.
+        limit_s: seconds after which no larger size is begun.
+    """
+    exchange, ranks = Exchange(groups), groups.ranks
+    to, of = peers[groups.rank], peers.index(groups.rank)
+    sizes, times, spent = [], [], 0.0
+    for number, rows in enumerate(EXCHANGED_ROWS):
+        if number >= FEWEST and spent > limit_s:
+            break
+        if alone:
+            call = _collective(to, of, ranks, rows, device)
+        else:
+            call = partial(_exchanged, message_of_rows(exchange, to, of, ranks, rows, device))
+        taken = max(groups.all_gather(seconds_of(call, device)))
+        spent += (1 + REPEATS) * taken
+        sizes.append(float(rows * ROW_BYTES))
+        times.append(taken)
+    found: FloatArray = np.array(times)
+    return LinkCost.fitted(np.array(sizes), found)
+
+
+def measured_exchange(
+    groups: Groups, device: torch.device, ranks_per_node: int | tuple[int, ...], *, limit_s: float = inf
+) -> Links:
+    """Measure exchanges inside nodes, between nodes, and beside computation. A collective.
+
+    Args:
+        groups: more than one rank, all of the world.
+        device: where rows are.
+        ranks_per_node: as in PlanSettings.
+        limit_s: seconds for each kind of link after which no larger size is begun.
+    """
+    inside, across = peers_of(groups.ranks, ranks_per_node)
+    within = measured_link(groups, device, inside, limit_s=limit_s)
+    between = within if across == inside else measured_link(groups, device, across, limit_s=limit_s)
+    slower = inside if within.bandwidth < between.bandwidth else across
+    start, busy = _beside_computation(groups, device, slower)
+    return Links(within, between, start, busy)
+
+
+def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """[ranks] the next rank of the node, and [ranks] the same rank of the next node, of each rank.
+
+    Both are the same where all links are alike, or nodes of different sizes have no such pairs.
+    """
+    sizes = node_sizes(ranks, ranks_per_node)
+    inside, across, first = [], [], 0
+    for size in sizes:
+        inside += [first + (rank + 1) % size for rank in range(size)]
+        across += [(first + size + rank) % ranks for rank in range(size)]
+        first += size
+    if len(sizes) in (1, ranks):
+        inside = across = [(rank + 1) % ranks for rank in range(ranks)]
+    elif sorted(across) != list(range(ranks)):
+        across = inside
+    return inside, across
+
+
+def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[int]) -> tuple[float, float]:
+    """Measure what an exchange takes of a rank's own time: to start it, and per byte while the rank computes."""
+    exchange, ranks = Exchange(groups), groups.ranks
+    to, of = peers[groups.rank], peers.index(groups.rank)
+    message = message_of_rows(exchange, to, of, ranks, OVERLAP_ROWS, device)
+    smallest = message_of_rows(exchange, to, of, ranks, EXCHANGED_ROWS[0], device)
+    x = torch.randn(256, 256, device=device)
+    starts, alone = [], []
+    for _ in range(1 + REPEATS):
+        began = time.perf_counter()
+        pending = smallest.send()
+        starts.append(time.perf_counter() - began)
+        pending.wait()
+        began = time.perf_counter()
+        message.send().wait()
+        alone.append(time.perf_counter() - began)
+    one = max(groups.all_gather(seconds_of(lambda: x @ x, device)))
+    count = min(max(int(2 * max(groups.all_gather(median(alone[1:]))) / one), 1), 10_000)
+
+    def compute() -> None:
+        for _ in range(count):
+            x @ x
+
+    def compute_beside() -> None:
+        pending = message.send()
+        compute()
+        pending.wait()
+
+    lost = seconds_of(compute_beside, device) - seconds_of(compute, device)
+    lost = max(0.0, float(np.mean(groups.all_gather(lost))))
+    return float(np.mean(groups.all_gather(median(starts[1:])))), lost / (OVERLAP_ROWS * ROW_BYTES)
+
+
+def _exchanged(message: Message) -> None:
+    message.send().wait()
+
+
+def _collective(to: int, of: int, ranks: int, rows: int, device: torch.device) -> Callable[[], object]:
+    """The same rows by torch's own collective over the default group."""
+    sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
+    rows_in, rows_out = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return partial(dist.all_to_all_single, rows_out, rows_in, received, sent)

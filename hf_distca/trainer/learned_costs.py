@@ -1,0 +1,210 @@
+"""Correct the costs that plans are chosen by, where training shows them to be off."""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback, TrainerState
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.recorder import Recording, Span
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.seconds import FloatArray, StepCosts
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.step import predict_plan
+
+logger = logging.getLogger(__name__)
+
+CORRECTIONS_FILE = "distca_costs.json"
+"""In a checkpoint."""
+EARLY_STEPS = (2, 8, 30)
+EVERY_STEPS = 100
+"""Steps whose times are compared with the costs: some early ones, and the middle of every hundred. Checkpoints are
+rarely saved right after these, while micro-batches that were planned before are still to come."""
+TINY = 1e-9
+"""Seconds, instead of none."""
+MOST_OFF = 0.1
+"""Costs that are off by less stay as they are: plans then stay the same from run to run."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one rank saw in a step.
+
+    Attributes:
+        kernel: seconds of its kernel calls.
+        between: seconds of its first forward that were no core attention, from the first layer's core attention to
+            the last layer's.
+        step: seconds of the step.
+    """
+
+    kernel: float
+    between: float
+    step: float
+
+
+def observe(spans: Sequence[Span], step: float) -> Observed:
+    """Count what a rank's spans of a step say.
+
+    Args:
+        spans: of kernel calls, waits and phases, of one step.
+        step: seconds of the step.
+    """
+    kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
+    begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
+    first_backward = min(begins, default=np.inf)
+    forward = sorted((span.begin, span.end) for span in spans if span.end <= first_backward)
+    between, until = 0.0, None
+    for begin, end in forward:
+        if until is not None:
+            between += max(begin - until, 0.0)
+        until = end if until is None else max(until, end)
+    return Observed(kernel, between, step)
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """How many times as long things take as measured costs say.
+
+    Attributes:
+        attention: calls of the kernel, in the mean of the ranks.
+        other: everything else that is computed.
+        slowness: [ranks] each rank beside the mean; empty where all are alike.
+    """
+
+    attention: float = 1.0
+    other: float = 1.0
+    slowness: tuple[float, ...] = ()
+
+    def applied(self, costs: StepCosts) -> StepCosts:
+        """The costs as training has shown them."""
+        return replace(
+            costs,
+            kinds=tuple(
+                replace(
+                    each, forward=each.forward.scaled(self.attention), backward=each.backward.scaled(self.attention)
+                )
+                for each in costs.kinds
+            ),
+            before=costs.before * self.other,
+            after=costs.after * self.other,
+            head=costs.head * self.other,
+            launches=costs.launches * self.other,
+            slowness=self.slowness,
+        )
+
+    def after(
+        self, costs: StepCosts, settings: PlanSettings, plans: Sequence[MicroBatchPlan], seen: Sequence[Observed]
+    ) -> "Corrections":
+        """Return what a step shows; these corrections where they are off by no more than `MOST_OFF`.
+
+        Args:
+            costs: as measured.
+            settings: of the plans.
+            plans: of the step's micro-batches.
+            seen: [ranks] what each rank saw of them.
+        """
+        ranks = len(seen)
+        predicted: FloatArray = np.sum([predict_plan(plan, settings, costs).attention for plan in plans], axis=0)
+        kernel = np.array([each.kernel for each in seen])
+        attention = float(kernel.sum() / predicted.sum())
+        slowness = (kernel / np.maximum(predicted, TINY)) / attention
+        if np.abs(slowness - 1).max() <= MOST_OFF:
+            slowness = np.ones(ranks)
+        layers = sum(of_kind.layers for of_kind in costs.kinds)
+        rows = plans[0].tokens * (costs.before + costs.after) + len(plans[0].nano_batches) * costs.launches
+        between = (layers - 1) * float((rows * slowness).sum())
+        other = sum(each.between for each in seen) / between if between > 0 else 1.0
+        known = np.array(self.slowness or (1.0,) * ranks)
+        off = [attention / self.attention, other / self.other, *(slowness / known)]
+        if all(abs(each - 1) <= MOST_OFF for each in off):
+            return self
+        return Corrections(attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist()))
+
+
+class LearnedCosts(TrainerCallback):
+    """Compares what steps take with the measured costs, and corrects these on all ranks at the same step.
+
+    Args:
+        dispatcher: whose choices are corrected.
+
+    Attributes:
+        besides: seconds of an optimizer step besides its micro-batches, as last seen: what the optimizer and the
+            exchange of gradients take.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        choices = dispatcher.settings.choices
+        self._measured = None if choices is None else choices.costs
+        self._corrections = Corrections()
+        self._recording: Recording | None = None
+        self._plans: list[MicroBatchPlan] = []
+        self._began = 0.0
+        self.besides = 0.0
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Listen to this step if it is one that counts."""
+        step = state.global_step + 1
+        if self._measured is not None and (step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2):
+            self._plans = []
+            self._recording = self._dispatcher.recorder.listen("kernel", "wait", "phase")
+            self._began = time.perf_counter()
+
+    def count(self, plan: MicroBatchPlan) -> None:
+        """Take note of a micro-batch that is about to run."""
+        if self._recording is not None:
+            self._plans.append(plan)
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """Correct the costs. A collective in the steps that count."""
+        if self._recording is None or self._measured is None:
+            return
+        spans = self._recording.take()
+        self._recording.stop()
+        self._recording = None
+        seen = self._dispatcher.groups.all_gather(observe(spans, time.perf_counter() - self._began))
+        settings = self._dispatcher.settings
+        corrections = self._corrections.after(self._measured, settings, self._plans, seen)
+        if corrections is not self._corrections:
+            logger.info("beside the measured costs training shows %s; plans are chosen by that now", corrections)
+            self._correct(corrections)
+        costs = corrections.applied(self._measured)
+        predicted = sum(predict_plan(plan, settings, costs).seconds for plan in self._plans)
+        self.besides = max(float(np.mean([each.step for each in seen])) - predicted, 0.0)
+
+    def _correct(self, corrections: Corrections) -> None:
+        choices = self._dispatcher.settings.choices
+        assert choices is not None
+        assert self._measured is not None
+        self._corrections = corrections
+        self._dispatcher.choose_by(replace(choices, costs=corrections.applied(self._measured)))
+
+    def save(self, folder: Path) -> None:
+        """Write the corrections into a checkpoint, so that a resumed training makes the same plans."""
+        if self._measured is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            content = {"measured": repr(self._measured), "corrections": asdict(self._corrections)}
+            (folder / CORRECTIONS_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+    def resume(self, folder: Path | None) -> None:
+        """Take the corrections of a checkpoint, or none. A collective.
+
+        Those of other measured costs are left: they are of other devices or settings.
+        """
+        if self._measured is None:
+            return
+        groups, file = self._dispatcher.groups, None if folder is None else folder / CORRECTIONS_FILE
+        content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
+        content = groups.all_gather(content)[0]
+        corrections = Corrections()
+        if content.get("measured") == repr(self._measured):
+            corrections = Corrections(
+                **{**content["corrections"], "slowness": tuple(content["corrections"]["slowness"])}
+            )
+        self._correct(corrections)

@@ -1,0 +1,104 @@
+"""A model given by its name, and text made into tokens, both as TRL's SFTTrainer does it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+
+from hf_distca.patches.register import ATTENTION_NAME
+
+CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+"""Columns that TRL's trainers make tokens and labels of."""
+
+
+def loaded_model(name: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    """Load a causal language model with planned attention; in float32 unless `init_kwargs` say otherwise.
+
+    Args:
+        name: a folder, or a name on the hub.
+        init_kwargs: of `from_pretrained`.
+    """
+    chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **init_kwargs}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **chosen)
+    return model
+
+
+class Tokenizing:
+    """Makes data sets of text into data sets of tokens; data sets of tokens stay as they are.
+
+    Args:
+        args: of the trainer.
+        field: the column with the text.
+        processing_class: the tokenizer, or a processor that has one; None where the user gives none.
+        model_name: of the model, whose tokenizer is loaded where it is needed and none is given.
+
+    Attributes:
+        processing_class: the one that was given, or that was loaded.
+    """
+
+    def __init__(self, args: TrainingArguments, field: str, processing_class: Any, model_name: str | None) -> None:
+        self._args, self._field, self._model_name = args, field, model_name
+        self.processing_class = processing_class
+
+    def tokens_of(self, dataset: Any, name: str) -> Any:
+        """Return the data set with a column `input_ids`.
+
+        Args:
+            dataset: with or without tokens; or data sets by their names.
+            name: of the trainer's argument, for errors.
+
+        Raises:
+            ValueError: it holds neither tokens nor text, or chats, or nothing makes tokens of its text.
+        """
+        if isinstance(dataset, dict):
+            return {key: self.tokens_of(each, f"{name}[{key!r}]") for key, each in dataset.items()}
+        first = _first_example(dataset)
+        if not isinstance(first, Mapping) or "input_ids" in first:
+            return dataset
+        self._check(first, name)
+        if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+            dataset, first = datasets.Dataset.from_dict({self._field: [each[self._field] for each in dataset]}), {}
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        options: dict[str, Any] = {"batched": True, "remove_columns": list({self._field: None, **first})}
+        if isinstance(dataset, datasets.Dataset):
+            options["desc"] = f"Tokenizing {name}"
+        with self._args.main_process_first():
+            return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": self._field}, **options)
+
+    def _check(self, first: Mapping[str, Any], name: str) -> None:
+        """Raise unless an example is text, and there is a tokenizer."""
+        if chats := [column for column in CHATS if column in first]:
+            raise ValueError(
+                f"{name} has {', '.join(map(repr, chats))} and no 'input_ids': chat templates and prompts are the "
+                "work of TRL's SFTTrainer; use hf_distca.DistCASFTTrainer with DistCASFTConfig"
+            )
+        if not isinstance(first.get(self._field), str):
+            raise ValueError(
+                f"{name} has neither tokens in 'input_ids' nor text in {self._field!r}; its columns are "
+                f"{sorted(first)}. Set dataset_text_field to the column with the text, or tokenize it: "
+                f"dataset.map(lambda e: tokenizer(e[{self._field!r}]), batched=True)"
+            )
+        if self.processing_class is None and self._model_name is not None:
+            self.processing_class = AutoTokenizer.from_pretrained(self._model_name)
+        if self.processing_class is None:
+            raise ValueError(
+                f"{name} has text in {self._field!r} and no tokens in 'input_ids', and nothing to make them with; "
+                "give the trainer the model's tokenizer as processing_class"
+            )
+
+
+def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
+    """The tokens of documents, each with the end-of-sequence token behind it."""
+    end = tokenizer.eos_token or ""
+    texts = [text if text.endswith(end) else text + end for text in batch[field]]
+    return {"input_ids": tokenizer(texts, verbose=False)["input_ids"]}  # whose length is for plans to deal with
+
+
+def _first_example(dataset: Any) -> Any:
+    """The first example where looking at it takes none away; None where there is none."""
+    if isinstance(dataset, datasets.IterableDataset):
+        return next(iter(dataset), None)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
+        return dataset[0]
+    return None

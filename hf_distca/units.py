@@ -1,0 +1,91 @@
+"""Numbers as people write them: tokens such as "32k", bytes such as "128MiB"."""
+
+import re
+from argparse import ArgumentTypeError
+from dataclasses import fields
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Literal
+
+TOKENS = {"": 1, "k": 2**10, "m": 2**20}
+"""A context of 32k is 32,768 tokens, as models are named by theirs."""
+BYTES = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+EXTERNAL = "external"
+"""Attention servers that are started apart."""
+
+
+class UnitError(ArgumentTypeError, ValueError):
+    """What was given is no such number; argparse shows the message."""
+
+
+def read_numbers(settings: Any) -> None:
+    """Replace what was given for fields of these types by the numbers.
+
+    Args:
+        settings: a dataclass.
+
+    Raises:
+        UnitError: a field holds something else; names the field and says what is expected.
+    """
+    for field in fields(settings):
+        if field.type in _READERS:
+            try:
+                read: Any = field.type
+                setattr(settings, field.name, read(getattr(settings, field.name)))
+            except UnitError as error:
+                raise UnitError(f"{field.name} {error}") from None
+
+
+def read_tokens(given: Any) -> int:
+    """The number of tokens: 32768, "32768" or "32k"; k is 1,024 and M 1,048,576."""
+    return _number(given, TOKENS, "a number of tokens, such as 32768 or '32k'")
+
+
+def _read_bytes(given: Any) -> int:
+    """The number of bytes: 134217728, "134217728" or "128MiB"; KiB, MiB and GiB are powers of 1,024."""
+    return _number(given, BYTES, "a number of bytes, such as 134217728 or '128MiB'")
+
+
+def _read_servers(given: Any) -> int | Literal["external"]:
+    """The number of attention servers of a launch, or "external"."""
+    if given == EXTERNAL:
+        return "external"
+    expected = f"a number of processes or {EXTERNAL!r}"
+    if (number := _number(given, {"": 1}, expected)) < 0:
+        raise UnitError(f"must be {expected}, got {given!r}")
+    return number
+
+
+def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
+    if isinstance(given, int) and not isinstance(given, bool):
+        return int(given)
+    found = re.fullmatch(r"\s*(-?\d[\d_]*(?:\.\d+)?)\s*([a-zA-Z]*)\s*", given) if isinstance(given, str) else None
+    factor = suffixes.get(found[2].lower()) if found else None
+    number = Decimal(found[1]) * factor if found and factor else None
+    if number is None or number % 1:
+        raise UnitError(f"must be {expected}, got {given!r}")
+    return int(number)
+
+
+_READERS: list[Any] = [read_tokens, _read_bytes, _read_servers]
+
+if TYPE_CHECKING:
+    # Fields of settings: any of these forms is given, a number is read.
+
+    class Tokens:
+        """A number of tokens."""
+
+        def __get__(self, owner: object, kind: type | None = None) -> int: ...
+        def __set__(self, owner: object, given: int | str) -> None: ...
+
+    class Bytes(Tokens):
+        """A number of bytes."""
+
+    class Servers:
+        """A number of attention servers, or "external"."""
+
+        def __get__(self, owner: object, kind: type | None = None) -> int | Literal["external"]: ...
+        def __set__(self, owner: object, given: int | str) -> None: ...
+
+else:
+    # HfArgumentParser calls the type of a field with what is on the command line.
+    Tokens, Bytes, Servers = read_tokens, _read_bytes, _read_servers

@@ -1,0 +1,73 @@
+"""Files that people and tools expect of a repository: they are valid, and agree with the code."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hf_distca
+
+ROOT = Path(__file__).parents[1]
+CI = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+CONTRIBUTING = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        path
+        for pattern in (".github/**/*.yml", "CITATION.cff", ".pre-commit-config.yaml")
+        for path in ROOT.glob(pattern)
+    ),
+    ids=lambda path: path.name,
+)
+def test_files_are_valid_yaml(path):
+    assert yaml.safe_load(path.read_text())
+
+
+def test_ci_runs_targets_of_the_makefile():
+    targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = {name for line in targets for name in line.split()}
+    run = [step["run"] for job in CI["jobs"].values() for step in job["steps"] if "run" in step]
+    versions = CI["jobs"]["versions"]["strategy"]["matrix"]["versions"]
+    asked = {name for line in run for name in line.replace("${{ matrix.versions }}", " ".join(versions)).split()[1:]}
+    assert {"lint", "types", "tests", "oldest", "newest"} <= asked <= targets
+
+
+def test_ci_tries_the_pythons_that_are_declared():
+    declared = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert CI["jobs"]["tests"]["strategy"]["matrix"]["python"] == declared == ["3.11", "3.12", "3.13"]
+
+
+def test_the_version_is_that_of_the_citation_and_the_changelog():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == hf_distca.__version__
+    heading = "Unreleased" if ".dev" in hf_distca.__version__ else hf_distca.__version__
+    assert re.search(r"^## \[(.*?)\]", CHANGELOG, re.M)[1] == heading
+
+
+def test_the_changelog_keeps_its_form():
+    kinds = set(re.findall(r"^### (.*)$", CHANGELOG, re.M))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_map_for_agents_is_short_and_whole():
+    agents = (ROOT / "AGENTS.md").read_text()
+    assert len(agents.splitlines()) <= 60
+    packages = {f"hf_distca/{path.parent.name}" for path in (ROOT / "hf_distca").glob("*/__init__.py")}
+    assert set(re.findall(r"`(hf_distca/\w+)`", agents.split("## Packages")[1].split("## Rules")[0])) == packages
+
+
+def test_what_is_experimental_is_listed():
+    marked = {each.name for each in fields(hf_distca.DistCAConfig) if each.metadata["help"].startswith("Experimental")}
+    listed = CONTRIBUTING.split('begins with "Experimental":')[1].split("##")[0]
+    assert marked == set(re.findall(r"^- `(\w+)`", listed, re.M))
+
+
+def test_commands_of_the_pages_are_targets():
+    targets = (ROOT / "Makefile").read_text()
+    for page in ("AGENTS.md", ".github/PULL_REQUEST_TEMPLATE.md"):
+        for target in re.findall(r"make (\w+)", (ROOT / page).read_text()):
+            assert re.search(rf"^[\w ]*\b{target}\b[\w ]*:", targets, re.M), target

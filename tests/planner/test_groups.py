@@ -80,8 +80,12 @@ def test_documents_that_groups_cannot_hold(lengths, sizes):
     assert place_in_groups(lengths, lengths.astype(float), sizes, 9) is None
 
 
+def evenly(lengths, room):
+    return divide_evenly(np.array(lengths), document_seconds(np.array(lengths), costs()), np.array(room))
+
+
 def test_a_long_document_is_divided_so_that_ranks_compute_alike():
-    segments = divide_evenly(np.array([16, 2, 2]), [10, 10], costs())
+    segments = evenly([16, 2, 2], [10, 10])
     assert segments.tolist() == [
         [0, 0, 4, 0],
         [0, 4, 8, 1],
@@ -93,10 +97,10 @@ def test_a_long_document_is_divided_so_that_ranks_compute_alike():
 
 
 def test_dividing_evenly_keeps_to_the_room_of_every_rank():
-    segments = divide_evenly(np.array([17]), [8, 9], costs())
+    segments = evenly([17], [8, 9])
     held = np.bincount(segments[:, 3], weights=segments[:, 2] - segments[:, 1])
     assert held.tolist() == [8, 9]
-    assert divide_evenly(np.array([18]), [8, 9], costs()) is None
+    assert evenly([18], [8, 9]) is None
 
 
 def test_no_rank_is_left_without_a_row():

@@ -60,7 +60,7 @@ class LocalTasks:
     def __init__(self, lengths: list[int], window: int | None, buffer: IndexBuffer) -> None:
         self.lengths = lengths
         self.shapes = TaskShapes.placed(lengths, lengths, buffer.place)
-        self.pairs = int(pairs(0, np.asarray(lengths), window).sum())
+        self.pairs = sum(pairs(0, length, window) for length in lengths)
 
 
 class BoundMessages:
@@ -261,8 +261,6 @@ class BoundNanoBatch:
     Attributes:
         index: 0 or 1.
         rows: rows of it that this rank holds.
-        has_cuts: whether any document is not whole on its rank.
-        document_rows: tokens of each document that this rank holds rows of, in the order of its rows.
         local: tasks by kind of attention, of kinds for which nothing moves.
         routes: by kind of attention, of all other kinds.
     """
@@ -278,11 +276,7 @@ class BoundNanoBatch:
     ) -> None:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
-        segments = nano_batch.layout.segments
-        lengths = nano_batch.layout.lengths[segments["document"]]
-        self.has_cuts = nano_batch.layout.has_cuts
-        self.document_rows = tuple(lengths[segments["rank"] == rank].tolist())
-        self._mine = nano_batch.layout.of_rank(rank)
+        self._layout, self._mine = nano_batch.layout, nano_batch.layout.of_rank(rank)
         self.local: dict[AttentionKind, LocalTasks] = {}
         self.routes: dict[AttentionKind, BoundRoutes] = {}
         for kind, plan in nano_batch.plans.items():
@@ -292,6 +286,16 @@ class BoundNanoBatch:
                 self.routes[kind] = BoundRoutes(plan, rank, turn, buffer)
         self._plans, self._rank, self._buffer = nano_batch.plans, rank, buffer.another()
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether any document is not whole on its rank."""
+        return self._layout.has_cuts
+
+    @property
+    def document_rows(self) -> tuple[int, ...]:
+        """Tokens of each document that this rank holds rows of, in the order of its rows."""
+        return tuple(self._layout.lengths[self._mine["document"]].tolist())
 
     @cached_property
     def positions(self) -> Tensor:

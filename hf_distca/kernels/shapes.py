@@ -79,11 +79,12 @@ class TaskShapes:
         def cumulative(lens: tuple[int, ...]) -> Tensor:
             return place(np.array([0, *accumulate(lens)], np.int32))
 
+        cu_q = cumulative(q_lens)
         return TaskShapes(
             q_lens=q_lens,
             k_lens=k_lens,
-            cu_q=cumulative(q_lens),
-            cu_k=cumulative(k_lens),
+            cu_q=cu_q,
+            cu_k=cu_q if k_lens == q_lens else cumulative(k_lens),
             max_q=max(q_lens, default=0),
             max_k=max(k_lens, default=0),
         )

@@ -3,9 +3,12 @@
 from transformers import PreTrainedModel
 
 from hf_distca.config import DistCAConfig
+from hf_distca.patches.attention import distca_attention
 from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.head import plan_head
 from hf_distca.patches.layers import mixing_layers, plan_layers
+from hf_distca.patches.masks import distca_mask
+from hf_distca.patches.register import register
 
 
 def prepare_model(model: PreTrainedModel, config: DistCAConfig, *, ping_pong: bool) -> None:
@@ -19,6 +22,7 @@ def prepare_model(model: PreTrainedModel, config: DistCAConfig, *, ping_pong: bo
     Raises:
         ValueError: the model does not have what a setting is about.
     """
+    register(distca_attention, distca_mask)  # which are imported by now: no call between
     if ping_pong or mixing_layers(model):
         plan_layers(model)
     if config.mlp_chunk_rows:

@@ -1,18 +1,11 @@
 """Makes attn_implementation="distca" known to transformers."""
 
+from collections.abc import Callable
 from typing import Any
 
-# Nothing of transformers or of what uses it is imported before it is needed: `register` is called in the middle of
-# imports, of this module or of others.
+# Nothing of transformers or of what uses it is imported before it is needed: `register` is first called in the middle
+# of imports, of this module or of others.
 ATTENTION_NAME = "distca"
-
-
-def register() -> None:
-    """Register the attention function and its mask function; doing it again changes nothing."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -25,3 +18,16 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
     from hf_distca.patches.masks import distca_mask
 
     return distca_mask(*args, **kwargs)
+
+
+def register(attention: Callable[..., Any] = _attention, mask: Callable[..., Any] = _mask) -> None:
+    """Register the attention function and its mask function; doing it again changes nothing.
+
+    Args:
+        attention: as transformers calls it; by default `distca_attention` is imported when it is called.
+        mask: as transformers calls it; by default `distca_mask`, likewise.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask)

@@ -123,7 +123,12 @@ class _Search:
     """
 
     def __init__(self, lengths: IntArray, settings: PlanSettings, choices: Choices) -> None:
-        self._lengths, self._settings, self._choices = lengths, replace(settings, choices=None), choices
+        costs = choices.costs
+        self._lengths, self._choices = lengths, choices
+        self._settings = replace(
+            settings, choices=None, slowness=costs.slowness, row_work=costs.row_work(settings.dominant_kind)
+        )
+        self._speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
         sizes = node_sizes(settings.ranks, settings.ranks_per_node)
         self._nodes, self._ranks_of_node = nodes_of(sizes), max(sizes)
         self._costs = choices.costs
@@ -180,7 +185,7 @@ class _Search:
         Args:
             plan: makes a plan with a tolerance and a number of nano-batches.
         """
-        every = Placing.of_all(self._seconds, self._settings.ranks)
+        every = Placing.of_all(self._seconds, self._speeds)
         finest, *coarser = self._choices.tolerances
         for tolerance in [*([UNBALANCED] if coarser else []), finest, *coarser]:
             best = self._best
@@ -249,7 +254,7 @@ class _Search:
 
     def _first(self) -> int:
         """The level of the smallest groups that compute about alike."""
-        limit = float(self._seconds.sum()) / self._settings.ranks * (1 + GOOD_ENOUGH)
+        limit = float(self._seconds.sum() / self._speeds.sum()) * (1 + GOOD_ENOUGH)
         low, high = 0, len(self.partitions) - 1
         while low < high:
             level = (low + high) // 2
@@ -258,7 +263,7 @@ class _Search:
 
     def _slowest(self, level: int, limit: float) -> float:
         """Seconds that the slowest group computes at least, exact up to a limit; inf where groups cannot hold them."""
-        least = float(self._seconds.max()) / max(self.partitions[level])
+        least = float(self._seconds.max() / self._speeds.max()) / max(self.partitions[level])
         if least > limit:
             return least
         placing = self._placing(level)
@@ -269,7 +274,7 @@ class _Search:
         if level not in self._placings:
             sizes = self.partitions[level]
             self._placings[level] = place_in_groups(
-                self._lengths, self._seconds, sizes, self._settings.tokens_per_rank
+                self._lengths, self._seconds, sizes, self._settings.tokens_per_rank, self._speeds
             )
         return self._placings[level]
 

@@ -78,9 +78,10 @@ class Placing:
     seconds: FloatArray
 
     @classmethod
-    def of_all(cls, seconds: FloatArray, ranks: int) -> "Placing":
-        """One group of all ranks; [documents] seconds of each."""
-        return cls((ranks,), (np.arange(len(seconds)),), (), np.array([float(seconds.sum()) / ranks]))
+    def of_all(cls, seconds: FloatArray, speeds: FloatArray) -> "Placing":
+        """One group of all ranks; [documents] seconds of each, [ranks] speed of each."""
+        every = float(seconds.sum() / speeds.sum())
+        return cls((len(speeds),), (np.arange(len(seconds)),), (), np.array([every]))
 
     def longest_share(self, seconds: FloatArray) -> float:
         """The largest share of a group's work that one document is; [documents] seconds of each."""
@@ -93,7 +94,7 @@ class Placing:
 
 
 def place_in_groups(
-    lengths: IntArray, seconds: FloatArray, sizes: tuple[int, ...], tokens_per_rank: int
+    lengths: IntArray, seconds: FloatArray, sizes: tuple[int, ...], tokens_per_rank: int, speeds: FloatArray
 ) -> Placing | None:
     """Give documents to groups, so that all have equally much to do: the costliest first, to who has the least.
 
@@ -102,6 +103,7 @@ def place_in_groups(
         seconds: [documents] what computing each document takes.
         sizes: [groups] how many ranks each group has.
         tokens_per_rank: the most rows that a rank may hold.
+        speeds: [ranks] what each rank computes in a second, in seconds of a usual rank.
 
     Returns:
         None where a document is too long for every group, or a group would have fewer tokens than ranks.
@@ -109,7 +111,8 @@ def place_in_groups(
     if int(lengths.max()) > max(sizes) * tokens_per_rank:
         return None
     if len(sizes) == 1:
-        return Placing.of_all(seconds, sizes[0])
+        return Placing.of_all(seconds, speeds)
+    speed_of = np.add.reduceat(speeds, np.cumsum((0, *sizes[:-1]))).tolist()
     heap = [(0.0, group) for group in range(len(sizes))]
     room = [size * tokens_per_rank for size in sizes]
     group_of = np.full(len(lengths), -1)
@@ -123,7 +126,7 @@ def place_in_groups(
             load, group = heap[0]
             chosen.append(group)
             room[group] -= tokens
-            heapreplace(heap, (load + cost / sizes[group], group))
+            heapreplace(heap, (load + cost / speed_of[group], group))
         else:
             chosen.append(-1)
             left.append(document)

@@ -37,14 +37,14 @@ def plan_tasks(
         layout: where the rows of documents are.
         kind: of the layer.
         settings: see PlanSettings.
-        workers: as in `balance`.
+        workers: as in `balance`; None for the ranks alone, at the speeds of the settings.
         nodes: as in `balance`; None for those of the ranks alone.
         groups: as in `balance`.
         tolerance: as in `balance`; None for that of the settings.
     """
     return balance(
         layout_of_kind(layout, kind),
-        workers=workers,
+        workers=workers or settings.workers(layout.tokens),
         nodes=settings.nodes if nodes is None else nodes,
         groups=groups,
         window=kind.window,

@@ -95,6 +95,10 @@ class Dispatcher:
         """Plan micro-batches by these choices from now on; the same on every rank."""
         self.settings = replace(self.settings, choices=choices)
 
+    def choices(self) -> Choices | None:
+        """Return what micro-batches are planned by now; None where nothing is chosen."""
+        return self.settings.choices
+
     def close(self) -> None:
         """End the groups of this run, their threads and connections, for a process that goes on to other work.
 

@@ -9,9 +9,15 @@ from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import RankMesh, mesh_ranks, raised_together
 from hf_distca.dispatch.nodes import ranks_per_node
-from hf_distca.patches.model import plan_settings
+from hf_distca.patches.model import base_model, plan_settings
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.trainer.choices import choices_of
+
+
+def is_checkpointed(model: PreTrainedModel) -> bool:
+    """Whether layers are run again in the backward; older transformers know it by its first name alone."""
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    return bool(getattr(model, next(name for name in names if hasattr(type(base_model(model)), name))))
 
 
 def make_dispatcher(
@@ -60,7 +66,7 @@ def make_dispatcher(
         keep_core_attention=config.keep_core_attention,
         exchange_timeout=config.exchange_timeout,
     )
-    again = model.is_gradient_checkpointing if checkpointing is None else checkpointing
+    again = is_checkpointed(model) if checkpointing is None else checkpointing
     dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=again, folder=folder))
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong)

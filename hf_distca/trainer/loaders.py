@@ -87,7 +87,7 @@ class PackedLoaders:
                 shuffle=shuffle,
                 seed=seed,
                 bins=bins,
-                choices=lambda: self._dispatcher.settings.choices,
+                choices=self._dispatcher.choices,
             ),
             collate_fn=DistCACollator(groups.rank),
             **self._options(),

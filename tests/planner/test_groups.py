@@ -135,7 +135,12 @@ def test_rows_are_passed_on_where_groups_have_ranks_of_several_nodes(sizes, node
     lengths = np.array([8, 8, 8, 8])
     of_plans = PlanSettings(8, 8, (KIND,), balance_block_size=1, ranks_per_node=2)
     found = arrange(
-        lengths, place_in_groups(lengths, lengths.astype(float), sizes, 8, np.ones(sum(sizes))), of_plans, costs(), 1, evenly=False
+        lengths,
+        place_in_groups(lengths, lengths.astype(float), sizes, 8, np.ones(sum(sizes))),
+        of_plans,
+        costs(),
+        1,
+        evenly=False,
     )
     assert found.tasks(found.layouts[0], KIND, of_plans).nodes == nodes
 

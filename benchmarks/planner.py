@@ -22,8 +22,7 @@ are ours / reference, over inputs where the reference moves anything: medians, a
 layer's forward of Llama-3-8B in bfloat16. Planning times are medians on both sides: ours is processor time, over
 --repeats runs of every plan and then over plans, on the machine that the JSON names; the reference's is over plans,
 each made once, on one core of another machine.
-"cut<128" counts tasks below a kernel block that do not end where their document ends, "unneeded" those of them
-that neither are a whole segment at home nor are needed for the balance (hf_distca/planner/short_tasks.py).
+"cut<128" counts tasks below a kernel block that do not end where their document ends.
 
 The last section compares plans of 64 ranks in nodes of 8 that know of the nodes with flat ones, at the same tolerance;
 ratios are node-aware / flat by input, where the flat plan's figure is not 0: median, quartiles and the largest, with
@@ -52,20 +51,16 @@ from harness import print_json, spread, table
 from planner_inputs import DATA, growth, plan_once, read_batches, timed
 from planner_nodes import RANKS_PER_NODE, compare_nodes
 
-from hf_distca.plan import Plan
 from hf_distca.planner.cost import BALANCE_TOLERANCE
-from hf_distca.planner.metrics import PlanMetrics, loads_of, measure
-from hf_distca.planner.short_tasks import without_short
+from hf_distca.planner.metrics import PlanMetrics, measure
 
 RANKS = (4, 8, 16, 32, 64)
 KINDS = ("fixed", "fixed, head-tail", "joint")
 TOLERANCES = (0.001, BALANCE_TOLERANCE)
 HEADER = (
     *("kind", "plans", "max/mean", "theirs", "bytes", "(max)", "busiest", "(max)"),
-    *("cut<128", "unneeded", "ms", "theirs"),
+    *("cut<128", "ms", "theirs"),
 )
-BLOCK = 128
-"""Rows of a kernel block."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,6 @@ class Result:
         ranks: number of ranks.
         metrics: what was achieved.
         theirs: what the reference achieved.
-        unneeded: short tasks without a reason.
         plan_ms: planning time, the median of the runs.
     """
 
@@ -102,17 +96,7 @@ class Result:
     ranks: int
     metrics: PlanMetrics
     theirs: Theirs
-    unneeded: int
     plan_ms: float
-
-
-def unneeded_short(plan: Plan, tolerance: float) -> int:
-    """Short tasks that can go one by one while every worker stays within the tolerance."""
-    loads = loads_of(plan)
-    room = loads.mean() * (1 + tolerance) - loads
-    fewer = without_short(plan.tasks, plan.layout.segments, plan.layout.lengths, room.tolist(), plan.window, BLOCK)
-    without = Plan(plan.layout, fewer, plan.workers, plan.window)
-    return measure(plan).tasks_cut_below_block - measure(without).tasks_cut_below_block
 
 
 def compare(
@@ -123,8 +107,7 @@ def compare(
     for batch in batches:
         for ranks in RANKS:
             plan, plan_ms = timed(partial(plan_once, batch, ranks, kind, tolerance), repeats)
-            theirs, unneeded = reference[batch["id"], ranks], unneeded_short(plan, tolerance)
-            results.append(Result(batch["id"], ranks, measure(plan), theirs, unneeded, plan_ms))
+            results.append(Result(batch["id"], ranks, measure(plan), reference[batch["id"], ranks], plan_ms))
     return results
 
 
@@ -154,7 +137,6 @@ def summary(results: list[Result]) -> dict[str, Any]:
         "bytes_bottleneck_ratio_worst": max(busiest),
         "plans_with_cut_tasks_below_block": sum(result.metrics.tasks_cut_below_block > 0 for result in results),
         "cut_tasks_below_block": sum(result.metrics.tasks_cut_below_block for result in results),
-        "unneeded_tasks_below_block": sum(result.unneeded for result in results),
         "plan_ms": spread([result.plan_ms for result in results]),
         "their_plan_ms": spread([result.theirs.plan_ms for result in results]),
         "plan_ms_64_ranks": spread([result.plan_ms for result in many]),
@@ -175,7 +157,6 @@ def line(name: str, results: list[Result]) -> list[str]:
         f"{figures['bytes_bottleneck_ratio'].median:.3f}",
         f"{figures['bytes_bottleneck_ratio_worst']:.3f}",
         str(figures["cut_tasks_below_block"]),
-        str(figures["unneeded_tasks_below_block"]),
         f"{figures['plan_ms'].median:.1f}",
         f"{figures['their_plan_ms'].median:.1f}",
     ]

@@ -33,7 +33,12 @@ def rows_of(batch: dict[str, Any], ranks: int) -> list[list[int]]:
 
 
 def plan_once(
-    batch: dict[str, Any], ranks: int, kind: str, tolerance: float, ranks_per_node: int | None = None
+    batch: dict[str, Any],
+    ranks: int,
+    kind: str,
+    tolerance: float,
+    ranks_per_node: int | None = None,
+    window: int | None = None,
 ) -> Plan:
     """Plan one input.
 
@@ -43,17 +48,19 @@ def plan_once(
         kind: "joint", "fixed", or "fixed, head-tail".
         tolerance: balance_tolerance.
         ranks_per_node: that the plan knows of; None for a flat plan.
+        window: width of the sliding window; None for full causal attention.
     """
     rows = rows_of(batch, ranks)
     sizes = None if ranks_per_node is None else node_sizes(ranks, ranks_per_node)
     if kind == "joint":
         lengths = [length for row in rows for length in row]
-        layout = joint_layout(lengths, ranks, batch["T"], balance_tolerance=tolerance, node_sizes=sizes)
+        layout = joint_layout(lengths, ranks, batch["T"], window=window, balance_tolerance=tolerance, node_sizes=sizes)
     else:
         layout = fixed_layout(rows, ranks)
         if kind == "fixed, head-tail":
             layout = head_tail(layout)
-    return balance(layout, balance_tolerance=tolerance, nodes=None if sizes is None else nodes_of(sizes))
+    nodes = None if sizes is None else nodes_of(sizes)
+    return balance(layout, nodes=nodes, window=window, balance_tolerance=tolerance)
 
 
 def head_tail(layout: Layout) -> Layout:

@@ -128,7 +128,7 @@ def test_options_of_training_scripts_are_arguments(page):
 def test_logged_names_are_those_of_the_meter():
     rows = re.findall(r"^\| (`distca/.*?) \|", section("What is logged"), re.M)
     logged = {name for row in rows for name in re.findall(r"`distca/(\w+)`", row)}
-    source = inspect.getsource(StepMeter.figures)
+    source = inspect.getsource(StepMeter.figures) + inspect.getsource(StepMeter._chosen)
     given = re.findall(r"^ +\"([a-z_]+)\": ", source, re.M) + re.findall(r"figures\[\"([a-z_]+)\"\] =", source)
     assert logged == set(given)
 

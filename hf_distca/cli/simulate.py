@@ -164,11 +164,9 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
     }
     best = next(way for way in result.ways if way.name == result.best_planned)
     precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(setup.profile.dtype, {})
-    chosen = {"device_profile": options.profile} if best.document_layout == AUTO else {}
     return {
         "tokens_per_rank": options.tokens_per_rank,
-        "document_layout": best.document_layout,
-        **chosen,
+        **({} if best.document_layout == AUTO else {"document_layout": best.document_layout}),
         **changed,
         checkpointing_name(): options.checkpointing,
         **precision,
@@ -211,7 +209,7 @@ def _profile(options: argparse.Namespace) -> DeviceProfile:
             within = replace(within, bandwidth=options.node_bandwidth * GB)
         if options.network_bandwidth is not None:
             between = replace(between, bandwidth=options.network_bandwidth * GB)
-        return Links(within, between)
+        return replace(links, within=within, between=between)
 
     return replace(profile, links=changed(profile.links), exchange=changed(profile.exchange))
 

@@ -58,14 +58,14 @@ class Goal:
     """When the workers should finish.
 
     Attributes:
-        aim: what flows aim at; one time for all workers, or [workers].
-        limit: until when a worker need not give anything; likewise.
-        slack: how far above the ideal the limit lies, as a fraction.
+        aim: [workers] what flows aim at.
+        limit: [workers] until when a worker need not give anything.
+        slack: how far above the ideal the limit lies, as a fraction; or [workers].
     """
 
-    aim: float | NDArray[np.float64]
-    limit: float | NDArray[np.float64]
-    slack: float
+    aim: NDArray[np.float64]
+    limit: NDArray[np.float64]
+    slack: float | NDArray[np.float64]
 
 
 class BalancingPass:
@@ -78,13 +78,13 @@ class BalancingPass:
         prices: what giving costs.
         goal: when workers should finish, and may.
         block: rows of a kernel block.
-        nodes: [workers] the node of each worker, and nothing leaves a node; None: anybody gives to anybody.
+        groups: [workers] the group of each worker, and nothing leaves a group.
 
     Attributes:
         surplus: pairs of each worker above what it should have.
         busy: surplus from which a worker counts as the bottleneck.
         known: document -> worker -> row: K/V rows up to it are, or will be, on that worker. Only of
-            documents on more than one worker.
+            documents on more than one worker, one of which gives.
         parts: task -> (pairs, taker) of each part that is to leave it.
     """
 
@@ -96,9 +96,9 @@ class BalancingPass:
         prices: Prices,
         goal: "Goal",
         block: int,
-        nodes: Sequence[int] | None = None,
+        groups: Sequence[int] | NDArray[np.int64],
     ) -> None:
-        self.tasks, self.stops, self.block, self.nodes = tasks, rows.stops, block, nodes
+        self.tasks, self.stops, self.block, self.groups = tasks, rows.stops, block, np.asarray(groups)
         self.window, self.prices = rows.pair_window, prices
         self.origin, self.key_window = rows.origin, rows.window
         loads = rows.loads(tasks, len(workers))
@@ -108,13 +108,17 @@ class BalancingPass:
         surplus[(surplus > 0) & (workers.finishing(loads) <= goal.limit)] = 0.0
         self.surplus: list[float] = surplus.tolist()
         self.busy = BUSY * max(self.surplus)
-        self.rounding = ROUNDING * goal.slack * float(aim[aim > 0].min(initial=np.inf))
+        slack = np.broadcast_to(goal.slack, aim.shape)
+        self.rounding = ROUNDING * float((slack[aim > 0] * aim[aim > 0]).min(initial=np.inf))
         self.documents: list[int] = tasks["document"].tolist()
         self.first: list[int] = np.searchsorted(tasks["worker"], np.arange(len(workers) + 1)).tolist()
         self.known: dict[int, dict[int, int]] = {}
         homes = np.bincount(tasks["document"], minlength=len(self.stops))
-        for task in np.flatnonzero(homes[tasks["document"]] > 1).tolist():
-            self._learn(self.documents[task], int(tasks["worker"][task]), int(tasks["stop"][task]))
+        given = np.zeros(len(self.stops), bool)
+        given[tasks["document"][surplus[tasks["worker"]] > 0]] = True
+        shared = tasks[(given & (homes > 1))[tasks["document"]]]
+        for document, _, stop, worker in shared.tolist():
+            self._learn(document, worker, stop)
         self.parts: dict[int, list[tuple[float, int]]] = {}
 
     def run(self) -> NDArray[np.void]:
@@ -129,14 +133,12 @@ class BalancingPass:
         return merged(np.concatenate([self.tasks[kept], np.array(cut, dtype=TASK)]))
 
     def _flows(self) -> Flows:
-        """Who gives how much to whom, node by node where nothing may leave one."""
+        """Who gives how much to whom, group by group."""
         partners = self._partners()
-        if self.nodes is None:
-            return plan_flows(self.surplus, partners)
         flows: Flows = {}
-        node = np.asarray(self.nodes)
-        for number in range(int(node.max()) + 1):
-            here = np.flatnonzero(node == number).tolist()
+        surplus = np.array(self.surplus)
+        for group in np.unique(self.groups[surplus > 0]).tolist():
+            here = np.flatnonzero(self.groups == group).tolist()
             place = {worker: at for at, worker in enumerate(here)}
             near = {place[w]: {place[p] for p in partners[w] if p in place} for w in here if w in partners}
             inside = plan_flows([self.surplus[worker] for worker in here], near)

@@ -1,14 +1,14 @@
 """The fastest of several plans for one micro-batch, by predicted seconds.
 
 Every rank chooses alike: what is predicted depends on the lengths and the settings alone. Groups of ranks that
-exchange nothing with each other are tried from the smallest on, and each with one nano-batch and with two. A way is
-skipped where computing alone takes longer than the best plan so far, and the search ends where exchanges have nothing
-left to give.
+exchange nothing with each other are looked for near the smallest that compute about alike. What is quick to plan comes
+first, and nothing is planned where computing alone takes longer than the best plan so far.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,24 @@ from hf_distca.planner.tasks import plan_stages
 
 IntArray = NDArray[np.int64]
 
-DOMINANT_SHARE = 0.25
-"""Share of a group's work from which on a document is worth dividing evenly over the whole group."""
+DOMINANT_SHARE = 0.1
+"""Share of a group's work from which on a document is worth dividing evenly over several nodes."""
 MOST_EVEN_RANKS = 32
 """Larger groups would exchange so many pieces of a document that planning them takes too long."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
+SAMPLED_RANKS = 32
+"""Of smaller groups, so many ranks' are planned while plans are compared."""
+LONG_OVER_NODES = 0.25
+"""Share of the work of a group of more than two nodes from which on a document is always divided evenly."""
+HARDLY_WAITING = 0.03
+"""Share of a step that ranks wait, up to which larger groups are worth it only if they compute more evenly."""
+HARDLY_HIDDEN = 0.2
+"""Share of a step that ranks wait in two nano-batches, from which on one may be faster."""
+NEAR = 0.02
+"""Share of a step by which a plan with one nano-batch may be slower than the best, and be tried with two."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +101,13 @@ def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> I
         choices: what may be chosen.
     """
     search = _Search(lengths, settings, choices)
-    for placing in search.placings():
+    for level in range(len(search.partitions)):
         for tolerance in choices.tolerances:
-            yield from search.tried(placing, tolerance, choices.nano_batches, (True, False), every=True)
+            for evenly in (True, False):
+                for count in choices.nano_batches:
+                    candidate = search.planned(level, tolerance, count, evenly=evenly)
+                    if candidate is not None:
+                        yield candidate
 
 
 class _Search:
@@ -103,14 +117,26 @@ class _Search:
         lengths: [documents] tokens of each document.
         settings: of plans.
         choices: what may be chosen.
+
+    Attributes:
+        partitions: for each level, [groups] how many ranks each group has; from single ranks to one group of all.
     """
 
     def __init__(self, lengths: IntArray, settings: PlanSettings, choices: Choices) -> None:
-        self._lengths, self._settings, self._choices = lengths, replace(settings, choices=None), choices
-        self._nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+        costs = choices.costs
+        self._lengths, self._choices = lengths, choices
+        self._settings = replace(
+            settings, choices=None, slowness=costs.slowness, row_work=costs.row_work(settings.dominant_kind)
+        )
+        self._speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
+        sizes = node_sizes(settings.ranks, settings.ranks_per_node)
+        self._nodes, self._ranks_of_node = nodes_of(sizes), max(sizes)
         self._costs = choices.costs
         self._seconds = document_seconds(lengths, choices.costs)
+        self._placings: dict[int, Placing | None] = {}
+        self._tried: dict[tuple[int, float, int, bool], Candidate | None] = {}
         self._best: Candidate | None = None
+        self.partitions = partitions(sizes)
 
     def chosen(self, ways: Iterator[Candidate]) -> MicroBatchPlan:
         """The plan of the best of some ways, which look at the best so far."""
@@ -138,7 +164,7 @@ class _Search:
         layout, groups = self._settings.document_layout, self._choices.groups
         if layout == "joint" and groups:
             check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
-            yield from self._in_groups()
+            yield self._grouped()
             return
         if layout == "whole" and groups:
             yield from self._whole()
@@ -146,10 +172,12 @@ class _Search:
 
     def _whole(self) -> Iterator[Candidate]:
         """Whole documents, the costliest first, without exchange."""
-        sizes = (1,) * self._settings.ranks
-        placing = place_in_groups(self._lengths, self._seconds, sizes, self._settings.tokens_per_rank)
+        placing = self._placing(0)
         if placing is not None and not placing.left:
-            yield from self.tried(placing, self._choices.tolerances[0], self._choices.nano_batches, (False,))
+            finest, fewest = self._choices.tolerances[0], min(self._choices.nano_batches)
+            candidate = self.planned(0, finest, fewest, evenly=True)
+            if candidate is not None:
+                yield candidate
 
     def as_set(self, plan: Callable[[PlanSettings], MicroBatchPlan]) -> Iterator[Candidate]:
         """Plans with the layout of the settings, from those that move nothing for balance on.
@@ -157,7 +185,7 @@ class _Search:
         Args:
             plan: makes a plan with a tolerance and a number of nano-batches.
         """
-        every = Placing.of_all(self._seconds, self._settings.ranks)
+        every = Placing.of_all(self._seconds, self._speeds)
         finest, *coarser = self._choices.tolerances
         for tolerance in [*([UNBALANCED] if coarser else []), finest, *coarser]:
             best = self._best
@@ -168,95 +196,209 @@ class _Search:
             for count in self._choices.nano_batches:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
                 nano_batches = plan(chosen).nano_batches
-                candidate = self._candidate(nano_batches, every, tolerance, evenly=False)
+                candidate = self._candidate(nano_batches, every, tolerance, self._settings, evenly=False)
                 if len(nano_batches) == count or count == self._choices.nano_batches[0]:
                     yield candidate
                 if candidate.waited == 0:  # nothing that a second nano-batch could hide
                     break
 
-    def _in_groups(self) -> Iterator[Candidate]:
+    def _grouped(self) -> Candidate:
+        """The best plan in groups, all of which are planned."""
+        self._in_groups()
+        best, self._best = self._best, None
+        if best is not None and best.nano_batches[0].layout.ranks < self._settings.ranks:
+            level, chosen = self.partitions.index(best.placing.sizes), best.choice
+            best = self.planned(level, chosen.tolerance, chosen.nano_batches, evenly=best.evenly)
+        return best or next(self.as_set(partial(plan_as_set, self._lengths)))
+
+    def _in_groups(self) -> None:
         """Plans whose documents lie inside groups of ranks."""
         finest, *coarser = self._choices.tolerances
-        ideal = float(self._seconds.sum()) / self._settings.ranks
-        placings = self.placings()
-        # The smallest groups that compute alike come first, then smaller ones, which exchange less, then larger ones.
-        limit = min(placing.slowest for placing in placings) * (1 + GOOD_ENOUGH)
-        first = next(index for index, placing in enumerate(placings) if placing.slowest <= limit)
-        for placing in [*reversed(placings[: first + 1]), *placings[first + 1 :]]:
-            if self._worth(placing, ideal):
-                dominated = placing.longest_share(self._seconds) > DOMINANT_SHARE
-                yield from self.tried(placing, finest, self._choices.nano_batches, (dominated, False))
+        few, *_, many = self._choices.nano_batches * 2
+        top, first = len(self.partitions) - 1, self._first()
+        # 1. Long documents divided evenly, or none: about alike to compute, which one nano-batch suffices for.
+        level = first
+        self._evenly(first, finest, few)
+        if self._best is None:
+            self._jointly(first, finest)
+        while level > 0 and self._worth(level - 1):
+            level -= 1
+            self._evenly(level, finest, few)
+        if first < top and max(self.partitions[first + 1]) <= self._ranks_of_node and self._worth(first + 1):
+            self._evenly(first + 1, finest, few)
+        # 2. Few documents cut, whose exchanges two nano-batches hide; in larger groups as long as that helps.
+        level = first if self._best is None else self._level()
+        if self._worth(level):
+            self._jointly(level, finest)
+        while level < top and self._worth(level + 1):
+            level, best = level + 1, self._best
+            self._jointly(level, finest)
+            if self._best is best and best is not None:
+                break
+        if self._best is None:
+            return
+        # 3. The best of them otherwise.
+        even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
+        for level, seconds in even.items():
+            near = seconds <= min(even.values()) * (1 + NEAR)
+            if near and self._best.waited > HARDLY_WAITING and self._worth(level):
+                self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
-            if best is None or best.waited <= GOOD_ENOUGH:
+            hides = len(best.nano_batches) == 2 and not best.evenly
+            if hides or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
                 return
-            yield from self.tried(best.placing, tolerance, (best.choice.nano_batches,), (best.evenly,))
-            if self._best is best:
+            self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)
+            if best.choice.seconds * (1 - GOOD_ENOUGH) <= self._best.choice.seconds:
                 return
 
-    def placings(self) -> list[Placing]:
-        """The documents of groups, for every division into groups that can hold them; the smallest groups first."""
-        ranks, tokens = self._settings.ranks, self._settings.tokens_per_rank
-        every = partitions(node_sizes(ranks, self._settings.ranks_per_node))
-        found = [place_in_groups(self._lengths, self._seconds, sizes, tokens) for sizes in every]
-        return [placing for placing in found if placing is not None]
+    def _first(self) -> int:
+        """The level of the smallest groups that compute about alike."""
+        limit = float(self._seconds.sum() / self._speeds.sum()) * (1 + GOOD_ENOUGH)
+        low, high = 0, len(self.partitions) - 1
+        while low < high:
+            level = (low + high) // 2
+            low, high = (low, level) if self._slowest(level, limit) <= limit else (level + 1, high)
+        return high
 
-    def _worth(self, placing: Placing, ideal: float) -> bool:
-        """Whether a division into groups could be faster than the best plan so far."""
+    def _slowest(self, level: int, limit: float) -> float:
+        """Seconds that the slowest group computes at least, exact up to a limit; inf where groups cannot hold them."""
+        least = float(self._seconds.max() / self._speeds.max()) / max(self.partitions[level])
+        if least > limit:
+            return least
+        placing = self._placing(level)
+        return inf if placing is None else placing.slowest
+
+    def _placing(self, level: int) -> Placing | None:
+        """The documents of the groups of a level; None where they cannot hold them."""
+        if level not in self._placings:
+            sizes = self.partitions[level]
+            self._placings[level] = place_in_groups(
+                self._lengths, self._seconds, sizes, self._settings.tokens_per_rank, self._speeds
+            )
+        return self._placings[level]
+
+    def _worth(self, level: int) -> bool:
+        """Whether a level could be faster than the best plan so far."""
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
-        if enough <= ideal or enough <= placing.slowest:
-            return False
-        # Larger groups exchange more: they have to compute more evenly.
-        before = self._best.placing
-        return len(placing.sizes) > len(before.sizes) or placing.slowest < before.slowest * (1 - GOOD_ENOUGH)
+        if level > self._level() and self._best.waited <= HARDLY_WAITING:
+            # Larger groups exchange more: they have to compute more evenly.
+            enough = self._best.placing.slowest * (1 - GOOD_ENOUGH)
+        return self._slowest(level, enough) < enough
 
-    def tried(
-        self,
-        placing: Placing,
-        tolerance: float,
-        nano_batches: tuple[int, ...],
-        evenly: tuple[bool, ...],
-        *,
-        every: bool = False,
-    ) -> Iterator[Candidate]:
-        """Plans on one division into groups, until exchanges cost next to nothing.
+    def _level(self) -> int:
+        """The level of the best plan so far."""
+        assert self._best is not None
+        return self.partitions.index(self._best.placing.sizes)
+
+    def _evenly(self, level: int, tolerance: float, count: int) -> Candidate | None:
+        """Divide long documents evenly, where groups lie inside nodes or a document is worth several."""
+        placing = self._placing(level)
+        inside = max(self.partitions[level]) <= self._ranks_of_node
+        if placing is None or not (inside or placing.longest_share(self._seconds) > DOMINANT_SHARE):
+            return None
+        return self._try(level, tolerance, count, evenly=True)
+
+    def _jointly(self, level: int, tolerance: float) -> None:
+        """Cut few documents, in as many nano-batches as there may be; in one too if that hides little.
+
+        A document that is long for several nodes is divided evenly instead.
+        """
+        placing, most = self._placing(level), max(self.partitions[level])
+        if (
+            placing is not None
+            and 2 * self._ranks_of_node < most <= MOST_EVEN_RANKS
+            and placing.longest_share(self._seconds) > LONG_OVER_NODES
+        ):
+            self._evenly(level, tolerance, min(self._choices.nano_batches))
+            return
+        for count in reversed(self._choices.nano_batches):
+            candidate = self._try(level, tolerance, count, evenly=False)
+            if candidate is not None and candidate.waited <= HARDLY_HIDDEN:
+                return
+
+    def _try(self, level: int, tolerance: float, count: int, *, evenly: bool) -> Candidate | None:
+        """Plan once, and keep the plan if it is the best so far."""
+        key = (level, tolerance, count, evenly)
+        if key not in self._tried:
+            self._tried[key] = candidate = self.planned(level, tolerance, count, evenly=evenly, sampled=True)
+            seconds = inf if self._best is None else self._best.choice.seconds
+            if candidate is not None and candidate.choice.seconds < seconds:
+                self._best = candidate
+        return self._tried[key]
+
+    def planned(
+        self, level: int, tolerance: float, count: int, *, evenly: bool, sampled: bool = False
+    ) -> Candidate | None:
+        """Plan a micro-batch in groups.
 
         Args:
-            placing: the documents of each group.
+            level: of the partitions.
             tolerance: of balance.
-            nano_batches: numbers of them.
+            count: of nano-batches; one where nothing is exchanged.
             evenly: whether long documents are divided evenly.
-            every: do not end where exchanges cost next to nothing.
+            sampled: plan some of the groups alone, those with the most to do or the longest documents.
+
+        Returns:
+            None where that cannot be, or is another plan's equal.
         """
-        chosen = replace(self._settings, balance_tolerance=tolerance)
-        exchanges = max(placing.sizes) > 1 or bool(placing.left)
+        placing, most = self._placing(level), max(self.partitions[level])
+        if placing is None or (evenly and most > MOST_EVEN_RANKS):
+            return None
+        if most == 1 and (not evenly or count != min(self._choices.nano_batches)) and not placing.left:
+            return None
+        chosen, part = replace(self._settings, balance_tolerance=tolerance), placing
+        if sampled:
+            part, chosen = self._sample(placing, chosen)
+        arranged = arrange(self._lengths, part, chosen, self._costs, count, evenly=evenly)
+        if arranged is None:
+            return None
+        nano_batches = tuple(
+            NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
+            for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
+        )
+        return self._candidate(nano_batches, placing, tolerance, chosen, evenly=evenly)
+
+    def _sample(self, placing: Placing, settings: PlanSettings) -> tuple[Placing, PlanSettings]:
+        """Some groups, with the settings of their ranks; all where there are few."""
         most = max(placing.sizes)
-        for divided in dict.fromkeys(each and 1 < most <= MOST_EVEN_RANKS for each in evenly):
-            for count in nano_batches if exchanges else nano_batches[:1]:
-                arranged = arrange(self._lengths, placing, chosen, self._costs, count, evenly=divided)
-                if arranged is None:
-                    continue
-                planned = tuple(
-                    NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
-                    for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
-                )
-                candidate = self._candidate(planned, placing, tolerance, evenly=divided)
-                yield candidate
-                if not every and candidate.choice.seconds * (1 - GOOD_ENOUGH) <= placing.slowest:
-                    return
+        half = max(SAMPLED_RANKS // most, 2) // 2
+        if placing.left or self._costs.slowness or 2 * half >= len(placing.sizes):
+            return placing, settings
+        longest = np.array([self._seconds[documents].max() for documents in placing.documents])
+        kept = np.zeros(len(placing.sizes), bool)
+        kept[np.argsort(-placing.seconds, kind="stable")[:half]] = True
+        kept[np.argsort(-np.where(kept, 0.0, longest), kind="stable")[:half]] = True
+        nodes = np.array(self._nodes)[np.repeat(kept, placing.sizes)]
+        groups = np.flatnonzero(kept).tolist()
+        part = Placing(
+            tuple(placing.sizes[group] for group in groups),
+            tuple(placing.documents[group] for group in groups),
+            (),
+            placing.seconds[kept],
+        )
+        per_node = tuple(np.unique(nodes, return_counts=True)[1].tolist())
+        return part, replace(settings, ranks=len(nodes), ranks_per_node=per_node)
 
     def _candidate(
-        self, nano_batches: tuple[NanoBatch, ...], placing: Placing, tolerance: float, *, evenly: bool
+        self,
+        nano_batches: tuple[NanoBatch, ...],
+        placing: Placing,
+        tolerance: float,
+        settings: PlanSettings,
+        *,
+        evenly: bool,
     ) -> Candidate:
         alone = len(nano_batches) == 1
+        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
         counted = [
             {
                 kind: in_stages(
-                    count_plan(plan, kind, self._settings.bytes_per_value, self._nodes),
+                    count_plan(plan, kind, settings.bytes_per_value, nodes),
                     kind,
-                    self._settings,
+                    settings,
                     alone=alone,
                 )
                 for kind, plan in nano.plans.items()

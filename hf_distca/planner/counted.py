@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.intervals import Intervals, by_document
-from hf_distca.planner.metrics import bytes_of_rows, key_rows_by_link, query_rows_by_link
+from hf_distca.planner.metrics import bytes_of_rows, key_rows_by_link, query_rows_by_link, without_whole
 from hf_distca.planner.seconds import Tasks
 
 IntArray = NDArray[np.int64]
@@ -100,8 +100,13 @@ def count_plan(
     """
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
-    at_ranks = plan.tasks["worker"] < ranks
+    plan, whole = without_whole(plan)
     own, prefix, visiting = grouped_tasks(plan)
+    rows = whole["stop"] - whole["start"]
+    alone = _summed(whole["worker"], rows, rows, pairs(whole["start"], whole["stop"], plan.window), plan.workers)
+    rows, keys, amount = own.rows + alone.rows, own.keys + alone.keys, own.pairs + alone.pairs
+    own = Tasks(rows, keys, amount, (rows > 0).astype(np.float64))
+    at_ranks = plan.tasks["worker"] < ranks
     if at_ranks.all():
         among_ranks, with_servers = RowsMoved.of(plan, nodes), RowsMoved.none(plan.workers)
     else:
@@ -145,13 +150,16 @@ def grouped_tasks(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
     inside = pairs(start - held["start"], stop - held["start"], plan.window)
 
     def summed(chosen: NDArray[np.bool_], keys: IntArray, amount: IntArray) -> Tasks:
-        totals = [
-            np.bincount(worker[chosen], weights=values[chosen], minlength=plan.workers).astype(np.float64)
-            for values in (stop - start, keys, amount)
-        ]
-        return Tasks(totals[0], totals[1], totals[2], (totals[0] > 0).astype(np.float64))
+        return _summed(worker[chosen], (stop - start)[chosen], keys[chosen], amount[chosen], plan.workers)
 
     begin = np.maximum(first, held["start"])
     own = summed(at_home, stop - begin, inside)
     prefix = summed(at_home & (first < held["start"]), np.maximum(held["start"] - first, 0), every - inside)
     return own, prefix, summed(~at_home, stop - first, every)
+
+
+def _summed(worker: IntArray, rows: IntArray, keys: IntArray, amount: IntArray, workers: int) -> Tasks:
+    """Tasks of each worker; [tasks] its worker, query rows, K/V rows and pairs of each."""
+    totals = [np.bincount(worker, weights=values, minlength=workers) for values in (rows, keys, amount)]
+    summed = [each.astype(np.float64) for each in totals]  # counts where there are no tasks
+    return Tasks(summed[0], summed[1], summed[2], (summed[0] > 0).astype(np.float64))

@@ -4,26 +4,16 @@ Moving F pairs costs about √F bytes, so the flows to look for are few and larg
 for the busiest giver its own sum, are what is made small.
 """
 
-import math
 from bisect import bisect_left, insort
-
-import numpy as np
 
 Flows = dict[int, list[tuple[int, float]]]
 """giver -> (taker, pairs) of each of its flows"""
-
-TRIES = 24
-"""How often two givers change turns to see what it costs; fewer with very many workers."""
-MOST = 4096
-"""Tries times workers."""
 
 
 def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
     """Flows that take every worker down to a surplus of 0, as far as there is room.
 
-    The giver with the most goes first, so that it finds the largest rooms; then a change of turns between two
-    givers is kept where it costs less. Not where givers are partners: what they gain from sharing takers does not
-    show in roots of pairs. The tries come from a fixed seed, so that all ranks find the same.
+    The giver with the most goes first, so that it finds the largest rooms.
 
     Args:
         surplus: [workers] pairs above what each should have; the room it has for more where negative.
@@ -37,22 +27,7 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
         # Partners one after the other, so that they find the takers of each other; those with the most in all first.
         together = {giver: sum(max(surplus[worker], 0.0) for worker in partners.get(giver, ())) for giver in givers}
         givers.sort(key=lambda giver: -surplus[giver] - together[giver])
-        return _in_turn(surplus, givers, rooms, partners)
-    flows = _in_turn(surplus, givers, rooms, partners)
-    if len(givers) < 2 or not rooms:
-        return flows
-    first_total, first_busiest = _roots(flows)
-    best = 2.0
-    tries = min(TRIES, MOST // len(surplus))
-    for one, other in np.random.default_rng(0).integers(len(givers), size=(tries, 2)).tolist():
-        turns = givers.copy()
-        turns[one], turns[other] = turns[other], turns[one]
-        candidate = _in_turn(surplus, turns, rooms, partners)
-        total, busiest = _roots(candidate)
-        cost = total / first_total + busiest / first_busiest
-        if cost < best:
-            best, flows, givers = cost, candidate, turns
-    return flows
+    return _in_turn(surplus, givers, rooms, partners)
 
 
 def _in_turn(
@@ -87,9 +62,3 @@ def _in_turn(
             if amount < room:
                 insort(rooms, (room - amount, taker))
     return flows
-
-
-def _roots(flows: Flows) -> tuple[float, float]:
-    """√F summed over all flows, and over those of the giver with the most."""
-    sums = [sum(math.sqrt(amount) for _, amount in given) for given in flows.values()]
-    return sum(sums), max(sums)

@@ -5,16 +5,16 @@ each node, rows travel inside nodes only; with one group of all ranks this is th
 less, and larger ones balance better.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush, heapreplace
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import TASK, AttentionKind, Layout, Plan
+from hf_distca.plan import AttentionKind, Layout, Plan
 from hf_distca.planner.chunks import layout_of_kind
-from hf_distca.planner.cost import pairs
 from hf_distca.planner.layout import assemble, joint_layout
 from hf_distca.planner.nano_batches import mirrored, split_documents
 from hf_distca.planner.seconds import StepCosts
@@ -78,9 +78,10 @@ class Placing:
     seconds: FloatArray
 
     @classmethod
-    def of_all(cls, seconds: FloatArray, ranks: int) -> "Placing":
-        """One group of all ranks; [documents] seconds of each."""
-        return cls((ranks,), (np.arange(len(seconds)),), (), np.array([float(seconds.sum()) / ranks]))
+    def of_all(cls, seconds: FloatArray, speeds: FloatArray) -> "Placing":
+        """One group of all ranks; [documents] seconds of each, [ranks] speed of each."""
+        every = float(seconds.sum() / speeds.sum())
+        return cls((len(speeds),), (np.arange(len(seconds)),), (), np.array([every]))
 
     def longest_share(self, seconds: FloatArray) -> float:
         """The largest share of a group's work that one document is; [documents] seconds of each."""
@@ -93,7 +94,7 @@ class Placing:
 
 
 def place_in_groups(
-    lengths: IntArray, seconds: FloatArray, sizes: tuple[int, ...], tokens_per_rank: int
+    lengths: IntArray, seconds: FloatArray, sizes: tuple[int, ...], tokens_per_rank: int, speeds: FloatArray
 ) -> Placing | None:
     """Give documents to groups, so that all have equally much to do: the costliest first, to who has the least.
 
@@ -102,6 +103,7 @@ def place_in_groups(
         seconds: [documents] what computing each document takes.
         sizes: [groups] how many ranks each group has.
         tokens_per_rank: the most rows that a rank may hold.
+        speeds: [ranks] what each rank computes in a second, in seconds of a usual rank.
 
     Returns:
         None where a document is too long for every group, or a group would have fewer tokens than ranks.
@@ -109,30 +111,33 @@ def place_in_groups(
     if int(lengths.max()) > max(sizes) * tokens_per_rank:
         return None
     if len(sizes) == 1:
-        return Placing.of_all(seconds, sizes[0])
+        return Placing.of_all(seconds, speeds)
+    speed_of = np.add.reduceat(speeds, np.cumsum((0, *sizes[:-1]))).tolist()
     heap = [(0.0, group) for group in range(len(sizes))]
     room = [size * tokens_per_rank for size in sizes]
-    placed: list[list[int]] = [[] for _ in sizes]
-    left = []
-    cost, tokens = seconds.tolist(), lengths.tolist()
-    for document in np.argsort(-seconds, kind="stable").tolist():
+    group_of = np.full(len(lengths), -1)
+    order = np.argsort(-seconds, kind="stable")
+    chosen, left = [], []
+    for document, tokens, cost in zip(order.tolist(), lengths[order].tolist(), seconds[order].tolist(), strict=True):
         full = []
-        while heap and room[heap[0][1]] < tokens[document]:
-            full.append(heapq.heappop(heap))
+        while heap and room[heap[0][1]] < tokens:
+            full.append(heappop(heap))
         if heap:
             load, group = heap[0]
-            placed[group].append(document)
-            room[group] -= tokens[document]
-            heapq.heapreplace(heap, (load + cost[document] / sizes[group], group))
+            chosen.append(group)
+            room[group] -= tokens
+            heapreplace(heap, (load + cost / speed_of[group], group))
         else:
+            chosen.append(-1)
             left.append(document)
         for entry in full:
-            heapq.heappush(heap, entry)
+            heappush(heap, entry)
     if any(size * tokens_per_rank - space < size for size, space in zip(sizes, room, strict=True)):
         return None
-    load_of = {group: load for load, group in heap}
-    documents = tuple(np.array(sorted(group), np.int64) for group in placed)
-    return Placing(sizes, documents, tuple(left), np.array([load_of[group] for group in range(len(sizes))]))
+    group_of[order] = chosen
+    by_group = np.argsort(group_of, kind="stable")
+    documents = tuple(np.split(by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes)))))[1:]
+    return Placing(sizes, documents, tuple(left), np.array([load for load, _ in sorted(heap, key=itemgetter(1))]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,63 +164,20 @@ class Arrangement:
             kind: of the layer.
             settings: see PlanSettings; the tolerance is the group's.
         """
-        if len(self.placing.sizes) == 1:
-            return plan_tasks(layout, kind, settings, thorough=False)
-        chunked = layout_of_kind(layout, kind)
-        plan = at_home(chunked, kind.window)
-        if max(self.placing.sizes) > 1:
-            plan = replace(plan, tasks=self._balanced(chunked, plan, kind, settings))
-        crosses = bool(self.placing.left) or not self._inside_nodes(settings)
-        return replace(plan, nodes=settings.nodes if crosses else None)
+        sizes = self.placing.sizes
+        inside = self._inside_nodes(settings)
+        if max(sizes) == 1:
+            plan = at_home(layout_of_kind(layout, kind), kind.window)
+        else:
+            flat = replace(settings, ranks_per_node=1) if inside else settings
+            groups = np.repeat(np.arange(len(sizes)), sizes)
+            plan = plan_tasks(layout, kind, flat, groups=groups.tolist(), tolerance=np.repeat(self.slack, sizes))
+        return replace(plan, nodes=settings.nodes if self.placing.left or not inside else None)
 
     def _inside_nodes(self, settings: PlanSettings) -> bool:
         """Whether no group has ranks of two nodes."""
         stops = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist())
         return stops <= set(np.cumsum(self.placing.sizes).tolist())
-
-    def _balanced(self, layout: Layout, plan: Plan, kind: AttentionKind, settings: PlanSettings) -> NDArray[np.void]:
-        """The tasks, those of groups that are out of balance moved inside the group."""
-        tasks = plan.tasks
-        cost = pairs(tasks["start"], tasks["stop"], kind.window)
-        cost = cost + settings.row_overhead * (tasks["stop"] - tasks["start"])
-        loads = np.bincount(tasks["worker"], weights=cost, minlength=settings.ranks)
-        group_of = np.repeat(np.arange(len(self.placing.sizes)), self.placing.sizes)
-        shared = _spans_groups(layout, group_of)
-        balanced, first = [], 0
-        for group, size in enumerate(self.placing.sizes):
-            ranks = loads[first : first + size]
-            if ranks.max() > ranks.mean() * (1 + self.slack[group]):
-                here = (group_of[layout.segments["rank"]] == group) & ~shared[layout.segments["document"]]
-                segments = layout.segments[here]
-                documents, own = np.unique(segments["document"], return_inverse=True)
-                columns = (own, segments["start"], segments["stop"], segments["rank"] - first)
-                inside = assemble(layout.lengths[documents], columns, size, by_document=True)
-                of_group = replace(
-                    settings,
-                    ranks=size,
-                    ranks_per_node=_nodes_in(first, size, settings),
-                    balance_tolerance=self.slack[group],
-                )
-                moved = plan_tasks(inside, replace(kind, chunk=None), of_group, thorough=False).tasks.copy()
-                moved["document"] = documents[moved["document"]]
-                moved["worker"] += first
-                kept = (group_of[tasks["worker"]] == group) & shared[tasks["document"]]
-                balanced += [moved, tasks[kept]]
-            else:
-                balanced.append(tasks[group_of[tasks["worker"]] == group])
-            first += size
-        joined: NDArray[np.void] = np.concatenate(balanced).astype(TASK)
-        return joined[np.lexsort((joined["start"], joined["document"], joined["worker"]))]
-
-
-def _spans_groups(layout: Layout, group_of: IntArray) -> NDArray[np.bool_]:
-    """[documents] whether a document has rows in more than one group."""
-    low, high = np.full(len(layout.lengths), len(group_of)), np.full(len(layout.lengths), -1)
-    group = group_of[layout.segments["rank"]]
-    np.minimum.at(low, layout.segments["document"], group)
-    np.maximum.at(high, layout.segments["document"], group)
-    spans: NDArray[np.bool_] = low < high
-    return spans
 
 
 def _nodes_in(first: int, size: int, settings: PlanSettings) -> tuple[int, ...] | int:
@@ -245,6 +207,7 @@ def arrange(
         one, on which models cannot run.
     """
     slack = _slack(lengths, placing, settings, costs)
+    seconds = document_seconds(lengths, costs)
     segments: list[list[IntArray]] = [[] for _ in range(nano_batches)]
     first = 0
     for documents, size, most in zip(placing.documents, placing.sizes, slack, strict=True):
@@ -262,7 +225,7 @@ def arrange(
                 if number == 1:
                     before = segments[0][-1]
                     np.subtract.at(room, before[:, 3] - first, before[:, 2] - before[:, 1])
-                placed = divide_evenly(lengths[part], room.tolist(), costs)
+                placed = divide_evenly(lengths[part], seconds[part], room)
             else:
                 placed = _in_group(lengths[part], first, size, most, settings, backwards=number == 1)
             if placed is None:
@@ -330,43 +293,45 @@ def _in_group(
     return np.stack([segments[name] for name in ("document", "start", "stop", "rank")], axis=1)
 
 
-def divide_evenly(lengths: IntArray, room: list[int], costs: StepCosts) -> IntArray | None:
+def divide_evenly(lengths: IntArray, seconds: FloatArray, room: IntArray) -> IntArray | None:
     """[segments, 4] document, start, stop and rank, each long document divided evenly over all ranks of a group.
 
     Rank r of n has the parts r and 2 n - 1 - r of 2 n, so that all ranks compute alike. Shorter documents stay whole.
 
     Args:
         lengths: [documents] tokens of each document.
+        seconds: [documents] what computing each document takes.
         room: [ranks] rows that each rank takes.
-        costs: what computing takes.
     """
     size = len(room)
-    seconds = document_seconds(lengths, costs)
-    long = (seconds > LONG_SHARE * seconds.sum() / size) & (lengths >= 2 * size)
-    segments = []
-    for document in np.flatnonzero(long).tolist():
-        share, more = divmod(int(lengths[document]), size)
-        roomiest = set(sorted(range(size), key=lambda rank: (-room[rank], rank))[:more])
-        tokens = [share + (rank in roomiest) for rank in range(size)]
-        parts = [(rank, tokens[rank] // 2) for rank in range(size)]
-        parts += [(rank, tokens[rank] - tokens[rank] // 2) for rank in reversed(range(size))]
-        start = 0
-        for rank, rows in parts:
-            segments.append((document, start, start + rows, rank))
-            start += rows
-        room = [space - count for space, count in zip(room, tokens, strict=True)]
-    load = [0.0] * size
-    short = np.flatnonzero(~long)
-    for document in short[np.argsort(-seconds[short], kind="stable")].tolist():
-        fits = [rank for rank in range(size) if room[rank] >= lengths[document]]
-        if fits:
-            rank = min(fits, key=lambda each: (load[each], each))
-            load[rank] += float(seconds[document])
-            segments.append((document, 0, int(lengths[document]), rank))
-            room[rank] -= int(lengths[document])
+    is_long = (seconds > LONG_SHARE * seconds.sum() / size) & (lengths >= 2 * size)
+    long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
+    # Rows that do not divide go to the ranks in turns, the roomiest first.
+    share, more = np.divmod(lengths[long], size)
+    turn = np.argsort(np.argsort(-room, kind="stable"), kind="stable")
+    rows = share[:, None] + ((turn - (np.cumsum(more) - more)[:, None]) % size < more[:, None])
+    parts = np.concatenate([rows // 2, (rows - rows // 2)[:, ::-1]], axis=1)
+    stops = np.cumsum(parts, axis=1)
+    ranks = np.tile(np.append(np.arange(size), np.arange(size)[::-1]), len(long))
+    divided = np.stack([np.repeat(long, 2 * size), (stops - parts).ravel(), stops.ravel(), ranks], axis=1)
+    left: list[int] = (room - rows.sum(axis=0)).tolist()
+    loads = [(0.0, rank) for rank in range(size)]
+    pieces = []
+    short = short[np.argsort(-seconds[short], kind="stable")]
+    for document, tokens, cost in zip(short.tolist(), lengths[short].tolist(), seconds[short].tolist(), strict=True):
+        full = []
+        while loads and left[loads[0][1]] < tokens:
+            full.append(heappop(loads))
+        if loads:
+            load, rank = loads[0]
+            heapreplace(loads, (load + cost, rank))
+            pieces.append((document, 0, tokens, rank))
+            left[rank] -= tokens
         else:
-            segments += _cut_where_room(document, int(lengths[document]), room)
-    return np.array(segments, np.int64) if min(room) >= 0 else None
+            pieces += _cut_where_room(document, tokens, left)
+        for entry in full:
+            heappush(loads, entry)
+    return np.concatenate([divided, np.array(pieces, np.int64).reshape(-1, 4)]) if min(left) >= 0 else None
 
 
 def _wherever_room(

@@ -1,7 +1,7 @@
 """Intervals of rows, [start, stop) of documents: ordering, overlaps, unions, cuts, and the rows themselves.
 
 An interval that belongs to somebody, a segment to a rank or a task to a worker, is a row of a table of dtype SEGMENT
-or TASK, or, where Python goes through few of them one by one, a Span.
+or TASK.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
-
-Span = tuple[int, int, int]
-"""(start, stop, owner) of rows of some document: a task and its worker, or a segment and its rank."""
 
 # Combines a document and a row into one number by which they can be sorted; no document has this many rows.
 _ROW_LIMIT = 1 << 40
@@ -152,22 +149,6 @@ def merge_touching(table: NDArray[np.void], place: str) -> NDArray[np.void]:
     result: NDArray[np.void] = table[first]
     result["stop"] = table["stop"][last]
     return result
-
-
-def joined(spans: list[Span]) -> list[Span]:
-    """Spans of one document that touch, those of one owner that follow each other made one."""
-    joined: list[Span] = []
-    for start, stop, owner in spans:
-        if joined and joined[-1][2] == owner:
-            joined[-1] = (joined[-1][0], stop, owner)
-        else:
-            joined.append((start, stop, owner))
-    return joined
-
-
-def common(one: Span, other: Span) -> int:
-    """Rows that two spans of a document have in common."""
-    return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
 
 
 def grain(block: int, too_coarse: Callable[[int], bool]) -> int:

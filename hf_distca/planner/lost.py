@@ -109,5 +109,5 @@ def _spread(home: Plan, kind: AttentionKind, settings: PlanSettings, nodes: tupl
     limits = ideal * (1 + settings.balance_tolerance)
     goal = Goal(limits, limits, slack=math.inf)  # however much rounding moves, cuts stay on the blocks' boundaries
     prices = Prices.of(settings.row_bytes(kind), rows, settings.gather_cost)
-    spread = BalancingPass(tasks, rows, ranks, prices, goal, block, nodes).run()
+    spread = BalancingPass(tasks, rows, ranks, prices, goal, block, nodes or (0,) * home.workers).run()
     return replace(rows.plan(spread, home.workers), nodes=home.nodes)

@@ -1,7 +1,7 @@
 """What a plan achieves: balance, bytes and sizes of tasks, counted from its segments and tasks alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +110,21 @@ def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> NDAr
         row_bytes: bytes of the rows.
         nodes: [workers] the node of each worker.
     """
+    plan, _ = without_whole(plan)
     return bytes_of_rows(query_rows_by_link(plan, nodes), key_rows_by_link(plan, nodes), row_bytes)
+
+
+def without_whole(plan: Plan) -> tuple[Plan, NDArray[np.void]]:
+    """The plan without documents that one rank holds and computes alone, which are most, and the tasks of these."""
+    tasks, segments, documents = plan.tasks, plan.layout.segments, len(plan.layout.lengths)
+    home = np.full(documents, -1)
+    home[segments["document"]] = segments["rank"]
+    cuts = np.bincount(segments["document"], minlength=documents) + np.bincount(tasks["document"], minlength=documents)
+    alone = (cuts == 2)[tasks["document"]] & (home[tasks["document"]] == tasks["worker"])
+    whole = np.zeros(documents, bool)
+    whole[tasks["document"][alone]] = True
+    layout = replace(plan.layout, segments=segments[~whole[segments["document"]]])
+    return replace(plan, layout=layout, tasks=tasks[~alone]), tasks[alone]
 
 
 def bytes_of_rows(queries: NDArray[np.int64], keys: NDArray[np.int64], row_bytes: RowBytes) -> NDArray[np.int64]:
@@ -155,14 +169,15 @@ def _by_link(
     moved: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]], nodes: Sequence[int]
 ) -> NDArray[np.int64]:
     """[2, 2, workers] rows that workers send and receive, of (source, target, rows); what stays is not counted."""
-    rows = np.zeros((2, 2, len(nodes)), np.int64)
-    node = np.asarray(nodes)
+    node, workers = np.asarray(nodes), len(nodes)
+    rows = np.zeros(4 * workers)
     for source, target, amount in moved:
-        link = np.where(node[source] == node[target], WITHIN, BETWEEN)
-        away = source != target
-        np.add.at(rows, (link[away], 0, source[away]), amount[away])
-        np.add.at(rows, (link[away], 1, target[away]), amount[away])
-    return rows
+        away = np.flatnonzero(source != target)
+        source, target, amount = source[away], target[away], amount[away]
+        link = np.where(node[source] == node[target], WITHIN, BETWEEN) * 2
+        for way, worker in enumerate((source, target)):
+            rows += np.bincount((link + way) * workers + worker, amount, len(rows))
+    return rows.astype(np.int64).reshape(2, 2, workers)
 
 
 def exchange_figures(

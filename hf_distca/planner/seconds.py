@@ -178,6 +178,12 @@ class StepCosts:
     launches: float = 0.0
     slowness: tuple[float, ...] = ()
 
+    def row_work(self, kind: AttentionKind) -> float:
+        """What a row takes besides core attention, in query-key pairs of layers of a kind."""
+        (of_kind,) = (each for each in self.kinds if each.kind == kind)
+        pair = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)
+        return self.token / pair if pair else 0.0
+
     @property
     def token(self) -> float:
         """Seconds of a token in everything but core attention, forward and backward."""

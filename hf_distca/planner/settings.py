@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes
+from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes, Workers
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.stages import EXCHANGE_BUFFER_BYTES
@@ -78,6 +81,8 @@ class PlanSettings:
             ranks on one node, all links are alike.
         choices: what is chosen for every micro-batch, instead of the layout, tolerance and nano-batches above; None:
             nothing is.
+        slowness: [ranks] how many times as long each rank takes for the same work; empty where all are alike.
+        row_work: what a row takes besides core attention, in query-key pairs; of account where ranks are not alike.
 
     Raises:
         ValueError: nodes have another number of ranks together.
@@ -97,6 +102,8 @@ class PlanSettings:
     kernel: str = "auto"
     ranks_per_node: int | tuple[int, ...] = 1
     choices: Choices | None = None
+    slowness: tuple[float, ...] = ()
+    row_work: float = 0.0
 
     def __post_init__(self) -> None:
         node_sizes(self.ranks, self.ranks_per_node)
@@ -124,6 +131,17 @@ class PlanSettings:
     def row_bytes(self, kind: AttentionKind) -> RowBytes:
         """Size of a row of Q, of K and V, and of O, in one layer of a kind."""
         return RowBytes.of_kind(kind, self.bytes_per_value)
+
+    def workers(self, rows: NDArray[np.int64]) -> Workers | None:
+        """Speeds of ranks that are not alike; None where they are.
+
+        Args:
+            rows: [ranks] that each rank holds: it computes them besides core attention.
+        """
+        if not self.slowness:
+            return None
+        besides = np.array(self.slowness) * rows * self.row_work
+        return Workers(tuple(1 / each for each in self.slowness), tuple((besides - besides.min()).tolist()))
 
     def buffer_rows(self, kind: AttentionKind) -> int:
         """K/V rows of a layer of a kind that a rank may send, and receive, at a time."""

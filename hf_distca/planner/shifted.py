@@ -65,9 +65,8 @@ class ShiftedRows:
 
     def loads(self, tasks: NDArray[np.void], workers: int) -> NDArray[np.int64]:
         """[workers] int64: pairs of each worker."""
-        loads = np.zeros(workers, np.int64)
-        np.add.at(loads, tasks["worker"], pairs(tasks["start"], tasks["stop"], self.pair_window))
-        return loads
+        cost = pairs(tasks["start"], tasks["stop"], self.pair_window)
+        return np.bincount(tasks["worker"], weights=cost, minlength=workers).astype(np.int64)
 
     def plan(self, tasks: NDArray[np.void], workers: int) -> Plan:
         """The plan of some tasks, with rows counted from 0 on again."""

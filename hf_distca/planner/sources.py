@@ -55,7 +55,6 @@ class Source:
         self.ids = ids
         self.low = pairs(0, start, self.window).astype(np.float64)
         self.high = pairs(0, stop, self.window).astype(np.float64)
-        self._sort()
 
     def take(self, amount: float, known: dict[int, int]) -> dict[int, float]:
         """Pairs to give from each task, for the cheapest way found to give `amount` in all.
@@ -69,18 +68,11 @@ class Source:
             single, cost, part = self._single(amount, known)
             if not part.any():
                 break
-            count, level, several = self._ends(amount)
             one = int(single.argmin())
-            if several < single[one]:
-                for index in range(count):
-                    self._give(given, index, float(self.high[index]) - level)
-                amount = 0.0
-            else:
-                if single[one] == math.inf:  # no task has enough: all of the cheapest per pair, and go on
-                    one = int(np.where(part > 0, cost / np.maximum(part, 1.0), np.inf).argmin())
-                amount -= float(part[one])
-                self._give(given, one, float(part[one]))
-            self._sort()
+            if single[one] == math.inf:  # no task has enough: all of the cheapest per pair, and go on
+                one = int(np.where(part > 0, cost / np.maximum(part, 1.0), np.inf).argmin())
+            amount -= float(part[one])
+            self._give(given, one, float(part[one]))
         return given
 
     def _single(self, amount: float, known: dict[int, int]) -> tuple[Array, Array, Array]:
@@ -98,31 +90,7 @@ class Source:
         cost = self.price.of(begin, end, has)
         return np.where(available >= amount, cost, np.inf), cost, part
 
-    def _ends(self, amount: float) -> tuple[int, float, float]:
-        """(tasks, level, bytes): the ends of the longest tasks, all cut at the row that `level` pairs reach; at least
-        a row of each, since less would be rounded away.
-
-        At one row s a further row costs the same bytes per pair in every document, so cutting several of them
-        at the same s is the cheapest way to share `amount`: n·pairs(0, s) = Σ pairs(0, stop) − amount.
-        """
-        stop = row_reaching(self.high, self.window)
-        count = np.arange(1, len(stop) + 1)
-        level = (np.cumsum(self.high) - amount) / count
-        row = row_reaching(level, self.window)
-        usable = (count > 1) & (row <= stop - 1) & (level >= np.maximum.accumulate(self.low))
-        first = np.full(len(row), float(self.price.origin))
-        if self.price.window is not None:
-            first = np.maximum(row - self.price.window + 1, first)
-        every = np.cumsum(stop) * (self.price.rows + self.price.kv)
-        cost = np.where(usable, every - count * (row * self.price.rows + first * self.price.kv), np.inf)
-        best = int(cost.argmin())
-        return best + 1, float(level[best]), float(cost[best])
-
     def _give(self, given: dict[int, float], index: int, amount: float) -> None:
         task = int(self.ids[index])
         given[task] = given.get(task, 0.0) + amount
         self.high[index] -= amount
-
-    def _sort(self) -> None:
-        order = np.argsort(-self.high, kind="stable")
-        self.ids, self.low, self.high = self.ids[order], self.low[order], self.high[order]

@@ -6,6 +6,7 @@ from hf_distca.plan import AttentionKind, Layout, Plan
 from hf_distca.planner.balance import balance
 from hf_distca.planner.chunks import layout_of_kind
 from hf_distca.planner.cost import Workers
+from hf_distca.planner.seconds import FloatArray
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.shifted import tasks_at_home
 from hf_distca.planner.stages import with_stages
@@ -27,8 +28,8 @@ def plan_tasks(
     settings: PlanSettings,
     workers: Workers | None = None,
     nodes: Sequence[int] | None = None,
-    *,
-    thorough: bool = True,
+    groups: Sequence[int] | None = None,
+    tolerance: FloatArray | None = None,
 ) -> Plan:
     """Balance the core attention of one kind of layer on a layout, in one stage.
 
@@ -36,21 +37,22 @@ def plan_tasks(
         layout: where the rows of documents are.
         kind: of the layer.
         settings: see PlanSettings.
-        workers: as in `balance`.
+        workers: as in `balance`; None for the ranks alone, at the speeds of the settings.
         nodes: as in `balance`; None for those of the ranks alone.
-        thorough: as in `balance`.
+        groups: as in `balance`.
+        tolerance: as in `balance`; None for that of the settings.
     """
     return balance(
         layout_of_kind(layout, kind),
-        workers=workers,
+        workers=workers or settings.workers(layout.tokens),
         nodes=settings.nodes if nodes is None else nodes,
+        groups=groups,
         window=kind.window,
-        balance_tolerance=settings.balance_tolerance,
+        balance_tolerance=settings.balance_tolerance if tolerance is None else tolerance,
         balance_block_size=settings.balance_block_size,
         row_bytes=settings.row_bytes(kind),
         row_overhead=settings.row_overhead,
         gather_cost=settings.gather_cost,
-        thorough=thorough,
     )
 
 

@@ -55,7 +55,9 @@ def workers_of_nodes(workers: Workers, nodes: Sequence[int]) -> Workers:
     return Workers(tuple(speed.tolist()), tuple((busy / speed).tolist()))
 
 
-def ideals_inside(loads: NDArray[np.int64], workers: Workers, nodes: Sequence[int]) -> NDArray[np.float64]:
+def ideals_inside(
+    loads: NDArray[np.int64], workers: Workers, nodes: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.float64]:
     """[workers] when the workers of each one's node would finish together with what the node has to do.
 
     Args:
@@ -63,16 +65,25 @@ def ideals_inside(loads: NDArray[np.int64], workers: Workers, nodes: Sequence[in
         workers: speeds and base loads.
         nodes: [workers] the node of each worker.
     """
+    if not any(workers.base_load):
+        node = np.asarray(nodes)
+        even: NDArray[np.float64] = (np.bincount(node, loads) / np.bincount(node, workers.speed))[node]
+        return even
     ideal = np.zeros(len(workers))
-    for node in range(max(nodes) + 1):
-        here = np.flatnonzero(np.asarray(nodes) == node)
+    for number in range(max(nodes) + 1):
+        here = np.flatnonzero(np.asarray(nodes) == number)
         own = Workers(*(tuple(np.asarray(of_all)[here].tolist()) for of_all in (workers.speed, workers.base_load)))
         ideal[here] = own.ideal(int(loads[here].sum()))
     return ideal
 
 
 def tasks_of_workers(
-    tasks: NDArray[np.void], rows: ShiftedRows, workers: Workers, nodes: Sequence[int], limit: float, block: int
+    tasks: NDArray[np.void],
+    rows: ShiftedRows,
+    workers: Workers,
+    nodes: Sequence[int],
+    limit: NDArray[np.float64],
+    block: int,
 ) -> NDArray[np.void]:
     """The tasks of nodes, given to the workers of each.
 
@@ -81,7 +92,7 @@ def tasks_of_workers(
         rows: where the rows are.
         workers: speeds and base loads.
         nodes: [workers] the node of each worker.
-        limit: when workers may finish.
+        limit: [workers] when each may finish.
         block: rows of a kernel block.
 
     Returns:

@@ -40,22 +40,20 @@ def _outcome(by_plain: WayFigures, by_plan: WayFigures, tokens_per_rank: int) ->
     return (
         f"{gain:.2f}× the speed of {by_plain.name}, the best of the other strategies; core attention alone, on the "
         f"busiest rank, {by_plain.attention_seconds / by_plan.attention_seconds:.2f}×. Set "
-        f"{_layout_to_set(by_plan)}, tokens_per_rank={tokens_per_rank}."
+        f"{_layout_to_set(by_plan)}tokens_per_rank={tokens_per_rank}."
     )
 
 
 def _layout_to_set(by_plan: WayFigures) -> str:
-    if by_plan.document_layout == "auto":
-        return "device_profile to this profile"
-    return f"document_layout={by_plan.document_layout!r}"
+    return "" if by_plan.document_layout == "auto" else f"document_layout={by_plan.document_layout!r}, "
 
 
 def _of_waits(by_plan: WayFigures) -> Iterator[str]:
     share = by_plan.exchange_seconds / by_plan.step_seconds
     if share > MOST_WAITS:
         yield (
-            f"Ranks wait {share:.0%} of a step for exchanges: a larger balance_tolerance moves fewer rows, and more "
-            "tokens_per_rank give more to hide them behind."
+            f"Ranks wait {share:.0%} of a step for exchanges: more tokens_per_rank give more to hide them behind"
+            f"{'.' if by_plan.document_layout == 'auto' else ', and a larger balance_tolerance moves fewer rows.'}"
         )
 
 

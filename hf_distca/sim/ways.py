@@ -149,7 +149,7 @@ class Way:
 
 PLAIN = "plain packing"
 CHOSEN = "hf_distca, chosen"
-"""The fastest plan for each micro-batch, as training with device_profile chooses it."""
+"""The fastest plan for each micro-batch, as training chooses it by default."""
 
 
 def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Way, ...]:

@@ -8,6 +8,7 @@ import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.choose import candidates
+from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.moves import any_key_crosses, any_query_crosses
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
@@ -107,3 +108,23 @@ def test_the_search_finds_what_trying_everything_finds(bandwidth):
         ratios.append(found / min(each.choice.seconds for each in candidates(lengths, of_plans, choices)))
     assert np.median(ratios) <= 1.01
     assert max(ratios) <= 1.03
+
+
+@pytest.mark.parametrize("groups", [True, False])
+def test_a_slower_rank_gets_less_to_do(groups):
+    """It takes twice as long for everything, and has equally many rows in the joint layout."""
+    lengths, of_plans = [240], PlanSettings(4, 64, (KIND,), balance_block_size=4, ranks_per_node=2)
+    of_choices = costs(FREE, FREE)
+    alike, uneven = (
+        plan_micro_batch(
+            lengths, replace(of_plans, choices=Choices(replace(of_choices, slowness=slowness), groups=groups))
+        )
+        for slowness in ((), (1.0, 1.0, 1.0, 2.0))
+    )
+    loads = [sum(loads_of(nano.plans[KIND]) for nano in plan.nano_batches) for plan in (alike, uneven)]
+    assert loads[0].max() <= 1.02 * loads[0].mean()
+    # Σ speed · T = pairs, with speeds 1, 1, 1 and 1/2; a row's other work is as much as 0.4 / 3 pairs.
+    besides = 60 * 0.4 / 3
+    level = (loads[1].sum() + 4 * besides) / 3.5
+    assert loads[1][3] == pytest.approx(level / 2 - besides, rel=0.05)
+    assert uneven.choice.seconds < 0.8 * 2 * alike.choice.seconds

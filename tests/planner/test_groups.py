@@ -40,23 +40,31 @@ def test_neighbours_are_joined_inside_nodes_first(nodes, expected):
 
 def test_the_costliest_document_goes_to_who_has_the_least():
     lengths = np.array([3, 9, 4, 5])
-    placing = place_in_groups(lengths, lengths.astype(float), (1, 1), 12)
+    placing = place_in_groups(lengths, lengths.astype(float), (1, 1), 12, np.ones(sum((1, 1))))
     assert [documents.tolist() for documents in placing.documents] == [[0, 1], [2, 3]]
     assert placing.seconds.tolist() == [12.0, 9.0]
     assert placing.slowest == 12.0
     assert placing.left == ()
 
 
+def test_slower_ranks_get_less():
+    """Documents of one second each: the rank that takes three times as long gets one of four."""
+    lengths = np.array([4, 4, 4, 4])
+    placing = place_in_groups(lengths, np.ones(4), (1, 1), 16, 1 / np.array([1.0, 3.0]))
+    assert [len(documents) for documents in placing.documents] == [3, 1]
+    assert placing.seconds.tolist() == [3.0, 3.0]
+
+
 def test_a_group_of_more_ranks_takes_more():
     lengths = np.array([6, 6, 6])
-    placing = place_in_groups(lengths, lengths.astype(float), (1, 2), 6)
+    placing = place_in_groups(lengths, lengths.astype(float), (1, 2), 6, np.ones(sum((1, 2))))
     assert [len(documents) for documents in placing.documents] == [1, 2]
     assert placing.seconds.tolist() == [6.0, 6.0]
 
 
 def test_what_no_group_has_room_for_is_left_and_cut_wherever_there_is_room():
     lengths = np.array([7, 7, 4])
-    placing = place_in_groups(lengths, lengths.astype(float), (1, 1), 9)
+    placing = place_in_groups(lengths, lengths.astype(float), (1, 1), 9, np.ones(sum((1, 1))))
     assert placing.left == (2,)
     found = arrange(lengths, placing, PlanSettings(2, 9, (KIND,)), costs(), 1, evenly=False)
     (layout,) = found.layouts
@@ -77,11 +85,15 @@ def test_what_no_group_has_room_for_is_left_and_cut_wherever_there_is_room():
 )
 def test_documents_that_groups_cannot_hold(lengths, sizes):
     lengths = np.array(lengths)
-    assert place_in_groups(lengths, lengths.astype(float), sizes, 9) is None
+    assert place_in_groups(lengths, lengths.astype(float), sizes, 9, np.ones(sum(sizes))) is None
+
+
+def evenly(lengths, room):
+    return divide_evenly(np.array(lengths), document_seconds(np.array(lengths), costs()), np.array(room))
 
 
 def test_a_long_document_is_divided_so_that_ranks_compute_alike():
-    segments = divide_evenly(np.array([16, 2, 2]), [10, 10], costs())
+    segments = evenly([16, 2, 2], [10, 10])
     assert segments.tolist() == [
         [0, 0, 4, 0],
         [0, 4, 8, 1],
@@ -93,15 +105,15 @@ def test_a_long_document_is_divided_so_that_ranks_compute_alike():
 
 
 def test_dividing_evenly_keeps_to_the_room_of_every_rank():
-    segments = divide_evenly(np.array([17]), [8, 9], costs())
+    segments = evenly([17], [8, 9])
     held = np.bincount(segments[:, 3], weights=segments[:, 2] - segments[:, 1])
     assert held.tolist() == [8, 9]
-    assert divide_evenly(np.array([18]), [8, 9], costs()) is None
+    assert evenly([18], [8, 9]) is None
 
 
 def test_no_rank_is_left_without_a_row():
     lengths = np.array([20, 3])  # apart in two nano-batches, the second too short for two ranks to share
-    placing = place_in_groups(lengths, lengths.astype(float), (2,), 16)
+    placing = place_in_groups(lengths, lengths.astype(float), (2,), 16, np.ones(sum((2,))))
     evenly, joint = (
         arrange(lengths, placing, PlanSettings(2, 16, (KIND,)), costs(), 2, evenly=e) for e in (True, False)
     )
@@ -112,7 +124,7 @@ def test_no_rank_is_left_without_a_row():
 def test_attention_is_balanced_inside_every_group():
     lengths = np.full(18, 4)  # five of a group's nine documents on one rank, four on the other
     of_plans = PlanSettings(4, 20, (KIND,), balance_block_size=1)
-    placing = place_in_groups(lengths, lengths.astype(float), (2, 2), 20)
+    placing = place_in_groups(lengths, lengths.astype(float), (2, 2), 20, np.ones(sum((2, 2))))
     found = arrange(lengths, placing, of_plans, costs(), 1, evenly=True)
     assert found.layouts[0].tokens.tolist() == [20, 16, 20, 16]
     assert loads_of(found.tasks(found.layouts[0], KIND, of_plans)).tolist() == [45, 45, 45, 45]
@@ -123,7 +135,7 @@ def test_rows_are_passed_on_where_groups_have_ranks_of_several_nodes(sizes, node
     lengths = np.array([8, 8, 8, 8])
     of_plans = PlanSettings(8, 8, (KIND,), balance_block_size=1, ranks_per_node=2)
     found = arrange(
-        lengths, place_in_groups(lengths, lengths.astype(float), sizes, 8), of_plans, costs(), 1, evenly=False
+        lengths, place_in_groups(lengths, lengths.astype(float), sizes, 8, np.ones(sum(sizes))), of_plans, costs(), 1, evenly=False
     )
     assert found.tasks(found.layouts[0], KIND, of_plans).nodes == nodes
 
@@ -160,7 +172,7 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, even
     kind = AttentionKind(window, 4, 2, 8, 8)
     of_plans = PlanSettings(ranks, tokens, (kind,), balance_block_size=4, ranks_per_node=nodes)
     for sizes in partitions(nodes):
-        placing = place_in_groups(lengths, lengths.astype(float) ** 2, sizes, tokens)
+        placing = place_in_groups(lengths, lengths.astype(float) ** 2, sizes, tokens, np.ones(sum(sizes)))
         if placing is None:
             continue
         found = arrange(lengths, placing, of_plans, costs(), nano_batches, evenly=evenly)

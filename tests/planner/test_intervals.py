@@ -9,10 +9,8 @@ from hf_distca.plan import TASK
 from hf_distca.planner.intervals import (
     Intervals,
     by_document,
-    common,
     expand,
     grain,
-    joined,
     merge_touching,
     union,
 )
@@ -79,16 +77,6 @@ def test_covering_every_row_once(some, lengths, covered):
 def test_touching_rows_of_one_worker_are_made_one():
     table = np.array([(0, 0, 2, 0), (0, 2, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)], TASK)
     assert merge_touching(table, "worker").tolist() == [(0, 0, 5, 0), (0, 6, 7, 0), (1, 7, 8, 0), (1, 8, 9, 1)]
-
-
-def test_touching_spans_of_one_owner_are_made_one():
-    assert joined([(0, 2, 1), (2, 3, 1), (3, 4, 0), (4, 9, 1)]) == [(0, 3, 1), (3, 4, 0), (4, 9, 1)]
-
-
-def test_rows_that_two_spans_have_in_common():
-    assert common((0, 5, 0), (3, 9, 1)) == 2
-    assert common((0, 3, 0), (3, 9, 1)) == 0
-    assert common((0, 1, 0), (3, 9, 1)) == 0
 
 
 def test_a_cut_leaves_the_block_as_far_as_it_must():

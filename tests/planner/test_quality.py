@@ -1,77 +1,62 @@
-"""What plans of some corpora cost, bounded closely: a step of the planner that is left out costs more somewhere."""
+"""What plans of a corpus cost: quantiles over the documents of benchmarks/data, bounded closely."""
 
+import numpy as np
 import pytest
 
-from hf_distca.planner.balance import balance
-from hf_distca.planner.layout import fixed_layout, joint_layout
-from hf_distca.planner.metrics import measure
+from benchmarks.planner_inputs import plan_once, read_batches
+from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.metrics import BETWEEN, bytes_by_link, measure
+from hf_distca.planner.nodes import nodes_of
 
-MIXED = [9000, 5200, 3100, 2500, 1700, 1200, 900, 700, 500, 400, 300, 250, 200, 150, 100]
-LONG = [24000, 15000, 4100, 2300, 1100, 800, 450, 300]
+BATCHES = read_batches()
+QUANTILES = (0.5, 0.9, 1.0)
+MARGIN = 1.01
+"""Room that bounds leave above what was found when they were written."""
 
-# name: (rows of documents, ranks, window), (bytes of all workers and of the busiest one, both in MB; tasks)
-FIXED = {
-    "one long document": (([[16384], [2048] * 8], 2, None), (137.8, 101.0, 12)),
-    "eight mixtures": (
-        (
-            [
-                [9000, 7000],
-                [16000],
-                [4000] * 4,
-                [1000] * 16,
-                [5000, 5000, 6000],
-                [8000, 8000],
-                [2000] * 8,
-                [12000, 4000],
-            ],
-            8,
-            None,
-        ),
-        (444.7, 158.7, 49),
-    ),
-    "rows over four ranks": (
-        ([[40000, 15000, 9000], [16000, 16000, 8000, 8000, 4000, 12000]], 8, None),
-        (1129.1, 344.8, 20),
-    ),
-    "window": (([[16384], [8192] * 2, [1024] * 16, [512] * 32], 4, 2048), (273.7, 93.4, 58)),
-    "many ranks": (([LONG] * 4 + [MIXED] * 12, 64, None), (5538.7, 557.7, 340)),
+# (kind, tolerance, ranks, window): quantiles, over batches, of the KB a token that all ranks exchange, and the busiest
+# one; tasks of all plans, and those below a block that do not end where their document ends.
+FLAT = {
+    ("fixed", 0.01, 8, None): ((3.0, 7.78, 12.32), (11.83, 26.86, 32.57), 16302, 3),
+    ("fixed", 0.01, 64, None): ((2.75, 8.86, 12.77), (24.6, 166.81, 241.89), 132724, 7),
+    ("fixed, head-tail", 0.001, 64, None): ((2.85, 9.53, 13.49), (24.84, 174.18, 194.88), 133743, 56),
+    ("fixed", 0.01, 64, 4096): ((0.85, 1.36, 1.86), (4.32, 6.05, 33.9), 132339, 14),
+    ("joint", 0.01, 8, None): ((1.63, 5.17, 11.11), (4.72, 19.04, 28.88), 16456, 1),
+    ("joint", 0.01, 64, None): ((1.72, 8.22, 11.22), (9.26, 35.87, 58.11), 134853, 215),
+    ("joint", 0.001, 64, None): ((2.0, 8.58, 11.55), (11.63, 35.34, 53.58), 136935, 583),
+    ("joint", 0.01, 64, 4096): ((0.11, 0.64, 1.15), (0.74, 4.14, 10.78), 132785, 168),
 }
-JOINT = {
-    "one long document": (([40000] + [1000] * 25, 2, None), (122.7, 118.8, 29)),
-    "long documents": (([42800, 34800, 27500, 23500, 13300, 8300, 2800], 4, None), (609.7, 204.0, 13)),
-    "longer than a rank": (
-        ([58300, 36700, 28700, 26600, 21700, 10500, 9500, 2800, 1800], 4, None),
-        (541.0, 200.2, 17),
-    ),
-    "twice the same": (([7900, 5800, 5400, 4600, 2000, 1000, 600, 400, 100] * 2, 8, None), (296.2, 61.1, 38)),
-    "short documents": ((MIXED * 4, 4, None), (0.0, 0.0, 62)),
-    "window": (
-        ([35400, 27900, 15600, 13400, 7600, 6000, 5300, 4300, 2700, 400, 100] * 2, 4, 2048),
-        (23.7, 9.1, 25),
-    ),
-    "many ranks": ((LONG * 10 + MIXED * 10 + [90000, 60000], 64, None), (13845.0, 1701.5, 414)),
-    "many ranks, window": ((LONG * 10 + MIXED * 10 + [90000, 60000], 64, 4096), (1817.9, 77.6, 405)),
+# kind: the same quantiles of what 64 ranks in nodes of 8 send to other nodes, and of what the busiest rank exchanges.
+NODES = {
+    "fixed": ((0.54, 1.68, 2.55), (20.49, 47.58, 61.84)),
+    "joint": ((0.0, 0.65, 0.96), (5.42, 15.64, 37.59)),
 }
 
 
-def check(plan, bounds):
-    metrics = measure(plan)
-    most_total, most_busiest, most_tasks = bounds
-    assert metrics.max_over_mean <= 1.01
-    assert metrics.bytes_total <= most_total * 1e6
-    assert metrics.bytes_bottleneck <= most_busiest * 1e6
-    assert metrics.tasks <= most_tasks
+def check(found, bounds):
+    assert (np.quantile(found, QUANTILES) <= MARGIN * np.array(bounds) + 0.01).all()
 
 
-@pytest.mark.parametrize("corpus", FIXED)
-def test_fixed(corpus):
-    (rows, ranks, window), bounds = FIXED[corpus]
-    check(balance(fixed_layout(rows, ranks), window=window), bounds)
+@pytest.mark.parametrize(("kind", "tolerance", "ranks", "window"), FLAT)
+def test_flat(kind, tolerance, ranks, window):
+    plans = [plan_once(batch, ranks, kind, tolerance, window=window) for batch in BATCHES]
+    found = [measure(plan) for plan in plans]
+    tokens = np.array([plan.layout.lengths.sum() / 1000 for plan in plans])
+    total, busiest, tasks, short = FLAT[kind, tolerance, ranks, window]
+    assert max(each.max_over_mean for each in found) <= 1 + tolerance
+    if kind == "joint":
+        assert max(int(np.ptp(plan.layout.tokens)) for plan in plans) <= 1
+    check([each.bytes_total for each in found] / tokens / 1e6, total)
+    check([each.bytes_bottleneck for each in found] / tokens / 1e6 * ranks, busiest)
+    assert sum(each.tasks for each in found) <= MARGIN * tasks
+    assert sum(each.tasks_cut_below_block for each in found) <= MARGIN * short
 
 
-@pytest.mark.parametrize("corpus", JOINT)
-def test_joint(corpus):
-    (lengths, ranks, window), bounds = JOINT[corpus]
-    layout = joint_layout(lengths, ranks, -(-sum(lengths) // ranks), window=window)
-    assert layout.tokens.max() - layout.tokens.min() <= 1
-    check(balance(layout, window=window), bounds)
+@pytest.mark.parametrize("kind", NODES)
+def test_nodes(kind):
+    plans = [plan_once(batch, 64, kind, 0.01, 8) for batch in BATCHES]
+    tokens = np.array([plan.layout.lengths.sum() / 1000 for plan in plans])
+    between, busiest = NODES[kind]
+    assert max(measure(plan).max_over_mean for plan in plans) <= 1.01
+    of_links = [bytes_by_link(plan, RowBytes(), nodes_of((8,) * 8)) for plan in plans]
+    check([moved[BETWEEN, 0].sum() for moved in of_links] / tokens / 1e6, between)
+    check([moved.sum(axis=0).max() for moved in of_links] / tokens / 1e6 * 64, busiest)

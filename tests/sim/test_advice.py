@@ -41,8 +41,8 @@ def test_gains_that_runs_differ_by_are_none(seconds, pays):
 def test_long_waits_are_named():
     waits = replace(JOINT, exchange_seconds=0.06)
     assert advice([WHOLE, waits], WHOLE, waits, 512)[1:] == (
-        "Ranks wait 6% of a step for exchanges: a larger balance_tolerance moves fewer rows, and more tokens_per_rank "
-        "give more to hide them behind.",
+        "Ranks wait 6% of a step for exchanges: more tokens_per_rank give more to hide them behind, and a larger "
+        "balance_tolerance moves fewer rows.",
     )
 
 

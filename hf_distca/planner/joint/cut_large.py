@@ -34,7 +34,7 @@ def cut_large(placement: Placement) -> None:
         cuts, fits = cutting.cut_at(1 + limits.slack * raised / LEVELS)
         if fits:
             break
-    if limits.inside and limits.window is None:
+    if cuts and limits.inside and limits.window is None:
         shared, still_fits = cutting.cut_at(1 + limits.slack * raised / LEVELS, cutting.head_rows(cuts))
         if still_fits or not fits:
             cuts = shared
@@ -250,9 +250,10 @@ class _Cutting:
         start = stop - tail
         asked = min(asked, room - tail, start - head)
         others = min(room - tail - asked, short)
-        own = min(room - tail - others, start - head)
+        own = head + min(room - tail - others, start - head)
         filler = self.shortest.pairs_of(self.shortest.tokens[-1] - short + others) - pairs_used
-        return self.limits.pairs(start, stop) + filler + self.limits.pairs(head, head + own)
+        window = self.limits.window
+        return pairs(start, stop, window) + filler + (pairs(head, own, window) if own > head else 0)
 
 
 def _level(amounts: list[float], more: float) -> float:

@@ -1,4 +1,4 @@
-"""Phase 4 of the joint layout: ends of short documents move until every rank is full."""
+"""Phase 3 of the joint layout: ends of short documents move until every rank is full."""
 
 from bisect import bisect_left, insort
 

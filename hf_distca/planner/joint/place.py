@@ -6,9 +6,7 @@ Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their 
    the shortest documents, which leaves every cut as early in the document as possible (cut_large.py).
 2. The rest stays whole, longest first, on the rank whose remaining pairs per remaining token are highest
    (place_whole.py).
-3. The cuts of phase 1 move until the ranks that share a document have equal pairs, where that leaves nothing to
-   balance there (cut_again.py).
-4. Ranks then differ by less than a short document. The ends of short documents make their tokens equal
+3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal
    (even_out.py).
 
 What pairs still differ is left to `balance`.
@@ -17,7 +15,6 @@ What pairs still differ is left to `balance`.
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.planner.joint.cut_again import cut_again
 from hf_distca.planner.joint.cut_large import cut_large
 from hf_distca.planner.joint.even_out import even_out
 from hf_distca.planner.joint.place_whole import place_whole
@@ -35,6 +32,5 @@ def place(placement: Placement) -> NDArray[np.int64]:
     """
     cut_large(placement)
     spare = place_whole(placement)
-    cut_again(placement)
     even_out(placement, spare)
     return placement.segments()

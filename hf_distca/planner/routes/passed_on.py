@@ -14,6 +14,8 @@ from hf_distca.planner.intervals import Intervals, expand
 from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.tables import IntArray
 
+ROW_BITS = 31
+"""No document has more rows than so many bits count."""
 PIECE = 128
 """Rows, a kernel block. What several ranks of a node read is divided among them to be passed on, in pieces of so many
 rows at least."""
@@ -136,11 +138,10 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
 
 def _between_borders(intervals: Intervals) -> Intervals:
     """The rows of some intervals, cut wherever one begins or ends; by (document, start)."""
-    document = np.concatenate([intervals.document, intervals.document])
-    row = np.concatenate([intervals.start, intervals.stop])
-    opened = np.repeat([1, -1], len(intervals))
-    order = np.lexsort((row, document))
-    document, row, opened = document[order], row[order], opened[order]
-    covered = np.cumsum(opened)[:-1] > 0
+    # One number for document, row and whether an interval ends or begins there: numbers alone sort quickly.
+    keys = (intervals.document << ROW_BITS) * 2
+    keys = np.sort(np.concatenate([keys + 2 * intervals.start + 1, keys + 2 * intervals.stop]))
+    document, row = keys >> (ROW_BITS + 1), (keys >> 1) & ((1 << ROW_BITS) - 1)
+    covered = np.cumsum(2 * (keys & 1) - 1)[:-1] > 0
     within = covered & (document[1:] == document[:-1]) & (row[1:] > row[:-1])
     return Intervals(document[:-1][within], row[:-1][within], row[1:][within])

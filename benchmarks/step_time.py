@@ -45,7 +45,7 @@ from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed_documents
-from hf_distca.trainer.learned_costs import EARLY_STEPS, LearnedCosts
+from hf_distca.trainer.learned_costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}
 MIXES = {
@@ -148,7 +148,7 @@ class Step:
     def _correct_costs(self, mixes: Sequence[Sequence[int]]) -> None:
         """Correct the measured costs in the first steps, as a trainer does."""
         learned = LearnedCosts(self._auto)
-        for number in range(EARLY_STEPS[-1]):
+        for number in range(EARLY_STEPS[-1] + WATCHED_STEPS):
             lengths = mixes[number % len(mixes)]
             plan = plan_micro_batch(lengths, self._auto.settings)
             learned.on_step_begin(None, TrainerState(global_step=number), None)

@@ -24,8 +24,9 @@ CORRECTIONS_FILE = "distca_costs.json"
 """In a checkpoint."""
 EARLY_STEPS = (2, 8, 30)
 EVERY_STEPS = 100
-"""Steps whose times are compared with the costs: some early ones, and the middle of every hundred. Checkpoints are
-rarely saved right after these, while micro-batches that were planned before are still to come."""
+WATCHED_STEPS = 3
+"""So many steps at a time are compared with the costs, from some early ones on, and from the middle of every hundred.
+Checkpoints are rarely saved right after these, while micro-batches that were planned before are still to come."""
 TINY = 1e-9
 """Seconds, instead of none."""
 MOST_OFF = 0.1
@@ -98,33 +99,53 @@ class Corrections:
             slowness=self.slowness,
         )
 
-    def after(
-        self, costs: StepCosts, settings: PlanSettings, plans: Sequence[MicroBatchPlan], seen: Sequence[Observed]
-    ) -> "Corrections":
-        """Return what a step shows; these corrections where they are off by no more than `MOST_OFF`.
+    def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence["Step"]) -> "Corrections":
+        """Return what steps show; these corrections where they are off by no more than `MOST_OFF`.
 
         Args:
             costs: as measured.
             settings: of the plans.
-            plans: of the step's micro-batches.
-            seen: [ranks] what each rank saw of them.
+            steps: that were watched.
         """
-        ranks = len(seen)
-        predicted: FloatArray = np.sum([predict_plan(plan, settings, costs).attention for plan in plans], axis=0)
-        kernel = np.array([each.kernel for each in seen])
-        attention = float(kernel.sum() / predicted.sum())
-        slowness = (kernel / np.maximum(predicted, TINY)) / attention
+        every = [_ratios(costs, settings, step) for step in steps]
+        attention, other = np.median([each.mean(axis=1) for each in every], axis=0).tolist()
+        # A rank is slow if it is so in whatever it does, in all of these steps, by the least that any of them shows.
+        beside = np.concatenate([each / each.mean(axis=1, keepdims=True) for each in every])
+        slowness = np.clip(1.0, beside.min(axis=0), beside.max(axis=0))
         if np.abs(slowness - 1).max() <= MOST_OFF:
-            slowness = np.ones(ranks)
-        layers = sum(of_kind.layers for of_kind in costs.kinds)
-        rows = plans[0].tokens * (costs.before + costs.after) + len(plans[0].nano_batches) * costs.launches
-        between = (layers - 1) * float((rows * slowness).sum())
-        other = sum(each.between for each in seen) / between if between > 0 else 1.0
-        known = np.array(self.slowness or (1.0,) * ranks)
+            slowness = np.ones(len(slowness))
+        known = np.array(self.slowness or (1.0,) * len(slowness))
         off = [attention / self.attention, other / self.other, *(slowness / known)]
         if all(abs(each - 1) <= MOST_OFF for each in off):
             return self
         return Corrections(attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist()))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was watched.
+
+    Attributes:
+        plans: of its micro-batches.
+        seen: [ranks] what each rank saw of them.
+    """
+
+    plans: tuple[MicroBatchPlan, ...]
+    seen: tuple[Observed, ...]
+
+
+def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
+    """[2, ranks] kernel calls, and other work, as seen over what costs say."""
+    kernel = np.sum([predict_plan(plan, settings, costs).attention for plan in step.plans], axis=0)
+    first = step.plans[0]
+    layers = sum(of_kind.layers for of_kind in costs.kinds)
+    nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
+    between = (layers - 1) * (first.tokens * (costs.before + costs.after) + nano_batches * costs.launches)
+    seen = np.array([(each.kernel, each.between) for each in step.seen]).T
+    expected = np.stack([kernel, between])
+    # A model of one layer shows nothing between layers.
+    ratios: FloatArray = np.where(expected > 0, seen / np.maximum(expected, TINY), seen[0] / np.maximum(kernel, TINY))
+    return ratios
 
 
 class LearnedCosts(TrainerCallback):
@@ -145,13 +166,15 @@ class LearnedCosts(TrainerCallback):
         self._corrections = Corrections()
         self._recording: Recording | None = None
         self._plans: list[MicroBatchPlan] = []
+        self._watched: list[tuple[tuple[MicroBatchPlan, ...], Observed]] = []
         self._began = 0.0
         self.besides = 0.0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Listen to this step if it is one that counts."""
         step = state.global_step + 1
-        if self._measured is not None and (step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2):
+        first = step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2
+        if self._measured is not None and (first or self._watched):
             self._plans = []
             self._recording = self._dispatcher.recorder.listen("kernel", "wait", "phase")
             self._began = time.perf_counter()
@@ -162,21 +185,34 @@ class LearnedCosts(TrainerCallback):
             self._plans.append(plan)
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Correct the costs. A collective in the steps that count."""
-        if self._recording is None or self._measured is None:
+        """Correct the costs after the last of the steps that count. A collective then."""
+        if self._recording is None:
             return
-        spans = self._recording.take()
+        observed = observe(self._recording.take(), time.perf_counter() - self._began)
         self._recording.stop()
         self._recording = None
-        seen = self._dispatcher.groups.all_gather(observe(spans, time.perf_counter() - self._began))
+        self._watched.append((tuple(self._plans), observed))
+        if len(self._watched) == WATCHED_STEPS:
+            self._learn()
+            self._watched = []
+
+    def _learn(self) -> None:
+        assert self._measured is not None
+        plans, mine = zip(*self._watched, strict=True)
+        seen = zip(*self._dispatcher.groups.all_gather(mine), strict=True)
+        steps = [Step(*each) for each in zip(plans, seen, strict=True)]
         settings = self._dispatcher.settings
-        corrections = self._corrections.after(self._measured, settings, self._plans, seen)
+        corrections = self._corrections.after(self._measured, settings, steps)
         if corrections is not self._corrections:
             logger.info("beside the measured costs training shows %s; plans are chosen by that now", corrections)
             self._correct(corrections)
-        costs = corrections.applied(self._measured)
-        predicted = sum(predict_plan(plan, settings, costs).seconds for plan in self._plans)
-        self.besides = max(float(np.mean([each.step for each in seen])) - predicted, 0.0)
+        costs = self._corrections.applied(self._measured)
+        besides = [
+            float(np.mean([each.step for each in step.seen]))
+            - sum(predict_plan(plan, settings, costs).seconds for plan in step.plans)
+            for step in steps
+        ]
+        self.besides = max(float(np.median(besides)), 0.0)
 
     def _correct(self, corrections: Corrections) -> None:
         choices = self._dispatcher.settings.choices

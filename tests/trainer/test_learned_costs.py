@@ -1,5 +1,6 @@
 """Costs corrected by steps whose times are made up."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.trainer.learned_costs import Corrections, Observed, observe
+from hf_distca.trainer.learned_costs import Corrections, Observed, Step, observe
 from tests.trainer.small_trainers import make_trainer
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
@@ -35,17 +36,22 @@ KERNEL = LAYERS * 3.0 * 10  # of a rank: 10 pairs
 BETWEEN = (LAYERS - 1) * (4.0 * 4 + 1.0)
 
 
-def corrected(*seen: tuple[float, float], known: Corrections = NONE) -> Corrections:
-    every = [Observed(kernel * KERNEL, between * BETWEEN, 0.0) for kernel, between in seen]
-    return known.after(COSTS, SETTINGS, [PLAN], every)
+def corrected(*steps: Sequence[tuple[float, float]], known: Corrections = NONE) -> Corrections:
+    """After steps in which each rank's kernel calls, and other work, take so many times as long as measured."""
+    watched = [
+        Step((PLAN,), tuple(Observed(kernel * KERNEL, between * BETWEEN, 0.0) for kernel, between in step))
+        for step in steps
+    ]
+    return known.after(COSTS, SETTINGS, watched)
 
 
 def test_costs_that_are_about_right_stay():
-    assert corrected((1.05, 0.95), (0.97, 1.0)) is NONE
+    assert corrected([(1.05, 0.95), (0.97, 1.0)]) is NONE
 
 
-def test_costs_that_are_off_are_scaled():
-    found = corrected((2.0, 0.5), (2.0, 0.5))
+def test_costs_that_are_off_are_scaled_by_the_median_of_the_steps():
+    off = [(2.0, 0.5), (2.0, 0.5)]
+    found = corrected(off, [(9.0, 9.0)] * 2, off)
     assert found == Corrections(2.0, 0.5)
     costs = found.applied(COSTS)
     assert (costs.kinds[0].forward.pair, costs.kinds[0].backward.pair) == (2.0, 4.0)
@@ -54,12 +60,25 @@ def test_costs_that_are_off_are_scaled():
 
 
 def test_a_rank_that_is_slower_for_a_while():
-    slow = corrected((1.0, 1.0), (2.0, 2.0))
+    slower = [(1.0, 1.0), (2.0, 2.0)]
+    slow = corrected(slower, slower)
     assert slow.slowness == pytest.approx((2 / 3, 4 / 3))
     assert (slow.attention, slow.other) == pytest.approx((1.5, 1.5))
     # As expected now: nothing changes. When it has recovered, all are alike again.
-    assert corrected((1.0, 1.0), (2.0, 2.0), known=slow) is slow
-    assert corrected((1.0, 1.0), (1.0, 1.0), known=slow) == NONE
+    assert corrected(slower, known=slow) is slow
+    assert corrected([(1.0, 1.0), (1.0, 1.0)], known=slow) == NONE
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [[(1.0, 1.0), (2.0, 1.0)]],  # its tasks are of shapes that costs tell little of
+        [[(1.0, 1.0), (1.0, 2.0)]],
+        [[(1.0, 1.0), (2.0, 2.0)], [(1.0, 1.0), (1.0, 1.0)]],  # something disturbed it in one step
+    ],
+)
+def test_a_rank_is_not_slow_that_is_so_in_some_ways_only(steps):
+    assert corrected(*steps).slowness == ()
 
 
 def test_what_a_rank_sees():

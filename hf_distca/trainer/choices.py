@@ -95,7 +95,7 @@ def _profile(
             return DeviceProfile.load(config.device_profile)
     settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
     source = _source(dispatcher)
-    kept: DeviceProfile | None = groups.all_gather(_kept(folder, source) if groups.rank == 0 else None)[0]
+    kept: DeviceProfile | None = groups.all_gather(_kept(folder, source), in_world=True)[0]
     if kept is not None:
         return kept
     dtype = torch.float32 if settings.bytes_per_value == 4 else torch.bfloat16
@@ -109,8 +109,9 @@ def _profile(
         limit_s=LIMIT_S,
     )
     measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)
-    measured = replace(measured, source=source)
-    if folder is not None and groups.rank == 0:
+    # Ranks that share layers are in several groups of ranks, and need the same plans.
+    measured = groups.all_gather(replace(measured, source=source), in_world=True)[0]
+    if folder is not None and groups.members[groups.rank] == 0:
         folder.mkdir(parents=True, exist_ok=True)
         measured.save(folder / PROFILE_FILE)
     return measured

@@ -199,7 +199,10 @@ class LearnedCosts(TrainerCallback):
     def _learn(self) -> None:
         assert self._measured is not None
         plans, mine = zip(*self._watched, strict=True)
-        seen = zip(*self._dispatcher.groups.all_gather(mine), strict=True)
+        # Ranks that share layers are in several groups of ranks, and need the same plans: those of the first count.
+        groups = self._dispatcher.groups
+        every = groups.all_gather((groups.members, mine), in_world=True)
+        seen = zip(*(every[member][1] for member in every[0][0]), strict=True)
         steps = [Step(*each) for each in zip(plans, seen, strict=True)]
         settings = self._dispatcher.settings
         corrections = self._corrections.after(self._measured, settings, steps)
@@ -237,7 +240,7 @@ class LearnedCosts(TrainerCallback):
             return
         groups, file = self._dispatcher.groups, None if folder is None else folder / CORRECTIONS_FILE
         content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
-        content = groups.all_gather(content)[0]
+        content = groups.all_gather(content, in_world=True)[0]
         corrections = Corrections()
         if content.get("measured") == repr(self._measured):
             corrections = Corrections(

@@ -125,6 +125,8 @@ def test_training_corrects_costs_on_all_ranks_alike_and_resumes_with_them(rank_p
     (measured, costs, again, logged), (_, other, *_) = rank_pools[2].run(_trained, tmp_path / "run")
     assert costs == other == again
     assert costs.before < measured.before / 2
-    assert {"step_ms", "step_ms_predicted", "gain_predicted", "plans_without_exchange"} <= logged[-1].keys()
-    first, last = (abs(np.log(entry["step_ms_predicted"] / entry["step_ms"])) for entry in (logged[0], logged[-1]))
+    names = ("step_ms", "step_ms_predicted", "gain_predicted", "plans_without_exchange")
+    assert {f"distca/{name}" for name in names} <= logged[-1].keys()
+    measured_ms, predicted_ms = (np.array([entry[f"distca/{name}"] for entry in logged]) for name in names[:2])
+    first, *_, last = np.abs(np.log(predicted_ms / measured_ms))
     assert last < first

@@ -174,7 +174,7 @@ def test_models_that_planned_steps_would_get_wrong(model_type):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     with pytest.raises(ValueError, match=WRONG[model_type]):
-        hf_distca.plan_settings(model, hf_distca.DistCAConfig(), ranks=2, device=torch.device("cpu"))
+        hf_distca.plan_settings(model, hf_distca.DistCAConfig(ping_pong=True), ranks=2, device=torch.device("cpu"))
 
 
 def test_a_config_that_lets_rows_attend_to_later_ones():

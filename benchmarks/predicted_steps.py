@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness import Ranks, Round, rounds_parser, spread, table, take_rounds
 from harness.figures import print_json
 from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank, settings_of
-from step_time import MIXES, RANKS, SIZES, balanced_rows
+from step_time import MIXES, SIZES, whole_rows
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +38,7 @@ from hf_distca.sim.costs import Accuracy, DeviceProfile
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.ways import Setup, on_ranks, planned
 
+RANKS = 2
 KIND = AttentionKind(None, 4, 4, 64, 64)
 SHORT = 128
 MORE_MIXES = {
@@ -113,7 +114,7 @@ class Step:
             add_plain(f"{tokens // part} tokens", [[SHORT] * (tokens // part // SHORT)] * RANKS)
         for mix in LENGTHS:
             lengths = self.lengths(mix)
-            add_plain(f"{mix}, plain", balanced_rows(lengths, tokens))
+            add_plain(f"{mix}, plain", whole_rows(lengths, RANKS))
             plan, targets = plan_micro_batch(lengths, self.settings), sum(n - 1 for n in lengths)
             batch = rows_of_rank(plan, self.rank, documents_of(lengths), device)
             bind = partial(lambda plan: {"distca_plan": dispatcher.bind(plan)}, plan)
@@ -145,7 +146,7 @@ class Step:
     def predict(self, mix: str, calibration: Calibration) -> dict[str, float]:
         """Seconds of both ways."""
         lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
-        plain = on_ranks(balanced_rows(lengths, self.tokens), setup)
+        plain = on_ranks(whole_rows(lengths, RANKS), setup)
         balanced, _ = planned(np.array(lengths), setup, self.settings)
         return {"plain": plain.seconds + calibration.step, "planned": balanced.seconds + calibration.step}
 

@@ -157,17 +157,13 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def test_documents_of_the_step_benchmark(harness):
-    from step_time import LENGTHS_FOR, MIXES, balanced_rows, equal_rows
+    from step_time import LENGTHS_FOR, MIXES, packed_rows, whole_rows
 
-    from hf_distca.planner.cost import pairs
-
-    assert balanced_rows([4, 3, 2, 1], 5) == [[3, 2], [4, 1]]
-    with pytest.raises(ValueError, match="do not fit two ranks of 4 uncut"):
-        balanced_rows([5, 1], 4)
-    for lengths in MIXES.values():
-        rows = balanced_rows(lengths, LENGTHS_FOR)
-        assert sorted(rows[0] + rows[1]) == sorted(lengths)
-        assert [sum(row) for row in rows] == [LENGTHS_FOR] * 2
-        first, second = equal_rows(lengths)
-        assert (first, sum(first)) == (second, LENGTHS_FOR)
-        assert 2 * sum(pairs(0, n) for n in first) == pytest.approx(sum(pairs(0, n) for n in lengths), rel=0.001)
+    assert whole_rows([4, 3, 2, 1], 2) == [[4], [3, 2, 1]]
+    assert all(sum(lengths) == LENGTHS_FOR for lengths in MIXES.values())
+    for ranks in (2, 4):
+        for lengths in MIXES.values():
+            for rows in (whole_rows(lengths, ranks), packed_rows(lengths, ranks)):
+                assert len(rows) == ranks
+                assert all(rows)
+                assert sorted(length for row in rows for length in row) == sorted(lengths)

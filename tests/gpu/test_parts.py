@@ -13,7 +13,7 @@ from benchmarks.gpu.environment import SET_UP_S
 from benchmarks.gpu.parts import parts_of
 from benchmarks.gpu.runner import Part, run_part
 from benchmarks.gpu.setting import Setting
-from hf_distca.cli import measured
+from hf_distca.measure import device as measured
 
 SMALL = Setting(
     device=torch.device("cpu"),

@@ -14,6 +14,7 @@ from hf_distca.planner.nano_batches import mirrored, split_documents, split_plac
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.stages import usual_stages
 from hf_distca.planner.tasks import plan_stages, plan_tasks
 from hf_distca.planner.whole import whole_documents
 
@@ -99,7 +100,7 @@ def _plan(
     nano_batches = []
     for group, layout in zip(groups, layouts, strict=True):
         plans = {
-            kind: plan_stages(plan_tasks(layout, kind, settings), kind, settings, alone=len(layouts) == 1)
+            kind: plan_stages(plan_tasks(layout, kind, settings), kind, settings, stages=usual_stages(len(layouts)))
             for kind in settings.kinds
         }
         nano_batches.append(NanoBatch(group, layout, plans))

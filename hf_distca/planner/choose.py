@@ -20,6 +20,7 @@ from hf_distca.planner.groups import Placing, arrange, partitions, place_in_grou
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.stages import usual_stages
 from hf_distca.planner.step import document_seconds, in_stages, predict_step
 from hf_distca.planner.tasks import plan_stages
 
@@ -31,6 +32,8 @@ MOST_EVEN_RANKS = 32
 """Larger groups would exchange so many pieces of a document that planning them takes too long."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
+STAGES = (1, 2, 4, 8)
+"""Numbers of stages that are tried for one nano-batch, which has nothing else to hide its exchange."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
 SAMPLED_RANKS = 32
@@ -43,6 +46,10 @@ HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which on one may be faster."""
 NEAR = 0.02
 """Share of a step by which a plan with one nano-batch may be slower than the best, and be tried with two."""
+
+
+MOST_IN_FULL = 6
+"""So many plans are made in full, of those that looked best with some of their groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +97,10 @@ def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choic
     lengths = np.array([length for of_rank in placed for length in of_rank], np.int64)
     search = _Search(lengths, settings, choices)
     return search.chosen(search.as_set(partial(plan_placed, placed)))
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.choice.seconds
 
 
 def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Iterator[Candidate]:
@@ -145,12 +156,16 @@ class _Search:
                 self._best = candidate
         best = self._best
         assert best is not None
-        alone = len(best.nano_batches) == 1
+        stages = usual_stages(len(best.nano_batches))
+        if len(best.nano_batches) == 1 and (max(best.placing.sizes) > 1 or best.placing.left):
+            tried = {each: self._in_stages(best, each) for each in STAGES}
+            stages = min(tried, key=lambda each: (tried[each].choice.seconds, each))
+            best = tried[stages]
         nano_batches = tuple(
             replace(
                 nano,
                 plans={
-                    kind: plan_stages(replace(plan, stage_rows=None), kind, self._settings, alone=alone)
+                    kind: plan_stages(replace(plan, stage_rows=None), kind, self._settings, stages=stages)
                     for kind, plan in nano.plans.items()
                 },
             )
@@ -158,6 +173,13 @@ class _Search:
         )
         choice = replace(best.choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
         return MicroBatchPlan(nano_batches, summary_of(self._lengths, nano_batches, self._settings), choice=choice)
+
+    def _in_stages(self, candidate: Candidate, stages: int) -> Candidate:
+        """A candidate of one nano-batch whose K/V rows travel in so many stages."""
+        tolerance, evenly = candidate.choice.tolerance, candidate.evenly
+        return self._candidate(
+            candidate.nano_batches, candidate.placing, tolerance, self._settings, evenly=evenly, stages=stages
+        )
 
     def ways(self) -> Iterator[Candidate]:
         """Every way that is worth trying."""
@@ -203,13 +225,22 @@ class _Search:
                     break
 
     def _grouped(self) -> Candidate:
-        """The best plan in groups, all of which are planned."""
+        """The best plan in groups, all of which are planned.
+
+        Some groups may look better than all of them are: plans are looked at in full as long as one could be the best.
+        """
         self._in_groups()
-        best, self._best = self._best, None
-        if best is not None and best.nano_batches[0].layout.ranks < self._settings.ranks:
-            level, chosen = self.partitions.index(best.placing.sizes), best.choice
-            best = self.planned(level, chosen.tolerance, chosen.nano_batches, evenly=best.evenly)
-        return best or next(self.as_set(partial(plan_as_set, self._lengths)))
+        found = sorted((each for each in self._tried.values() if each is not None), key=_seconds)
+        best = self._best = None
+        for part in found[:MOST_IN_FULL]:
+            if best is not None and best.choice.seconds <= part.choice.seconds:
+                break
+            whole: Candidate | None = part
+            if part.nano_batches[0].layout.ranks < self._settings.ranks:
+                level, chosen = self.partitions.index(part.placing.sizes), part.choice
+                whole = self.planned(level, chosen.tolerance, chosen.nano_batches, evenly=part.evenly)
+            best = min((each for each in (best, whole) if each is not None), key=_seconds, default=None)
+        return best or min(self.as_set(partial(plan_as_set, self._lengths)), key=_seconds)
 
     def _in_groups(self) -> None:
         """Plans whose documents lie inside groups of ranks."""
@@ -390,8 +421,9 @@ class _Search:
         settings: PlanSettings,
         *,
         evenly: bool,
+        stages: int | None = None,
     ) -> Candidate:
-        alone = len(nano_batches) == 1
+        stages = stages or usual_stages(len(nano_batches))
         nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
         counted = [
             {
@@ -399,7 +431,7 @@ class _Search:
                     count_plan(plan, kind, settings.bytes_per_value, nodes),
                     kind,
                     settings,
-                    alone=alone,
+                    stages=stages,
                 )
                 for kind, plan in nano.plans.items()
             }

@@ -28,6 +28,7 @@ from hf_distca.planner.metrics import (
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.shifted import ShiftedRows
+from hf_distca.planner.stages import usual_stages
 from hf_distca.planner.tasks import plan_stages
 from hf_distca.planner.two_levels import ideals_inside
 
@@ -55,7 +56,7 @@ def plan_lost(
     if home.nodes is not None:
         ways.append(_spread(home, kind, settings, home.nodes))
     soonest = min(ways, key=lambda way: seconds_of(way, kind, settings, pairs_per_second))
-    return plan_stages(soonest, kind, settings, alone=True)
+    return plan_stages(soonest, kind, settings, stages=usual_stages(1))
 
 
 def tasks_at_home(plan: Plan, workers: Collection[int]) -> Plan:

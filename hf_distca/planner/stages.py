@@ -20,30 +20,35 @@ UNEVEN = 8
 """Where rows are passed on inside nodes, a stage may be larger than its even share by one part in so many."""
 
 
-def with_stages(plan: Plan, buffer_rows: int, *, alone: bool) -> Plan:
+def usual_stages(nano_batches: int) -> int:
+    """Into how many stages K/V rows are divided where nothing says otherwise; fewer where they are few."""
+    return STAGES_ALONE if nano_batches == 1 else 1
+
+
+def with_stages(plan: Plan, buffer_rows: int, *, stages: int) -> Plan:
     """The plan in stages, if its exchanges need them.
 
     Args:
         plan: a plan without stages.
         buffer_rows: K/V rows that a rank may send, and receive, at a time.
-        alone: whether no other nano-batch hides the exchange.
+        stages: into about so many K/V rows are divided where they are worth it; more where the buffer asks for it.
     """
     most = int(rows_by_stage(plan).max(initial=0))
-    return replace(plan, stage_rows=stage_rows(most, buffer_rows, alone=alone, in_hops=plan.nodes is not None))
+    return replace(plan, stage_rows=stage_rows(most, buffer_rows, stages=stages, in_hops=plan.nodes is not None))
 
 
-def stage_rows(most: int, buffer_rows: int, *, alone: bool, in_hops: bool) -> int | None:
+def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool) -> int | None:
     """Return how many K/V rows a stage has; None where all rows travel at once.
 
     Args:
         most: K/V rows that the busiest rank sends, or receives, in a layer.
         buffer_rows: as in `with_stages`.
-        alone: as in `with_stages`.
+        stages: as in `with_stages`.
         in_hops: whether rows are passed on inside nodes.
     """
     rows = buffer_rows
-    if alone:
-        share = -(-most // STAGES_ALONE)
+    if stages > 1:
+        share = -(-most // stages)
         if in_hops:  # what goes the same way is spread over stages in blocks: they cannot be quite even
             share += share // UNEVEN
         rows = min(buffer_rows, max(share, SMALLEST_STAGE))

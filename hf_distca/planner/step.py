@@ -81,15 +81,15 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
     return total
 
 
-def in_stages(counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, alone: bool) -> CountedPlan:
+def in_stages(counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> CountedPlan:
     """A plan that is not in stages yet, counted with as many as it will have.
 
     Args:
         counted: the plan.
         kind: of the layer.
         settings: see PlanSettings.
-        alone: whether its nano-batch is the only one.
+        stages: as in `with_stages`.
     """
     most = counted.among_ranks.most_keys
-    rows = stage_rows(most, settings.buffer_rows(kind), alone=alone, in_hops=counted.passes_on)
+    rows = stage_rows(most, settings.buffer_rows(kind), stages=stages, in_hops=counted.passes_on)
     return counted if rows is None else replace(counted, stages=-(-most // rows))

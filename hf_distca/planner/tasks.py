@@ -56,13 +56,13 @@ def plan_tasks(
     )
 
 
-def plan_stages(plan: Plan, kind: AttentionKind, settings: PlanSettings, *, alone: bool) -> Plan:
+def plan_stages(plan: Plan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> Plan:
     """The plan with its K/V rows divided into stages.
 
     Args:
         plan: of one kind of layer, in one stage.
         kind: of the layer.
         settings: see PlanSettings.
-        alone: whether its nano-batch is the only one of the micro-batch.
+        stages: as in `with_stages`.
     """
-    return with_stages(plan, settings.buffer_rows(kind), alone=alone)
+    return with_stages(plan, settings.buffer_rows(kind), stages=stages)

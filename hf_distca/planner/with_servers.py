@@ -10,6 +10,7 @@ from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.metrics import exchange_figures, loads_of, query_rows_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.shifted import merged
+from hf_distca.planner.stages import usual_stages
 from hf_distca.planner.tasks import plan_stages, plan_tasks
 
 IDLE = 1e-9
@@ -87,7 +88,7 @@ def plan_with_servers(
                     ),
                     kind,
                     settings,
-                    alone=len(plan.nano_batches) == 1,
+                    stages=usual_stages(len(plan.nano_batches)),
                 )
                 for kind in nano.plans
             },

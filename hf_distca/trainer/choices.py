@@ -110,11 +110,11 @@ def _profile(
     )
     measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)
     # Ranks that share layers are in several groups of ranks, and need the same plans.
-    measured = groups.all_gather(replace(measured, source=source), in_world=True)[0]
+    agreed: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
     if folder is not None and groups.members[groups.rank] == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        measured.save(folder / PROFILE_FILE)
-    return measured
+        agreed.save(folder / PROFILE_FILE)
+    return agreed
 
 
 def _source(dispatcher: Dispatcher) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.choose import candidates
+from hf_distca.planner.counted import count_plan
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.moves import any_key_crosses, any_query_crosses
@@ -128,3 +129,15 @@ def test_a_slower_rank_gets_less_to_do(groups):
     level = (loads[1].sum() + 4 * besides) / 3.5
     assert loads[1][3] == pytest.approx(level / 2 - besides, rel=0.05)
     assert uneven.choice.seconds < 0.8 * 2 * alike.choice.seconds
+
+
+@pytest.mark.parametrize(("link", "call", "fewest", "most"), [(FREE, 1.0, 1, 1), (LinkCost(0.0, 2e4), 0.0, 4, 99)])
+def test_stages_are_as_many_as_pay(link, call, fewest, most):
+    """Of one document: each stage costs calls of the kernel, and hides the exchange of the next."""
+    found = costs(link, link)
+    (of_kind,) = found.kinds
+    kernel = KernelCost(call, 0.0, 0.0, 1e-6)
+    found = replace(found, kinds=(replace(of_kind, forward=kernel, backward=kernel),))
+    of_plans = PlanSettings(2, 16384, (KIND,), document_layout="fixed", choices=Choices(found, nano_batches=(1,)))
+    ((nano,), *_) = vars(plan_micro_batch([32768], of_plans)).values()
+    assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most

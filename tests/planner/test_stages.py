@@ -37,24 +37,24 @@ def test_rows_that_are_passed_on_are_sent_and_received_once_more():
 
 @pytest.mark.parametrize(("buffer_rows", "stage_rows"), [(24, None), (23, 23), (8, 8), (1, 1)])
 def test_what_fits_travels_at_once(buffer_rows, stage_rows):
-    assert with_stages(quarters(32), buffer_rows, alone=False).stage_rows == stage_rows
+    assert with_stages(quarters(32), buffer_rows, stages=1).stage_rows == stage_rows
 
 
 def test_a_nano_batch_alone_has_stages_that_hide_its_exchange():
-    plan = with_stages(quarters(32768), 2**20, alone=True)
+    plan = with_stages(quarters(32768), 2**20, stages=4)
     assert plan.stage_rows == 24576 // STAGES_ALONE
     assert len(rows_by_stage(plan)) == STAGES_ALONE
-    assert with_stages(quarters(32768), 1000, alone=True).stage_rows == 1000
-    in_nodes = with_stages(replace(quarters(32768), nodes=(0, 0, 1, 1)), 2**20, alone=True)
+    assert with_stages(quarters(32768), 1000, stages=4).stage_rows == 1000
+    in_nodes = with_stages(replace(quarters(32768), nodes=(0, 0, 1, 1)), 2**20, stages=4)
     assert len(rows_by_stage(in_nodes)) == STAGES_ALONE
     # Small ones have none that are not worth it.
-    assert with_stages(quarters(4096), 2**20, alone=True).stage_rows == SMALLEST_STAGE
-    assert with_stages(quarters(1024), 2**20, alone=True).stage_rows is None
+    assert with_stages(quarters(4096), 2**20, stages=4).stage_rows == SMALLEST_STAGE
+    assert with_stages(quarters(1024), 2**20, stages=4).stage_rows is None
 
 
 @given(plans_of_all_kinds(), st.integers(1, 12))
 def test_no_rank_sends_or_receives_more_than_fits(plan, buffer_rows):
-    staged = with_stages(plan, buffer_rows, alone=False)
+    staged = with_stages(plan, buffer_rows, stages=1)
     rows, whole = rows_by_stage(staged), rows_by_stage(plan)
     assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
     if plan.window is None:

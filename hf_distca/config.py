@@ -1,23 +1,16 @@
 """All settings of hf_distca in one dataclass."""
 
 from dataclasses import dataclass, field
-from math import inf
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from hf_distca.kernels import KERNEL_NAMES
-from hf_distca.units import Bytes, Servers, Tokens, read_numbers
+from hf_distca.units import AUTO, Bytes, Servers, Switch, Tokens, Tolerance, read_values
 
-AUTO: Final = "auto"
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
 TRANSPORTS = (AUTO, "tcp", "nixl")
 AS_LAUNCHED = "auto"
 """Ranks per node as the launcher of the processes says."""
 LongDocuments = Literal["error", "truncate", "split"]
-if TYPE_CHECKING:
-    Tolerance = float | Literal["auto"]
-    Switch = bool | Literal["auto"]
-else:  # what a parser of arguments reads; `__post_init__` makes values of it
-    Tolerance = Switch = str
 SWITCHES = ("ping_pong",)
 """Settings that are on, off or "auto"."""
 
@@ -60,7 +53,7 @@ class DistCAConfig:
         },
     )
     balance_tolerance: Tolerance = field(
-        default=AUTO,
+        default=cast(Any, AUTO),
         metadata={
             "help": "How far above the mean a rank's core attention may lie, as a fraction of the mean. More saves "
             "bytes; less costs bytes and planning time. 0 is as fine as whole rows allow. 'auto' lets the planner "
@@ -81,7 +74,7 @@ class DistCAConfig:
         },
     )
     ping_pong: Switch = field(
-        default=AUTO,
+        default=cast(Any, AUTO),
         metadata={
             "help": "Divide every micro-batch into two nano-batches whose exchanges hide behind each other's "
             "computation, where more than one rank or dedicated servers take part. 'auto' lets the planner choose for "
@@ -195,15 +188,13 @@ class DistCAConfig:
     )
 
     def __post_init__(self) -> None:
-        read_numbers(self)
+        read_values(self)
         if self.attention_server_transport not in TRANSPORTS:
             raise ValueError(
                 f"attention_server_transport must be one of {', '.join(TRANSPORTS)}, "
                 f"got {self.attention_server_transport!r}"
             )
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
-        self.ping_pong = _switch("ping_pong", self.ping_pong)
-        self.balance_tolerance = _tolerance(self.balance_tolerance)
         for name in (
             "tokens_per_rank",
             "balance_block_size",
@@ -261,31 +252,6 @@ class DistCAConfig:
         if self.balance_tolerance != AUTO:
             planning["balance_tolerance"] = self.balance_tolerance
         return planning
-
-
-def _switch(name: str, given: Any) -> Switch:
-    """On, off or "auto", of whatever stands for it in Python, YAML or on a command line."""
-    if given == AUTO:
-        return AUTO
-    if isinstance(given, bool):
-        return given
-    values = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if str(given).lower() not in values:
-        raise ValueError(f"{name} must be true, false or 'auto', got {given!r}")
-    return values[str(given).lower()]
-
-
-def _tolerance(given: Any) -> Tolerance:
-    """A number or "auto", of whatever stands for it."""
-    if given == AUTO:
-        return AUTO
-    try:
-        tolerance = float(given)
-    except (TypeError, ValueError):
-        tolerance = -1.0
-    if not 0 <= tolerance < inf:
-        raise ValueError(f"balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got {given!r}")
-    return tolerance
 
 
 def _ranks_per_node(given: Any) -> str:

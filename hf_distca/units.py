@@ -1,24 +1,28 @@
-"""Numbers as people write them: tokens such as "32k", bytes such as "128MiB"."""
+"""Values as people write them: tokens such as "32k", bytes such as "128MiB", on, off or "auto"."""
 
 import re
 from argparse import ArgumentTypeError
 from dataclasses import fields
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Literal
+from math import inf
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 """A context of 32k is 32,768 tokens, as models are named by theirs."""
+SWITCHED = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 BYTES = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+AUTO: Final = "auto"
+"""What the planner chooses."""
 EXTERNAL = "external"
 """Attention servers that are started apart."""
 
 
 class UnitError(ArgumentTypeError, ValueError):
-    """What was given is no such number; argparse shows the message."""
+    """What was given is no such value; argparse shows the message."""
 
 
-def read_numbers(settings: Any) -> None:
-    """Replace what was given for fields of these types by the numbers.
+def read_values(settings: Any) -> None:
+    """Replace what was given for fields of these types by the values.
 
     Args:
         settings: a dataclass.
@@ -55,6 +59,30 @@ def _read_servers(given: Any) -> int | Literal["external"]:
     return number
 
 
+def _read_tolerance(given: Any) -> float | Literal["auto"]:
+    """A share of the mean, such as 0.05 or "0.05"; or "auto"."""
+    if given == AUTO:
+        return AUTO
+    try:
+        tolerance = float(given)
+    except (TypeError, ValueError):
+        tolerance = -1.0
+    if not 0 <= tolerance < inf:
+        raise UnitError(f"must be 0 or more (0.05 is 5 %), or {AUTO!r}, got {given!r}")
+    return tolerance
+
+
+def _read_switch(given: Any) -> bool | Literal["auto"]:
+    """On or off: True, "true", "yes" or "1", and their opposites; or "auto"."""
+    if given == AUTO:
+        return AUTO
+    if isinstance(given, bool):
+        return given
+    if str(given).lower() not in SWITCHED:
+        raise UnitError(f"must be true, false or {AUTO!r}, got {given!r}")
+    return SWITCHED[str(given).lower()]
+
+
 def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
     if isinstance(given, int) and not isinstance(given, bool):
         return int(given)
@@ -66,7 +94,7 @@ def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
     return int(number)
 
 
-_READERS: list[Any] = [read_tokens, _read_bytes, _read_servers]
+_READERS: list[Any] = [read_tokens, _read_bytes, _read_servers, _read_tolerance, _read_switch]
 
 if TYPE_CHECKING:
     # Fields of settings: any of these forms is given, a number is read.
@@ -86,6 +114,19 @@ if TYPE_CHECKING:
         def __get__(self, owner: object, kind: type | None = None) -> int | Literal["external"]: ...
         def __set__(self, owner: object, given: int | str) -> None: ...
 
+    class Tolerance:
+        """A share of the mean, or "auto"."""
+
+        def __get__(self, owner: object, kind: type | None = None) -> float | Literal["auto"]: ...
+        def __set__(self, owner: object, given: float | str) -> None: ...
+
+    class Switch:
+        """On, off or "auto"."""
+
+        def __get__(self, owner: object, kind: type | None = None) -> bool | Literal["auto"]: ...
+        def __set__(self, owner: object, given: bool | str) -> None: ...
+
 else:
     # HfArgumentParser calls the type of a field with what is on the command line.
     Tokens, Bytes, Servers = read_tokens, _read_bytes, _read_servers
+    Tolerance, Switch = _read_tolerance, _read_switch

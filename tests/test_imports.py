@@ -25,7 +25,7 @@ ALLOWED = {
     "collator": PLANNER,
     "dispatch": PLANNER | {"kernels"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
-    "patches": DISPATCH | {"config"},
+    "patches": DISPATCH | {"config", "units"},
     "memory": DISPATCH | {"config", "patches"},
     "pool": DISPATCH | {"pool.wire", "pool.messages", "pool.transport", "pool.rank"},
     "pool.wire": set(),
@@ -35,7 +35,7 @@ ALLOWED = {
     "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
     "trainer": DISPATCH
-    | {"config", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
+    | {"config", "units", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
     "timeline": {"plan", "dispatch.recorder"},

@@ -12,7 +12,6 @@ from hf_distca.cli.options import batches, check_stages, gigabytes, positive, ra
 from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
 from hf_distca.cli.settings import RANKS_PER_NODE, add_node_option, add_setting, config_of, nodes_of_ranks
 from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
-from hf_distca.config import AUTO
 from hf_distca.planner.seconds import Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
@@ -22,6 +21,7 @@ from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.scaling import scaling
 from hf_distca.sim.simulate import simulate
 from hf_distca.sim.ways import Setup
+from hf_distca.units import AUTO
 
 FEWER_BATCHES = 4
 """For each of the other numbers of ranks in a report, one in so many of the micro-batches is drawn."""

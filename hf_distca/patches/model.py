@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_distca.config import AUTO, DistCAConfig
+from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.patches.adapters import check_adapters
 from hf_distca.patches.dropout import check_dropout
@@ -22,6 +22,7 @@ from hf_distca.patches.mixing import mixing_modules, takes_keywords
 from hf_distca.patches.register import ATTENTION_NAME
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from hf_distca.config import AUTO, DistCAConfig
+from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import raised_together
 from hf_distca.measure.device import query_rows
@@ -17,6 +17,7 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.ways import Setup
+from hf_distca.units import AUTO
 
 PROFILE_FILE = "device_profile.json"
 """In the output folder: what this run has measured."""

@@ -146,13 +146,21 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1], ("--kv-heads", "5"), "kv_heads must divide q_heads"),
         ([1], ("--window", "0"), "--window: must be a positive whole number, got '0'"),
         ([1], ("--head-dim", "x"), "--head-dim: must be a positive whole number, got 'x'"),
-        ([1], ("--balance-tolerance", "-1"), "balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got '-1'"),
+        (
+            [1],
+            ("--balance-tolerance", "-1"),
+            "must be 0 or more (0.05 is 5 %), or 'auto', got '-1'",
+        ),
         (
             [1],
             ("--balance-tolerance", "nan"),
             "or 'auto', got 'nan'",
         ),
-        ([1], ("--balance-tolerance", "x"), "balance_tolerance must be 0 or more (0.05 is 5 %), or 'auto', got 'x'"),
+        (
+            [1],
+            ("--balance-tolerance", "x"),
+            "must be 0 or more (0.05 is 5 %), or 'auto', got 'x'",
+        ),
         ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
         ([1], ("--document-layout", "best"), "--document-layout: invalid choice: 'best'"),
         ([1], ("--ranks", "4", "--ranks-per-node", "3"), "ranks_per_node=3 does not divide the 4 ranks"),

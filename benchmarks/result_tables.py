@@ -107,6 +107,49 @@ def expectations() -> str:
     return lines(header, rows)
 
 
+def chosen_networks() -> str:
+    """Chosen plans on networks of several speeds."""
+    found = result("chosen")["networks"]
+    kinds = list(dict.fromkeys(row["documents"] for row in found))
+    by_network: dict[tuple[int, float], dict[str, Any]] = {}
+    for row in found:
+        by_network.setdefault((row["GPUs a node"], row["GB/s"]), {})[row["documents"]] = row
+    rows = [
+        (str(per_node), f"{network:g}", *(f"{of[kind]['median']:.2f} ({of[kind]['worst']:.2f})" for kind in kinds))
+        for (per_node, network), of in by_network.items()
+    ]
+    return lines(("GPUs a node", "GB/s between nodes", *kinds), rows)
+
+
+def chosen_data_sets() -> str:
+    """Chosen plans beside all other strategies on data sets."""
+    rows = [
+        (
+            row["documents"],
+            str(row["GPUs"]),
+            f"{row['median']:.2f}",
+            f"{row['worst']:.2f}",
+            f"{row['share below 0.99']:.1%}",
+            f"{row['planning, ms']:.0f} ({row['planning, 95 %, ms']:.0f})",
+        )
+        for row in result("chosen")["data_sets"]
+    ]
+    header = ("documents", "GPUs", "median", "worst", "micro-batches below 0.99", "planning, ms: median (95 %)")
+    return lines(header, rows)
+
+
+def step_time() -> str:
+    """Steps of CPU ranks by default, beside the best other way."""
+    rows = []
+    for name in ("step_time",):
+        found = result(name)["derived"]
+        mixes = dict.fromkeys(key.split(":")[0] for key in found)
+        for mix in mixes:
+            ratios = [quartiles(found[f"{mix}: {way} / auto"]) for way in ("best other", "whole", "packed", "joint")]
+            rows.append(("4" if "4" in name else "2", mix, *ratios))
+    return lines(("ranks", "documents", "best other", "whole documents", "packed in order", "joint"), rows)
+
+
 def memory_guide() -> str:
     """The most tokens of a rank that fit."""
     found = result("memory_guide")["guide"]
@@ -220,11 +263,14 @@ def faults() -> str:
 TABLES = {
     make.__name__: make
     for make in (
+        chosen_data_sets,
+        chosen_networks,
         expectations,
         memory_guide,
         typical_data,
         predicted_steps,
         reference_steps,
+        step_time,
         paper_tables,
         peers,
         peers_ulysses,

@@ -84,7 +84,7 @@ oldest newest:
 
 # Without a GPU it says so at once and fails with status 3: nothing was checked. With the folder wheels/ it needs no
 # network, only a PYTHON that has torch and transformers: what else the library needs is taken from the folder.
-# GPU="kernel autocast" runs some parts; RESULTS=FILE is where results are written, after each part.
+# GPU="kernel models" runs some parts; RESULTS=FILE is where results are written, after each part.
 gpu:
 	@$(PYTHON) benchmarks/gpu/devices.py
 	@$(MAKE) --no-print-directory $(if $(wildcard $(WHEELS)),$(GPU_SETUP),$(SETUP))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_distca.patches.layers import mixing_layers
+from hf_distca.patches.layers import decoder_layers, mixing_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 
 SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
@@ -29,8 +29,9 @@ SMALL = {
 
 def exchanging(model: PreTrainedModel) -> dict[str, Any]:
     """Settings under which a model's rows travel. By default small documents would stay where they are."""
-    layout = "whole" if mixing_layers(model) else "joint"
-    return {"document_layout": layout, "balance_tolerance": 0.01, "ping_pong": True}
+    turns = bool(decoder_layers(model))
+    layout = "whole" if mixing_layers(model) else "joint" if turns else "fixed"
+    return {"document_layout": layout, "balance_tolerance": 0.01, "ping_pong": turns}
 
 
 def small_kinds(*windows: int | None, chunk: int | None = None) -> tuple[AttentionKind, ...]:

@@ -3,7 +3,6 @@
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.autocast import check_autocast
 from benchmarks.gpu.device_profile import check_profile
 from benchmarks.gpu.exchange_blocks import check_exchange_blocks
 from benchmarks.gpu.kernel_accuracy import check_kernel, kernel_names, why_missing
@@ -27,7 +26,6 @@ def parts_of(setting: Setting) -> list[Part]:
     kernels = kernel_names(setting.device)
     return [
         *(Part(f"kernel {name}", partial(check_kernel, name=name), 60, why_missing(name)) for name in kernels),
-        Part("autocast", check_autocast, 40),
         Part("planned steps", check_planned_steps, 60),
         Part("two ranks", check_two_ranks, 60),
         Part("nccl", check_nccl, 40),

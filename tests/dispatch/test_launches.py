@@ -104,13 +104,13 @@ model        layer    layout halves checkpoint  launches    copies     views att
 llama        full     joint   1  none                  29        23        40         7         7     67800
 llama        full     fixed   1  none                  22        16        47         5         7     39030
 llama        full     joint   2  none                  45        34        81         8        10     41429
-llama        full     fixed   2  none                  60        48        70        10        14     90856
+llama        full     fixed   2  none                  60        48        68        10        14     91011
 llama        full     joint   1  non-reentrant         29        23        54         7         7     67800
 llama        full     joint   1  reentrant             29        23        48         7         7     67800
 llama        full     joint   2  non-reentrant         45        34       113         8        10     41429
 llama        full     joint   2  reentrant             46        35       102         8        10     41560
 qwen2        full     joint   1  none                  29        23        40         7         7     10498
-qwen2        full     fixed   1  none                  22        16        47         5         7      7540
+qwen2        full     fixed   1  none                  31        25        34         5         7     11360
 qwen2        full     joint   2  none                  45        34        81         8        10     11139
 qwen2        full     fixed   2  none                  60        48        73        10        14     20974
 gpt_oss      full     joint   1  none                  52        35        41         7         7    153018
@@ -119,7 +119,7 @@ gpt_oss      full     fixed   1  none                  46        29        88   
 gpt_oss      sliding  fixed   1  none                  53        37       138         5         7    136595
 gpt_oss      full     joint   2  none                  69        38       113         8        10    126976
 gpt_oss      sliding  joint   2  none                  92        57       226        10        14    129855
-gpt_oss      full     fixed   2  none                  83        48       181        10        14    154855
+gpt_oss      full     fixed   2  none                  96        61        81        10        14    175501
 gpt_oss      sliding  fixed   2  none                  92        55       241         8        14    133870
 gpt_oss      full     joint   2  non-reentrant         69        38       149         8        10    126976
 gpt_oss      sliding  joint   2  non-reentrant         92        57       262        10        14    129855
@@ -129,7 +129,7 @@ gemma3_text  full     fixed   1  none                  22        16        87   
 gemma3_text  sliding  fixed   1  none                  32        27       137         5         7     12561
 gemma3_text  full     joint   2  none                  45        34       127         8        10     10221
 gemma3_text  sliding  joint   2  none                  54        42       224        10        14     10937
-gemma3_text  full     fixed   2  none                  42        30       168        10        14     13207
+gemma3_text  full     fixed   2  none                  60        48        68        10        14     21575
 gemma3_text  sliding  fixed   2  none                  47        33       239         8        14     11016
 gemma3_text  full     joint   2  reentrant             46        35       148         8        10     10352
 gemma3_text  sliding  joint   2  reentrant             55        43       245        10        14     11068

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.gpu.autocast import Products, _check_products, check_autocast
 from benchmarks.gpu.compared import compare
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.kernel_accuracy import calls_of, cases, check_kernel, deviation, side_by_side, why_missing
@@ -16,7 +15,6 @@ from benchmarks.gpu.tracing import busy_and_span
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory, collate
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.packages import Package
-from hf_distca.patches.thread_state import ThreadState
 from tests.gpu.test_parts import SMALL
 
 
@@ -120,19 +118,6 @@ def test_a_result_that_is_further_off_than_stock_attention_is_found():
         "worse: deviation of the gradient of a",
         "worse: deviation of the gradient of b",
     ]
-
-
-def test_autocast_that_a_half_does_not_find_again_is_found(monkeypatch):
-    monkeypatch.setattr(ThreadState, "restore", lambda self: torch.set_autocast_enabled("cpu", False))
-    (wrong,) = check_autocast(SMALL).wrong
-    assert wrong.startswith("the step: RuntimeError: ")
-
-
-def test_products_in_another_dtype_are_found():
-    findings, products = Findings(), Products()
-    products.count = {(5, torch.bfloat16): 14, (7, torch.bfloat16): 13, (7, torch.float32): 1, (9, torch.float32): 2}
-    _check_products(findings, products, [5, 7], 14)
-    assert [sentence.split(":")[0] for sentence in findings.wrong] == ["nano-batch 1"]
 
 
 def test_memory_that_grows_is_found():

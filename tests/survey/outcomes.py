@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.padding_free import CollatorWithLengths
+from hf_distca.patches.layers import decoder_layers
 from hf_distca.patches.model import plan_settings
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -134,8 +135,10 @@ def _planned_step(model: PreTrainedModel, batch: dict[str, Any]) -> Step:
     loss.backward()
     ran, nano_batches = bound.ran, len(bound.plan.nano_batches)
     assert ran.attentions > 0, ran
-    assert ran.layers_in_turns == ran.layers > 0, ran
-    assert nano_batches == 2, nano_batches
+    turns = bool(decoder_layers(model))
+    assert ran.layers_in_turns == ran.layers, ran
+    assert (ran.layers > 0) == turns, ran
+    assert nano_batches == 1 + turns, nano_batches
     assert bound.plan.summary.exchange.bytes_total > 0
     return loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 

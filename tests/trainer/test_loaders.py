@@ -52,7 +52,9 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
         rank=0, ranks=2, raise_together=lambda *_, **__: None, all_gather=lambda value, **_: [value] * 2
     )
     settings = PlanSettings(2, 8, document_layout="whole")
-    dispatcher: Any = SimpleNamespace(groups=groups, settings=settings, device=args.device)
+    dispatcher: Any = SimpleNamespace(
+        groups=groups, settings=settings, device=args.device, choices=lambda: settings.choices
+    )
     loaders = PackedLoaders(args, dispatcher, lambda: Columns("length"))
     documents = [{"input_ids": [0] * length} for length in (6, 5, 4)]
     assert len(loaders.loader(documents, shuffle=False)) == 2  # 15 tokens, but 4 more fit beside neither 6 nor 5

@@ -49,7 +49,7 @@ def make(folder: str, model: Any, data: Any, ours: bool = True, peft_config: Any
     if ours:
         kinds: Any = hf_distca.DistCASFTTrainer, hf_distca.DistCASFTConfig
         settings |= {"tokens_per_rank": 220, "balance_block_size": 8, "gradient_accumulation_steps": 8}
-        settings |= exchanging(model)
+        settings |= {} if isinstance(model, str) else exchanging(model)
     else:
         kinds = trl.SFTTrainer, trl.SFTConfig
         settings |= {"per_device_train_batch_size": 99, "per_device_eval_batch_size": 99, "max_length": None}

@@ -239,7 +239,7 @@ def _settings_error(folder: str, settings_by_rank: list[dict[str, Any]]) -> str:
         {"balance_tolerance": 0.1},
         {"attention_kernel": "reference"},
         {"keep_received": True},
-        {"ranks_per_node": 2},
+        {"ranks_per_node": 1},
         {"seed": 2},
         {"long_documents": "split"},
         {"gradient_accumulation_steps": 2},

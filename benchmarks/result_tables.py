@@ -141,7 +141,7 @@ def chosen_data_sets() -> str:
 def step_time() -> str:
     """Steps of CPU ranks by default, beside the best other way."""
     rows = []
-    for name in ("step_time",):
+    for name in ("step_time", "step_time_4_ranks"):
         found = result(name)["derived"]
         mixes = dict.fromkeys(key.split(":")[0] for key in found)
         for mix in mixes:

@@ -14,6 +14,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?")
 
 
+STEP_TIMES = {
+    "step_time": "2",
+    "step_time_4_ranks": "4",
+    "step_time_100_mbit": "2, 100 Mbit/s",
+    "step_time_420_mbit": "2, 420 Mbit/s",
+}
+"""Results of step_time.py: ranks, and the link between them where it is limited."""
+
+
 def result(name: str) -> Any:
     """What a benchmark found."""
     return json.loads((RESULTS / f"{name}.json").read_text())["result"]
@@ -141,12 +150,12 @@ def chosen_data_sets() -> str:
 def step_time() -> str:
     """Steps of CPU ranks by default, beside the best other way."""
     rows = []
-    for name in ("step_time", "step_time_4_ranks"):
+    for name, ranks in STEP_TIMES.items():
         found = result(name)["derived"]
         mixes = dict.fromkeys(key.split(":")[0] for key in found)
         for mix in mixes:
             ratios = [quartiles(found[f"{mix}: {way} / auto"]) for way in ("best other", "whole", "packed", "joint")]
-            rows.append(("4" if "4" in name else "2", mix, *ratios))
+            rows.append((ranks, mix, *ratios))
     return lines(("ranks", "documents", "best other", "whole documents", "packed in order", "joint"), rows)
 
 

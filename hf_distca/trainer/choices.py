@@ -133,5 +133,8 @@ def _kept(folder: Path | None, source: str) -> DeviceProfile | None:
     """The profile that an earlier run has kept in a folder, if it is of the same ranks, kernel and devices."""
     if folder is None or not (folder / PROFILE_FILE).exists():
         return None
-    profile = DeviceProfile.load(str(folder / PROFILE_FILE))
+    try:
+        profile = DeviceProfile.load(str(folder / PROFILE_FILE))
+    except ValueError:  # a run ended while it wrote: measure again
+        return None
     return profile if profile.source == source else None

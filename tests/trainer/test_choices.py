@@ -1,5 +1,6 @@
 """What a training lets the planner choose, and the costs that it measures and keeps."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import hf_distca
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.choices import PROFILE_FILE, choices_of
+from hf_distca.trainer.choices import PROFILE_FILE, _kept, choices_of
 from tests.models import exchanging, small_model
 
 CPU = torch.device("cpu")
@@ -94,6 +95,15 @@ def _measured(folder) -> list:
         assert placed.summary.exchange.bytes_total == 0
         dispatcher.close()
     return found
+
+
+def test_a_profile_that_was_not_written_whole_is_measured_again(tmp_path):
+    (tmp_path / PROFILE_FILE).write_text("{")
+    assert _kept(tmp_path, "here") is None
+    kept = replace(DeviceProfile.load("cpu"), source="here")
+    kept.save(tmp_path / PROFILE_FILE)
+    assert _kept(tmp_path, "here") == kept
+    assert _kept(tmp_path, "elsewhere") is None
 
 
 def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):

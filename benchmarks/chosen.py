@@ -4,7 +4,7 @@ Three parts:
 
   networks   16 GPUs with 16384 tokens each, 1 and 8 of them in a node, networks from 1 to 50 GB/s a GPU, five kinds
              of documents: the best strategy that keeps the context of every document over the chosen plan
-  data sets  8 and 64 GPUs with 32768 tokens each in nodes of 8, each data set: likewise
+  data sets  8 and 64 GPUs with 32768 tokens each in nodes of 8, each data set: the same ratio
   search     the chosen plan over the best of every candidate, tried one by one, on 16 and 64 GPUs
 
 A ratio above 1 says that the chosen plan is faster. Strategies that hold more than the tokens of a GPU on one of them
@@ -172,7 +172,7 @@ def search(count: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def told(rows: Sequence[dict[str, float | str]]) -> None:
+def print_rows(rows: Sequence[dict[str, float | str]]) -> None:
     """Print a table."""
     columns = tuple(rows[0])
     table(columns, [tuple(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()) for row in rows])
@@ -187,11 +187,11 @@ def main() -> None:
     parser.add_argument("--batches-of-search", type=int, default=3, help="of each setting, 1 or more (default: 3)")
     options = parser.parse_args()
     by_network = networks(options.batches)
-    told(by_network)
+    print_rows(by_network)
     by_data_set = of_data_sets(options.batches_of_data_sets)
-    told(by_data_set)
+    print_rows(by_data_set)
     searched = search(options.batches_of_search)
-    told([{"GPUs": ranks, **figures} for ranks, figures in searched.items()])
+    print_rows([{"GPUs": ranks, **figures} for ranks, figures in searched.items()])
     print_json(networks=by_network, data_sets=by_data_set, search=searched)
 
 

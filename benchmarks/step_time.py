@@ -56,7 +56,7 @@ MIXES = {
     "chats": [1600, 1280, 1024, *[800] * 3, *[640] * 4, *[480] * 6, *[320] * 9, *[160] * 9, *[64] * 5],
     "rollouts": [4096, 3584, 2048, 1536, 1280, 1024, 768, *[512] * 2, *[256] * 4],
 }
-"""Tokens of the documents of a micro-batch, in all those of two ranks of 8192 tokens; multiples of 32."""
+"""Lengths of the documents of a micro-batch. They add up to LENGTHS_FOR; another number of tokens scales them."""
 LENGTHS_FOR = 2 * 8192
 SET = {"document_layout": "joint", "balance_tolerance": 0.01}
 WAYS = ("auto", "joint", "no turns", "fixed", "whole", "packed")
@@ -91,7 +91,7 @@ class Step:
 
     def __init__(self, ranks: int, tokens: int) -> None:
         self._rank, device = dist.get_rank(), torch.device("cpu")
-        self.plain = PlainAttention("plain", get_kernel("auto", device))
+        PlainAttention("plain", get_kernel("auto", device))
         models = {name: llama(ranks * tokens, name, **SIZES) for name in ("distca", "plain")}
         ways = {"auto": {}, "joint": {**SET, "ping_pong": True}, "no turns": {**SET, "ping_pong": False}}
         dispatchers = {

@@ -3,8 +3,7 @@
 Shape suffixes: T rows, H query heads, G key/value heads, D head dim.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -146,18 +145,11 @@ class PlainAttention:
     Args:
         name: under which it is registered with transformers.
         kernel: what computes.
-
-    Attributes:
-        seconds: CPU time of the calling thread in the kernel so far.
     """
 
     def __init__(self, name: str, kernel: Kernel) -> None:
-        self.seconds = 0.0
-        self._kernel = _Timed(kernel, self._add)
+        self._kernel = kernel
         AttentionInterface.register(name, self._attention)
-
-    def _add(self, seconds: float) -> None:
-        self.seconds += seconds
 
     def _attention(
         self,
@@ -172,22 +164,3 @@ class PlainAttention:
         **_: Any,
     ) -> tuple[Tensor, None]:
         return attend_packed(self._kernel, plain_shapes, scaling, query, key, value)
-
-
-class _Timed:
-    """A kernel that adds up the CPU time of its calls."""
-
-    def __init__(self, kernel: Kernel, add: Callable[[float], None]) -> None:
-        self._kernel, self._add = kernel, add
-
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        begin = time.thread_time()
-        result = self._kernel.forward(*args)
-        self._add(time.thread_time() - begin)
-        return result
-
-    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        begin = time.thread_time()
-        result = self._kernel.backward(*args)
-        self._add(time.thread_time() - begin)
-        return result

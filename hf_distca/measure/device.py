@@ -60,7 +60,8 @@ def measured_kernel(
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
     """Costs of a kernel's forward and backward, and how well the forward's predict calls that are held out.
 
-    Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D head dim.
+    Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D head dim of queries and keys,
+    E head dim of values.
 
     Args:
         kernel: what is measured.
@@ -71,7 +72,7 @@ def measured_kernel(
         limit_s: seconds after which no larger number of rows is begun.
     """
     calls, times = [], []
-    params = AttentionParams(scale=kind.dim_qk**-0.5)
+    params, widths = AttentionParams(scale=kind.dim_qk**-0.5), (kind.dim_qk, kind.dim_v)
     began = time.perf_counter()
     for number, rows in enumerate(queries or QUERIES[device.type]):
         if number >= FEWEST and time.perf_counter() - began > limit_s:
@@ -79,15 +80,11 @@ def measured_kernel(
         for factor in KEYS:
             keys = rows * factor
             shapes = TaskShapes.build([rows], [keys], device)
-            q_QHD, do_QHD = (
-                torch.randn(rows, kind.q_heads, kind.dim_qk, dtype=dtype, device=device) for _ in range(2)
-            )
-            k_KGD, v_KGD = (
-                torch.randn(keys, kind.kv_heads, kind.dim_qk, dtype=dtype, device=device) for _ in range(2)
-            )
-            o_QHD, lse_QH = kernel.forward(q_QHD, k_KGD, v_KGD, shapes, params)
-            forward = partial(kernel.forward, q_QHD, k_KGD, v_KGD, shapes, params)
-            backward = partial(kernel.backward, do_QHD, q_QHD, k_KGD, v_KGD, o_QHD, lse_QH, shapes, params)
+            q_QHD, do_QHE = (torch.randn(rows, kind.q_heads, each, dtype=dtype, device=device) for each in widths)
+            k_KGD, v_KGE = (torch.randn(keys, kind.kv_heads, each, dtype=dtype, device=device) for each in widths)
+            o_QHE, lse_QH = kernel.forward(q_QHD, k_KGD, v_KGE, shapes, params)
+            forward = partial(kernel.forward, q_QHD, k_KGD, v_KGE, shapes, params)
+            backward = partial(kernel.backward, do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params)
             calls.append((rows, keys, pairs(keys - rows, keys)))
             times.append((seconds_of(forward, device), seconds_of(backward, device)))
     forward_s, backward_s = np.array(times).T

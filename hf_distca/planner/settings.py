@@ -40,7 +40,7 @@ class Choices:
         *,
         groups: bool = True,
         coarser: bool = True,
-        nano_batches: tuple[int, ...] | None = (1, 2),
+        nano_batches: tuple[int, ...] = (1, 2),
     ) -> "Choices":
         """Return what may be chosen besides what is set.
 
@@ -49,12 +49,10 @@ class Choices:
             costs: see Choices.
             groups: see Choices.
             coarser: whether coarser tolerances may be chosen.
-            nano_batches: numbers of them where there may be two; None for as many as are set.
+            nano_batches: numbers of them where there may be two.
         """
         tolerance = settings.balance_tolerance
         tolerances = tuple(each for each in COARSER if each > tolerance) if coarser else ()
-        if nano_batches is None:
-            nano_batches = (2,)
         return cls(costs, groups, (tolerance, *tolerances), nano_batches if settings.ping_pong else (1,))
 
 

@@ -61,7 +61,7 @@ def choices_of(
         costs,
         groups=config.document_layout == AUTO,
         coarser=config.balance_tolerance == AUTO,
-        nano_batches=(1, 2) if config.ping_pong == AUTO else None,
+        nano_batches=(1, 2) if config.ping_pong == AUTO else (2,),
     )
 
 

@@ -238,6 +238,7 @@ class LearnedCosts(TrainerCallback):
         """
         if self._measured is None:
             return
+        self._watched = []  # a training before may have ended among steps that count
         groups, file = self._dispatcher.groups, None if folder is None else folder / CORRECTIONS_FILE
         content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
         content = groups.all_gather(content, in_world=True)[0]

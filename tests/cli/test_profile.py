@@ -90,6 +90,23 @@ def test_costs_follow_what_calls_take(monkeypatch):
     assert accuracy.worst_ratio == pytest.approx(1.0)
 
 
+def test_values_of_another_width_are_measured_as_such():
+    widths = set()
+
+    class Notes:
+        def forward(self, q, k, v, shapes, params):
+            widths.add((q.shape[-1], k.shape[-1], v.shape[-1]))
+            return q.new_empty(*q.shape[:2], v.shape[-1]), q[..., 0]
+
+        def backward(self, do, q, k, v, o, lse, shapes, params):
+            assert do.shape == o.shape
+            return q, k, v
+
+    kind = AttentionKind(None, 2, 1, 12, 8)
+    device.measured_kernel(Notes(), kind, torch.float32, torch.device("cpu"), queries=(4, 8, 16))
+    assert widths == {(12, 12, 8)}
+
+
 def test_short_calls_do_not_bend_what_long_ones_cost():
     """A pair takes 3 s in short calls, and 1 s in long ones."""
     calls = [(rows, rows, rows * rows) for rows in (8, 16, 32, 512, 1024, 2048)]

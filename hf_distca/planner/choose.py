@@ -13,9 +13,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import Choice, MicroBatchPlan, NanoBatch
+from hf_distca.plan import AttentionKind, Choice, MicroBatchPlan, NanoBatch
 from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, summary_of
-from hf_distca.planner.counted import count_plan
+from hf_distca.planner.counted import CountedPlan, count_plan
 from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.nodes import node_sizes, nodes_of
@@ -23,6 +23,7 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.stages import usual_stages
 from hf_distca.planner.step import document_seconds, in_stages, predict_step
 from hf_distca.planner.tasks import plan_stages
+from hf_distca.planner.walk import Walked
 
 IntArray = NDArray[np.int64]
 
@@ -156,11 +157,13 @@ class _Search:
                 self._best = candidate
         best = self._best
         assert best is not None
-        stages = usual_stages(len(best.nano_batches))
+        choice, stages = best.choice, usual_stages(len(best.nano_batches))
         if len(best.nano_batches) == 1 and (max(best.placing.sizes) > 1 or best.placing.left):
-            tried = {each: self._in_stages(best, each) for each in STAGES}
-            stages = min(tried, key=lambda each: (tried[each].choice.seconds, each))
-            best = tried[stages]
+            counted = self._counted(best.nano_batches, self._settings)
+            steps = {each: self._walked(best.nano_batches, counted, self._settings, each) for each in STAGES}
+            stages = min(steps, key=lambda each: (steps[each].seconds, each))
+            step = steps[stages]
+            choice = replace(choice, seconds=step.seconds, attention=tuple(step.attention.tolist()))
         nano_batches = tuple(
             replace(
                 nano,
@@ -171,15 +174,8 @@ class _Search:
             )
             for nano in best.nano_batches
         )
-        choice = replace(best.choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
+        choice = replace(choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
         return MicroBatchPlan(nano_batches, summary_of(self._lengths, nano_batches, self._settings), choice=choice)
-
-    def _in_stages(self, candidate: Candidate, stages: int) -> Candidate:
-        """A candidate of one nano-batch whose K/V rows travel in so many stages."""
-        tolerance, evenly = candidate.choice.tolerance, candidate.evenly
-        return self._candidate(
-            candidate.nano_batches, candidate.placing, tolerance, self._settings, evenly=evenly, stages=stages
-        )
 
     def ways(self) -> Iterator[Candidate]:
         """Every way that is worth trying."""
@@ -421,23 +417,32 @@ class _Search:
         settings: PlanSettings,
         *,
         evenly: bool,
-        stages: int | None = None,
     ) -> Candidate:
-        stages = stages or usual_stages(len(nano_batches))
-        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
-        counted = [
-            {
-                kind: in_stages(
-                    count_plan(plan, kind, settings.bytes_per_value, nodes),
-                    kind,
-                    settings,
-                    stages=stages,
-                )
-                for kind, plan in nano.plans.items()
-            }
-            for nano in nano_batches
-        ]
-        step = predict_step(counted, [nano.layout.tokens for nano in nano_batches], self._costs)
+        stages = usual_stages(len(nano_batches))
+        step = self._walked(nano_batches, self._counted(nano_batches, settings), settings, stages)
         attention = tuple(step.attention.tolist())
         choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
         return Candidate(placing, evenly, nano_batches, choice, float(step.waited.max()) / step.seconds)
+
+    def _counted(
+        self, nano_batches: Sequence[NanoBatch], settings: PlanSettings
+    ) -> list[dict[AttentionKind, CountedPlan]]:
+        """Count the plans of each nano-batch, in one stage."""
+        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+        return [
+            {kind: count_plan(plan, kind, settings.bytes_per_value, nodes) for kind, plan in nano.plans.items()}
+            for nano in nano_batches
+        ]
+
+    def _walked(
+        self,
+        nano_batches: Sequence[NanoBatch],
+        counted: Sequence[dict[AttentionKind, CountedPlan]],
+        settings: PlanSettings,
+        stages: int,
+    ) -> Walked:
+        """Predict what counted plans take in about so many stages."""
+        staged = [
+            {kind: in_stages(plan, kind, settings, stages=stages) for kind, plan in nano.items()} for nano in counted
+        ]
+        return predict_step(staged, [nano.layout.tokens for nano in nano_batches], self._costs)

@@ -82,6 +82,6 @@ def check_parallelism(trainer: Trainer) -> None:
         raise ValueError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} gives {type(model).__name__} wrong "
             f"gradients with tensor parallelism: transformers sums the gradients of its norms over the {tensor} ranks "
-            "after each micro-batch, those of earlier micro-batches again; set gradient_accumulation_steps=1 and raise "
-            "tokens_per_rank, with mlp_chunk_rows and gradient_checkpointing where memory is short"
+            "after each micro-batch, those of earlier micro-batches again; set gradient_accumulation_steps=1 and "
+            "raise tokens_per_rank, with mlp_chunk_rows and gradient_checkpointing where memory is short"
         )

@@ -63,9 +63,9 @@ class Remedies:
         if means["exposed_exchange_share"] > MOST_EXPOSED:
             self._tell(
                 f"{PREFIX}exposed_exchange_share is {means['exposed_exchange_share']:.2f}: a rank waits for rows "
-                f"during that share of a step; set ping_pong (it is {settings.ping_pong}) and balance_tolerance (it is "
-                f"{settings.balance_tolerance}) to 'auto', check links and nodes with hf-distca doctor, and find the "
-                "long waits with trace_steps=3",
+                f"during that share of a step; leave ping_pong (it is {settings.ping_pong}) and balance_tolerance (it "
+                f"is {settings.balance_tolerance}) at 'auto', check links and nodes with hf-distca doctor, and find "
+                "the long waits with trace_steps=3",
                 "exposed_exchange_share",
             )
         if self._ping_pong and settings.ping_pong is True and means["ping_pong_share"] < LEAST_PING_PONG:

@@ -80,7 +80,7 @@ def tell_memory(
     if total > LEFT * memory:
         logger.warning(
             "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB, and the device has %.1f "
-            "(%s). Lower tokens_per_rank, set gradient_checkpointing=True, or train under FSDP2 or ZeRO-3; "
+            "(%s). Lower tokens_per_rank, set activation_checkpointing=True, or train under FSDP2 or ZeRO-3; "
             "`hf-distca plan --model` shows the most tokens that fit",
             args.tokens_per_rank,
             total / GB,

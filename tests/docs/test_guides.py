@@ -26,13 +26,14 @@ TIMED = ("planned", "simulated")
 OTHERS = {
     *("expandable_segments", "set_device", "attention_server_token", "vision_tower", "load_universal", "batch_size"),
     *("ds_to_universal", "inject_missing_state", "sample_packing", "micro_batch_size", "padding_free", "attn_impl"),
-    *("pre_model_load", "get_training_args_mixin", "get_trainer_cls", "TrainerFactory"),
+    *("pre_model_load", "get_training_args_mixin", "get_trainer_cls", "TrainerFactory", "eval_loss"),
 }
 """Names of others', and of files and folders, that these pages speak of."""
 
 
 def blocks(page: str, language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.S | re.M)
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES[page], re.S | re.M)
+    return [block for of, block in every if of == language]
 
 
 def commands(page: str) -> list[str]:
@@ -106,7 +107,8 @@ def test_a_guide_has_its_three_parts(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_names_exist(page):
-    known = set(re.findall(r"\w+", "\n".join(SOURCES))) | set(FIELDS) | OTHERS
+    examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    known = set(re.findall(r"\w+", "\n".join([*SOURCES, *examples]))) | set(FIELDS) | OTHERS
     files = [path.stem for folder in ("examples", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
     for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.S | re.M)):
         for name in re.findall(r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", code):

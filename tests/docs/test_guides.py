@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 from transformers import HfArgumentParser
+from transformers.distributed import DistributedConfig
 
 import hf_distca
 from hf_distca.cli.main import main
@@ -109,6 +110,7 @@ def test_a_guide_has_its_three_parts(page):
 def test_names_exist(page):
     examples = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     known = set(re.findall(r"\w+", "\n".join([*SOURCES, *examples]))) | set(FIELDS) | OTHERS
+    known |= set(inspect.signature(DistributedConfig).parameters)
     files = [path.stem for folder in ("examples", "benchmarks") for path in (ROOT / folder).rglob("*.*")]
     for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.S | re.M)):
         for name in re.findall(r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", code):

@@ -27,7 +27,15 @@ TIMED = ("planned", "simulated")
 OTHERS = {
     *("expandable_segments", "set_device", "attention_server_token", "vision_tower", "load_universal", "batch_size"),
     *("ds_to_universal", "inject_missing_state", "sample_packing", "micro_batch_size", "padding_free", "attn_impl"),
-    *("pre_model_load", "get_training_args_mixin", "get_trainer_cls", "TrainerFactory", "eval_loss"),
+    *(
+        "pre_model_load",
+        "get_training_args_mixin",
+        "get_trainer_cls",
+        "TrainerFactory",
+        "eval_loss",
+        "ParallelismConfig",
+        "dp_shard_size",
+    ),
 }
 """Names of others', and of files and folders, that these pages speak of."""
 
@@ -153,7 +161,7 @@ def test_options_of_the_tools_exist(tool, capsys):
     shown = [command for page in PAGES for command in commands(page) if f"hf-distca {tool} " in command]
     assert shown
     for command in shown:
-        assert set(re.findall(r" (--[a-z-]+)", command.split(f"hf-distca {tool} ")[1])) <= known, command
+        assert set(re.findall(r"(?:^| )(--[a-z-]+)", command.split(f"hf-distca {tool} ")[1])) <= known, command
 
 
 @pytest.mark.parametrize(("page", "tool"), [("will-it-pay", "simulate"), ("servers", "serve")])

@@ -33,6 +33,8 @@ OTHERS = {
         "get_trainer_cls",
         "TrainerFactory",
         "eval_loss",
+        "fsdp_state_dict_type",
+        "zero3_save_16bit_model",
         "ParallelismConfig",
         "dp_shard_size",
     ),

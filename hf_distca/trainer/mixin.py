@@ -68,23 +68,24 @@ else:  # which trainer it is is for a subclass to say
 
 
 class DistCAMixin(_Trainer):
-    """Lets a trainer train on whole documents packed without padding, with core attention balanced over ranks.
+    """Planned core attention for `transformers.Trainer` or a subclass; put the mixin before the trainer.
 
-        class MyTrainer(hf_distca.DistCAMixin, SFTTrainer): ...
+    ```python
+    class MyTrainer(hf_distca.DistCAMixin, OthersTrainer): ...
+    ```
 
-    The trainer stands behind it, is made with its own arguments, and each of its methods runs as it would; `args`
-    are a dataclass of DistCAArguments and the trainer's own. The data set, as the trainer prepares it, gives
-    examples with `input_ids` and optionally `labels` (unshifted, -100 where no loss is wanted). The loss and
-    gradients are those of one process on the same global batch.
+    The trainer keeps its own arguments and methods. Its `args` are a dataclass of `DistCAArguments` and the trainer's
+    own arguments. The data set, as the trainer prepares it, has examples with `input_ids` and optionally `labels`
+    (unshifted, -100 where no loss is wanted). Loss and gradients are those of one process on the same documents.
 
-    - A data set with a length is packed into global micro-batches that are planned as a whole.
-    - A streaming data set is packed rank by rank; ranks exchange lengths and move only attention.
-    - With a padding-free `data_collator` (transformers' DataCollatorWithFlattening) batches are made as
-      the trainer makes them; likewise only attention moves.
+    - A data set with a length is packed into micro-batches over all ranks, and each micro-batch is planned as a whole.
+    - A streaming data set is packed by each rank. Ranks exchange lengths, and only core attention moves.
+    - With a padding-free `data_collator`, such as transformers' `DataCollatorWithFlattening`, the trainer makes the
+      batches, and only core attention moves.
 
     Raises:
-        ValueError: model, arguments or data set cannot be trained so; says why, on every rank, before any
-            work starts.
+        ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
+            training begins, with the reason.
     """
 
     args: DistCAArguments

@@ -29,9 +29,9 @@ class DistCAConfig:
     tokens_per_rank: Tokens = field(
         default=cast(Any, 8192),
         metadata={
-            "help": "Maximum number of tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). All "
-            "ranks together hold whole documents of up to ranks * tokens_per_rank tokens, without padding. Activation "
-            "memory grows with this number.",
+            "help": "Maximum number of tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). "
+            "All ranks together hold whole documents of up to ranks * tokens_per_rank tokens, without padding. "
+            "Activation memory grows with this number.",
         },
     )
     long_documents: LongDocuments = field(
@@ -112,8 +112,8 @@ class DistCAConfig:
     loss_chunk_bytes: Bytes = field(
         default=cast(Any, 256 * 2**20),
         metadata={
-            "help": "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is computed chunk "
-            "by chunk, so that no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model "
+            "help": "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is computed "
+            "chunk by chunk, so that no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model "
             "does without hf_distca: for a second backward pass through the same loss, or for logits with gradients "
             "after the forward pass under FSDP2.",
         },
@@ -121,8 +121,8 @@ class DistCAConfig:
     mlp_chunk_rows: int = field(
         default=0,
         metadata={
-            "help": "Compute the MLPs of decoder layers over this many rows at a time, and again in the backward pass. "
-            "The memory between their projections then does not grow with tokens_per_rank, at the cost of one more "
+            "help": "Compute the MLPs of decoder layers over this many rows at a time, and again in the backward "
+            "pass. The memory between their projections then does not grow with tokens_per_rank, at the cost of one more "
             "forward pass of the MLPs. 0 computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not "
             "changed.",
         },
@@ -147,8 +147,8 @@ class DistCAConfig:
     device_profile: str | None = field(
         default=None,
         metadata={
-            "help": "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file that "
-            "`hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, and "
+            "help": "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file "
+            "that `hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, and "
             "writes them to device_profile.json in the output folder, from where the same run takes them again. "
             "Training corrects costs that are wrong by more than a tenth."
         },

@@ -102,8 +102,8 @@ class Dispatcher:
     def close(self) -> None:
         """Close the process groups of this dispatcher with their threads and connections.
 
-        Every rank calls it at the same point. Afterwards the dispatcher cannot be used; the model works outside planned
-        steps, or with a new dispatcher.
+        Every rank calls it at the same point. Afterwards the dispatcher cannot be used; the model works outside
+        planned steps, or with a new dispatcher.
         """
         self.groups.close()
 

@@ -113,18 +113,18 @@ class DistCAConfig:
         default=cast(Any, 256 * 2**20),
         metadata={
             "help": "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is computed "
-            "chunk by chunk, so that no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model "
-            "does without hf_distca: for a second backward pass through the same loss, or for logits with gradients "
-            "after the forward pass under FSDP2.",
+            "chunk by chunk, so that no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the "
+            "model does without hf_distca: for a second backward pass through the same loss, or for logits with "
+            "gradients after the forward pass under FSDP2.",
         },
     )
     mlp_chunk_rows: int = field(
         default=0,
         metadata={
             "help": "Compute the MLPs of decoder layers over this many rows at a time, and again in the backward "
-            "pass. The memory between their projections then does not grow with tokens_per_rank, at the cost of one more "
-            "forward pass of the MLPs. 0 computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are not "
-            "changed.",
+            "pass. The memory between their projections then does not grow with tokens_per_rank, at the cost of one "
+            "more forward pass of the MLPs. 0 computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are "
+            "not changed.",
         },
     )
     ranks_per_node: str = field(
@@ -148,8 +148,8 @@ class DistCAConfig:
         default=None,
         metadata={
             "help": "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file "
-            "that `hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, and "
-            "writes them to device_profile.json in the output folder, from where the same run takes them again. "
+            "that `hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, "
+            "and writes them to device_profile.json in the output folder, from where the same run takes them again. "
             "Training corrects costs that are wrong by more than a tenth."
         },
     )

@@ -93,8 +93,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="CONFIG",
-        help=f"model whose attention to plan and whose memory to count: {', '.join(MODELS)}, a config.json, a folder with "
-        "one, or a name on the Hub",
+        help=f"model whose attention to plan and whose memory to count: {', '.join(MODELS)}, a config.json, a folder "
+        "with one, or a name on the Hub",
     )
     for name in ("keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"):
         add_setting(parser, name)

@@ -1,4 +1,4 @@
-"""Reference pages of settings, metrics and the command line: `python -m tests.docs.reference` writes them from code."""
+"""Reference pages from code, of settings, metrics and options: `python -m tests.docs.reference` writes them."""
 
 import argparse
 import dataclasses

@@ -21,17 +21,17 @@ attention document by document. Each model trains in two ways:
 - *trainer*: documents are laid out by the planner, as `DistCATrainer` does.
 - *loop*: documents stay on their rank, with `make_dispatcher` and `plan_batch`, under gradient checkpointing.
 
-{equal} models are equal to one process in both. Of these, {whole} keep documents whole on their rank, because they have
-state space layers, linear attention or convolutions. {refused} models are refused: every rank raises an error before the
-first step. {unbuilt} cannot be built as a tiny causal language model from a config of their type.
+{equal} models are equal to one process in both. Of these, {whole} keep documents whole on their rank, because they
+have state space layers, linear attention or convolutions. {refused} models are refused: every rank raises an error
+before the first step. {unbuilt} cannot be built as a tiny causal language model from a config of their type.
 
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {
     "equal": (
         "Equal",
-        "The numbers are the largest error of the loss or of a gradient, relative to the largest value of its tensor, in\n"
-        "float32. The test accepts at most {most:.0e}. `layout` is the `document_layout` that `auto` chooses.\n\n"
+        "The numbers are the largest error of the loss or of a gradient, relative to the largest value of its "
+        "tensor,\nin float32. The test accepts at most {most:.0e}. `layout` is the `document_layout` that `auto` chooses.\n\n"
         "| model | layout | trainer | loop |\n| --- | --- | --- | --- |",
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),

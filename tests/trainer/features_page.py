@@ -12,8 +12,8 @@ What users turn on beside planned attention, and the result. Each row is trained
 ping-pong and gradient checkpointing, and compared with transformers' `Trainer` and "sdpa" in one process on the same
 documents. Computation is in float32 unless the row says otherwise.
 
-- *equal*: losses, gradient norms and the change of each weight are those of one process, within 1e-4. A bfloat16 run is
-  at most twice as far from one process in float32 as one process in bfloat16 is.
+- *equal*: losses, gradient norms and the change of each weight are those of one process, within 1e-4. A bfloat16 run
+  is at most twice as far from one process in float32 as one process in bfloat16 is.
 - *refused*: every rank raises an error before the first step that says why and what to set.
 - *–*: not tested; the last column says why.
 
@@ -23,7 +23,8 @@ documents. Computation is in float32 unless the row says otherwise.
 ARGUMENTS_TOP = """
 ## Arguments of Trainer
 
-This table has all of transformers' `TrainingArguments` that affect data, loss or model. All others work as in `Trainer`.
+This table has all of transformers' `TrainingArguments` that affect data, loss or model. All others work as in
+`Trainer`.
 
 | argument | result |
 | --- | --- |
@@ -89,7 +90,7 @@ OTHERS = (
 
 def page() -> str:
     """The page of what is tested."""
-    head = f"| feature | {' | '.join(STRATEGIES.values())} | |\n|{' --- |' * (len(STRATEGIES) + 2)}\n"
+    head = f"| feature | {' | '.join(STRATEGIES.values())} | note |\n|{' --- |' * (len(STRATEGIES) + 2)}\n"
     features = "".join(_row(name, feature) for name, feature in FEATURES.items())
     arguments = "".join(
         f"| {', '.join(f'`{name}`' for name in names)} | {what} |\n" for what, names in ARGUMENTS.items()

@@ -31,7 +31,8 @@ SECTIONS: dict[Status, tuple[str, str]] = {
     "equal": (
         "Equal",
         "The numbers are the largest error of the loss or of a gradient, relative to the largest value of its "
-        "tensor,\nin float32. The test accepts at most {most:.0e}. `layout` is the `document_layout` that `auto` chooses.\n\n"
+        "tensor,\nin float32. The test accepts at most {most:.0e}. `layout` is the `document_layout` that `auto` "
+        "chooses.\n\n"
         "| model | layout | trainer | loop |\n| --- | --- | --- | --- |",
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),

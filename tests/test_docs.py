@@ -1,7 +1,10 @@
-"""What docs/ say is so: files and names in them exist, and errors that they quote are those of the code."""
+"""The documentation site builds, and what its pages say exists: files, names, quoted errors."""
 
 import ast
+import importlib.util
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,12 +13,12 @@ import pytest
 import hf_distca
 
 ROOT = Path(__file__).parents[1]
-DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-PAGES = {"README.md": (ROOT / "README.md").read_text(), **DOCS}
+DOCS = {str(path.relative_to(ROOT / "docs")): path for path in sorted((ROOT / "docs").rglob("*.md"))}
+PAGES = {"README.md": ROOT / "README.md", **DOCS}
 SOURCES = {path: path.read_text() for path in (ROOT / "hf_distca").rglob("*.py")}
-WRITTEN_HERE = ("CONTRIBUTING.md", "troubleshooting.md")
+NAMES_CHECKED = ("development/contributing.md", "help/troubleshooting.md")
 OTHERS = {"accelerate", "transformers", "torch", "expandable_segments", "set_device"}
-"""Names of others' that these pages speak of."""
+"""Names of other libraries on these pages."""
 WRITTEN_ON_GPUS = "benchmarks/results/gpu.json"
 FOLDERS = ("hf_distca", "tests", "benchmarks", "examples", "docs")
 
@@ -49,7 +52,7 @@ def test_quotations_are_told_from_other_texts():
 
 def test_quoted_errors_are_those_of_the_code():
     texts = [text for source in SOURCES.values() for text in texts_of(source)]
-    quoted = re.findall(r"^> (.*)$", DOCS["troubleshooting.md"], re.M)
+    quoted = re.findall(r"^> (.*)$", DOCS["help/troubleshooting.md"].read_text(), re.M)
     assert len(quoted) > 10
     for line in quoted:
         assert any(matches(line.strip(), text) for text in texts), line
@@ -57,25 +60,33 @@ def test_quoted_errors_are_those_of_the_code():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_are_named_exist(page):
-    for path in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w/.]*)`", PAGES[page]):
+    text = PAGES[page].read_text()
+    for path in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w/.]*)`", text):
         assert (ROOT / path).exists() or path == WRITTEN_ON_GPUS, path
-    here = ROOT if page == "README.md" else ROOT / "docs"
-    for path in re.findall(r"\]\((?!https?:)([^)#]+)", PAGES[page]):
-        assert (here / path).exists(), path
+    for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (PAGES[page].parent / path).exists(), path
 
 
-@pytest.mark.parametrize("page", WRITTEN_HERE)
+@pytest.mark.parametrize("page", NAMES_CHECKED)
 def test_names_exist(page):
     tests = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     known = set(re.findall(r"\w+", "\n".join([*SOURCES.values(), *tests.values()]))) | set(tests)
     known |= set(re.findall(r"[\w-]+", (ROOT / "Makefile").read_text()))
     known |= {field.name for field in fields(hf_distca.DistCATrainingArguments)}
-    for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", DOCS[page], flags=re.S | re.M)):
+    for code in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", DOCS[page].read_text(), flags=re.S | re.M)):
         for name in re.findall(r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", code):
             assert name in known | OTHERS, f"{name} in `{code}`"
 
 
-@pytest.mark.parametrize("page", DOCS)
-def test_every_page_is_linked(page):
-    others = "".join(text for name, text in PAGES.items() if name != page)
-    assert f"({page})" in others or f"(docs/{page})" in others
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no mkdocs: the dependency group docs has it")
+def test_the_site_builds_without_a_warning_and_needs_no_other_host(tmp_path):
+    """A broken link or anchor, and a page that the navigation lacks, are warnings, which end a strict build."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = {path: path.read_text() for path in tmp_path.rglob("*.html")}
+    assert len(built) > len(DOCS)
+    for path, page in built.items():
+        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page):
+            assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag), f"{tag} in {path.name}"
+    assert (tmp_path / "search" / "search_index.js").is_file()

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -82,6 +83,12 @@ UNITS = {
     "dataloader_num_workers": "processes",
     "max_length": "tokens",
 }
+CLASSES = (
+    *(hf_distca.DistCAConfig, hf_distca.DistCAArguments),
+    *(hf_distca.DistCATrainingArguments, hf_distca.DistCASFTConfig),
+)
+ANNOTATED = {name: kind for cls in CLASSES for name, kind in inspect.get_annotations(cls).items()}
+"""Types of fields as they are written: HfArgumentParser changes those of the fields."""
 HELP = {field.name: field.metadata["help"] for field in dataclasses.fields(hf_distca.DistCAConfig)}
 METRICS_TOP = f"""\
 # Metrics
@@ -161,10 +168,9 @@ PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "cli.md": cli
 def _own_fields() -> Iterator[dataclasses.Field[Any]]:
     """The fields that hf_distca adds to arguments of trainers, or gives another meaning."""
     yield from dataclasses.fields(hf_distca.DistCAConfig)
-    classes = (hf_distca.DistCAArguments, hf_distca.DistCATrainingArguments, hf_distca.DistCASFTConfig)
-    for cls in classes:
+    for cls in CLASSES[1:]:
         for field in dataclasses.fields(cls):
-            if field.name in vars(cls).get("__annotations__", {}) and "help" in field.metadata:
+            if field.name in inspect.get_annotations(cls) and "help" in field.metadata:
                 yield field
 
 
@@ -175,16 +181,16 @@ def _setting(field: dataclasses.Field[Any]) -> str:
 
 
 def _type(field: dataclasses.Field[Any]) -> str:
-    known = [text for kind, text in TYPES if kind == field.type and "choices" not in field.metadata]
+    known = [text for kind, text in TYPES if kind == ANNOTATED[field.name] and "choices" not in field.metadata]
     if known:
         return known[0]
-    *others, last = [f'`"{choice}"`' for choice in field.metadata.get("choices") or get_args(field.type)]
+    *others, last = [f'`"{choice}"`' for choice in field.metadata.get("choices") or get_args(ANNOTATED[field.name])]
     return f"{', '.join(others)} or {last}"
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
     default = f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
-    mebibytes = f" ({field.default // 2**20} MiB)" if field.type is Bytes else ""
+    mebibytes = f" ({field.default // 2**20} MiB)" if ANNOTATED[field.name] is Bytes else ""
     return f"`{default}`{mebibytes}"
 
 

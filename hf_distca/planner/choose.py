@@ -37,11 +37,11 @@ STAGES = (1, 2, 4, 8)
 """Numbers of stages that are tried for one nano-batch, which has nothing else to hide its exchange."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
-SAMPLED_RANKS = 32
+SAMPLED_RANKS = 16
 """Of smaller groups, so many ranks' are planned while plans are compared."""
 LONG_OVER_NODES = 0.25
 """Share of the work of a group of more than two nodes from which on a document is always divided evenly."""
-HARDLY_WAITING = 0.03
+HARDLY_WAITING = 0.06
 """Share of a step that ranks wait, up to which larger groups are worth it only if they compute more evenly."""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which on one may be faster."""

@@ -1,16 +1,18 @@
 """Expected speed-up for five kinds of documents: an 8B model on 8 and 64 H100, 32768 tokens each, simulated.
 
-Every micro-batch is simulated with hf_distca's defaults and with every other strategy. Two comparisons come of it:
+Every micro-batch is simulated with hf_distca's defaults and with every other strategy. Three comparisons come of it:
 
   best other     the fastest strategy that keeps every document whole, so that all compute the same; taken for each
                  micro-batch, with hindsight
+  best fixed     the same, but one strategy for all micro-batches, as a launch sets it
   plain packing  documents packed by tokens. What a rank cannot hold is cut, which drops attention across the cuts
 
-Beside plain packing the gain is (r + m) / (r + 1 + w). The unit of the three is the mean core attention of a rank in
-the planned step:
+Beside plain packing the gain is (t · r + m) / (r + 1 + w). The unit of r, m and w is the mean core attention of a rank
+in the planned step:
 
-  m  core attention of the busiest rank, as packed
   r  everything else that a rank computes
+  m  core attention of the busiest rank, as packed
+  t  everything else of the fullest rank, as packed, over r: 1 where documents fill all rows alike
   w  what a plan leaves: waits for rows, and the imbalance that is cheaper than moving more of them
 
 Run: PYTHONPATH=. python benchmarks/typical_data.py [--batches 64]
@@ -77,15 +79,18 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
         min((steps[name][index].seconds, name) for name in names if not steps[name][index].documents_cut)
         for index in range(len(planned))
     ]
+    fixed = [name for name in names if not any(step.documents_cut for step in steps[name])]
     unit = mean(planned, "attention_mean")
     return {
         "attention_share": unit / seconds,
         "best_other": Counter(name for _, name in best).most_common(1)[0][0],
         "over_best_other": float(np.mean([of for of, _ in best])) / seconds,
         "over_best_other_of_batches": spread([of / own.seconds for (of, _), own in zip(best, planned, strict=True)]),
+        "over_best_fixed": min(mean(steps[name], "seconds") for name in fixed) / seconds,
         "over_plain": mean(plain, "seconds") / seconds,
         "plain_drops": 1 - mean(plain, "attention_mean") / unit,
         "m": mean(plain, "attention") / unit,
+        "t": mean(plain, "other") / mean(planned, "other_mean"),
         "r": mean(planned, "other_mean") / unit,
         "w": (seconds - mean(planned, "other_mean")) / unit - 1,
     }

@@ -227,7 +227,7 @@ def overlap() -> Rows:
     ):
         found = {key.removeprefix(mark): quartiles(spread) for key, spread in result(name)["derived"].items()}
         link = found["what the limit adds to waiting"]
-        yield documents, "own tasks first", *_hidden(found, "own first"), link, ""
+        yield documents, "local tasks first", *_hidden(found, "own first"), link, ""
         yield documents, how, *_hidden(found, how), link, found[f"overhead: {how} / own first"]
 
 

@@ -142,7 +142,7 @@ def shown_commands():
                     yield pytest.param(shlex.split(line.split("hf-distca ")[1]), id=f"{name}: {line}")
 
 
-@pytest.mark.parametrize("words", shown_commands())
+@pytest.mark.parametrize("words", list(shown_commands()))
 def test_options_of_commands_exist(words, capsys):
     with pytest.raises(SystemExit):
         main([words[0], "--help"])
@@ -152,6 +152,6 @@ def test_options_of_commands_exist(words, capsys):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_scripts_that_are_named_exist(name):
-    for path in re.findall(r"(?:benchmarks|examples|hf_distca|tests)/[\w/]+\.(?:py|json)", PAGES[name]):
+    for path in re.findall(r"(?:benchmarks|examples|hf_distca|tests)/[\w/]+\.(?:py|json(?:\.gz)?)", PAGES[name]):
         if path not in ("benchmarks/results/gpu.json", "hf_distca/sim/profiles/h200.json"):  # are written on GPUs
             assert (ROOT / path).is_file(), path

@@ -89,8 +89,7 @@ def corpora() -> dict[str, Draw]:
     """Return the distributions of public data sets that come with the package, by name."""
     content = json.loads(CORPORA.read_text(encoding="utf-8"))
     return {
-        name: of_histogram(np.array(corpus["edges"]), np.array(corpus["counts"]))
-        for name, corpus in content.items()
+        name: of_histogram(np.array(corpus["edges"]), np.array(corpus["counts"])) for name, corpus in content.items()
     }
 
 

@@ -101,7 +101,9 @@ def read_documents(options: argparse.Namespace, ranks: int) -> Documents:
     paths = sorted(path for path in root.rglob("*.py") if "-packages" not in str(path.relative_to(root)))
     Random(0).shuffle(paths)
     documents: Documents = []
-    left = options.steps * options.tokens_per_rank * ranks * 3 // 2  # some tokens more than all steps take, which cut some
+    left = (
+        options.steps * options.tokens_per_rank * ranks * 3 // 2
+    )  # some tokens more than all steps take, which cut some
     for path in paths:
         with suppress(UnicodeDecodeError):
             tokens = tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
@@ -145,7 +147,14 @@ def imbalance(parts: list[Documents]) -> float:
 
 
 def attend_within_documents(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Any, *, position_ids: Tensor, **more: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Any,
+    *,
+    position_ids: Tensor,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention document by document, as FlashAttention does for packed rows on GPUs."""
     starts = torch.nonzero(position_ids[0] == 0).flatten().tolist()

@@ -11,7 +11,9 @@ import hf_distca
 
 parser = HfArgumentParser(hf_distca.DistCATrainingArguments, description=__doc__)
 parser.add_argument("model", help="a folder, or a name on the Hub")
-parser.add_argument("text", nargs="+", help="a file whose documents stand between blank lines; or files, each one document")
+parser.add_argument(
+    "text", nargs="+", help="a file whose documents stand between blank lines; or files, each one document"
+)
 parser.set_defaults(
     output_dir="runs/train",
     tokens_per_rank=4096,  # the most that a process holds at a time: 32k and more on GPUs

@@ -10,11 +10,13 @@ Plain DDP packs whole documents in order, without padding, and computes attentio
 import argparse
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from statistics import mean, median
+from statistics import mean, median, quantiles
+from threading import Semaphore
 from typing import Any
 
 import datasets
@@ -68,12 +70,15 @@ def main() -> None:
     say(args, f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens, the median {median(lengths):.0f}")
 
     plain_args = transformers.TrainingArguments(**settings, per_device_train_batch_size=1, remove_unused_columns=False)
-    say(args, f"Training {options.steps} steps with plain DDP ...")
     packed = [{"documents": part} for step in steps for part in packed_in_order(step, ranks)]
-    plain = train(Trainer, load(options, PACKED), plain_args, packed, data_collator=flatten)
-    say(args, f"Training the same {options.steps} steps with hf_distca ...")
     documents = [{"input_ids": document} for step in steps for document in step]
-    planned = train(hf_distca.DistCATrainer, load(options, "distca"), args, documents)
+    say(args, f"Training {options.steps} steps with plain DDP and with hf_distca, in turns ...")
+    plain, planned = train_in_turns(
+        [
+            Trainer(model=load(options, PACKED), args=plain_args, train_dataset=packed, data_collator=flatten),
+            hf_distca.DistCATrainer(model=load(options, "distca"), args=args, train_dataset=documents),
+        ]
+    )
 
     if args.process_index == 0:
         plain.imbalance = mean(imbalance(packed_in_order(step, ranks)) for step in steps[WARM_UP:])
@@ -178,37 +183,84 @@ def flatten(examples: list[dict[str, Documents]]) -> dict[str, Tensor]:
 # ---- training and measuring
 
 
+class Turns(transformers.TrainerCallback):
+    """Lets two trainings take turns, a step each, so that whatever else the machine does slows both alike.
+
+    Args:
+        mine: released when this training may take a step.
+        others: the same of the other training.
+    """
+
+    def __init__(self, mine: Semaphore, others: Semaphore) -> None:
+        self._mine, self._others = mine, others
+        self.seconds: list[float] = []
+        self.busy: list[float] = []
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """Note what the step took, and wait for the next turn."""
+        self.seconds.append(time.perf_counter() - self._began[0])
+        self.busy.append(busy_seconds() - self._began[1])
+        self._others.release()
+        self._take_turn()
+
+    def train(self, trainer: Trainer) -> None:
+        """Train: a step in each turn, what comes before the first with it, and what comes after the last in one more.
+
+        So collectives of the two trainings never mix.
+        """
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.add_callback(self)
+        self._take_turn()
+        try:
+            trainer.train()
+        finally:
+            self._others.release()
+
+    def _take_turn(self) -> None:
+        self._mine.acquire()
+        self._began = time.perf_counter(), busy_seconds()
+
+
+def busy_seconds() -> float:
+    """Return how long this thread has computed, or waited for a core that another program had."""
+    try:
+        on_a_core, for_a_core, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:  # a kernel that does not count it
+        return time.thread_time()
+    return (int(on_a_core) + int(for_a_core)) / 1e9
+
+
 @dataclass
 class Measured:
     """What a training came to.
 
     Attributes:
         losses: of each step.
-        seconds: of each step.
-        busy: [steps][ranks] seconds of processor time.
+        seconds: of each step after the first ones.
+        busy: [steps][ranks] seconds of each of these steps in which a rank did not wait for another.
         imbalance: query-key pairs of the busiest rank over the mean.
     """
 
     losses: list[float]
     seconds: list[float]
     busy: list[list[float]]
-    imbalance: float = field(default=0.0)
+    imbalance: float
+
+    @classmethod
+    def of(cls, trainer: Trainer, turns: Turns) -> "Measured":
+        """Gather it from all ranks."""
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        return cls(
+            losses=[entry["loss"] for entry in log],
+            seconds=turns.seconds[WARM_UP:],
+            busy=[list(ranks) for ranks in zip(*gather_object([turns.busy[WARM_UP:]]), strict=True)],
+            imbalance=mean(entry.get("distca/imbalance_degree", 0.0) for entry in log[WARM_UP:]),
+        )
 
     @property
     def idle(self) -> float:
-        """Share of all ranks' time in which they did not compute."""
-        return 1 - sum(map(mean, self.busy)) / sum(self.seconds)
-
-
-class Clock(transformers.TrainerCallback):
-    """Notes wall-clock and processor time at the end of every step."""
-
-    def __init__(self) -> None:
-        self.times: list[tuple[float, float]] = []
-
-    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Note both times."""
-        self.times.append((time.perf_counter(), time.process_time()))
+        """Share of all ranks' time in which they waited for one another."""
+        return max(0.0, 1 - sum(map(mean, self.busy)) / sum(self.seconds))
 
 
 def load(options: argparse.Namespace, attention: str) -> torch.nn.Module:
@@ -218,22 +270,14 @@ def load(options: argparse.Namespace, attention: str) -> torch.nn.Module:
     )
 
 
-def train(trainer_class: type[Trainer], model: torch.nn.Module, args: Any, data: Any, **options: Any) -> Measured:
-    """Train, and return what all ranks measured."""
-    trainer = trainer_class(model=model, args=args, train_dataset=data, **options)
-    trainer.remove_callback(transformers.PrinterCallback)
-    clock = Clock()
-    trainer.add_callback(clock)
-    trainer.train()
-    times = gather_object([clock.times])
-    steps = range(WARM_UP, len(clock.times))
-    log = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Measured(
-        losses=[entry["loss"] for entry in log],
-        seconds=[clock.times[step][0] - clock.times[step - 1][0] for step in steps],
-        busy=[[rank[step][1] - rank[step - 1][1] for rank in times] for step in steps],
-        imbalance=mean(entry.get("distca/imbalance_degree", 0.0) for entry in log[WARM_UP:]),
-    )
+def train_in_turns(trainers: list[Trainer]) -> list[Measured]:
+    """Train with both, a step of one after a step of the other, and return what all ranks measured."""
+    may_step = [Semaphore(1), Semaphore(0)]
+    turns = [Turns(*may_step), Turns(*reversed(may_step))]
+    with ThreadPoolExecutor(len(trainers)) as pool:
+        for training in [pool.submit(turn.train, trainer) for trainer, turn in zip(trainers, turns, strict=True)]:
+            training.result()
+    return [Measured.of(trainer, turn) for trainer, turn in zip(trainers, turns, strict=True)]
 
 
 # ---- the comparison
@@ -244,7 +288,7 @@ def print_table(found: dict[str, Measured]) -> None:
     plain, planned = found.values()
     gains = [before / after for before, after in zip(plain.seconds, planned.seconds, strict=True)]
     rows = [
-        ("step time, mean", [f"{mean(each.seconds):.2f} s" for each in found.values()]),
+        ("step time, median", [f"{median(each.seconds):.2f} s" for each in found.values()]),
         ("idle share", [f"{each.idle:.0%}" for each in found.values()]),
         ("imbalance of attention", [f"{each.imbalance:.2f}" for each in found.values()]),
         ("loss, first step", [f"{each.losses[0]:.4f}" for each in found.values()]),
@@ -254,18 +298,19 @@ def print_table(found: dict[str, Measured]) -> None:
     for name, values in rows:
         print(f"{name:<24}" + "".join(f"{value:>12}" for value in values))
     apart = max(abs(a - b) for a, b in zip(plain.losses, planned.losses, strict=True))
-    print(f"\nSpeed-up {sum(plain.seconds) / sum(planned.seconds):.2f}×; losses differ by {apart:.0e} at most.")
+    lower, middle, upper = quantiles(gains, n=4)
+    print(f"\nSpeed-up {middle:.2f}× (quartiles {lower:.2f} to {upper:.2f}); losses differ by {apart:.0e} at most.")
 
     step = gains.index(sorted(gains)[len(gains) // 2])
-    print(f"\nStep {step + WARM_UP + 1}, whose speed-up is the median ({gains[step]:.2f}×): █ computes, · waits")
+    print(f"\nStep {step + WARM_UP + 1}, whose speed-up is {gains[step]:.2f}×: █ computes, · waits")
     scale = BAR / max(plain.seconds[step], planned.seconds[step])
     for name, each in found.items():
         for rank, busy in enumerate(each.busy[step]):
             computes = min(round(busy * scale), whole := round(each.seconds[step] * scale))
             print(f"  {name:<10} rank {rank}  {'█' * computes}{'·' * (whole - computes)}")
     print(
-        "\nIdle share: time in which a process does not compute, over all time. Imbalance: query-key pairs of the "
-        "busiest\nrank over the mean. Both hold for steps after the first two."
+        "\nIdle share: time in which a rank waits for the others, over all time. Imbalance: query-key pairs of the "
+        "busiest\nrank over the mean. Steps after the first two."
     )
 
 

@@ -30,7 +30,7 @@ $(SETUP): pyproject.toml constraints.txt | $(BIN)/python
 
 # The weights are the last file that the script writes.
 $(CHECKPOINT)/model.safetensors: $(SETUP) examples/make_checkpoint.py
-	$(BIN)/python examples/make_checkpoint.py --output $(CHECKPOINT) --hidden_size 128 --vocab_size 2048
+	$(BIN)/python examples/make_checkpoint.py --output $(CHECKPOINT) --hidden_size 128 --layers 2 --vocab_size 2048
 
 # Two processes on the CPU, whatever the machine has; DeepSpeed, which peft and TRL import, would warn of it.
 demo: $(CHECKPOINT)/model.safetensors

@@ -1,6 +1,6 @@
 """Train the same documents with plain DDP and with hf_distca, on CPU processes, and compare the two.
 
-    python examples/make_checkpoint.py --output runs/checkpoint --hidden_size 128 --vocab_size 2048
+    python examples/make_checkpoint.py --output runs/checkpoint --hidden_size 128 --layers 2 --vocab_size 2048
     accelerate launch --config_file examples/configs/ddp.yaml examples/demo.py --model_name_or_path runs/checkpoint
 
 Documents are source files of the Python standard library. Both trainings see the same documents in the same steps.
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_name_or_path", required=True, help="checkpoint: a name on the Hub or a folder")
     parser.add_argument("--output_dir", default="runs/demo", help="folder for the traces (default: runs/demo)")
-    parser.add_argument("--tokens_per_rank", type=int, default=4096, help="tokens of a rank in a step (default: 4096)")
+    parser.add_argument("--tokens_per_rank", type=int, default=8192, help="tokens of a rank in a step (default: 8192)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each training (default: 20)")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()

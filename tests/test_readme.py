@@ -30,7 +30,9 @@ def section(title: str) -> str:
 
 
 def blocks(title: str, language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", section(title), re.S | re.M)
+    """Blocks of code of a section: those of commands are in no language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", section(title), re.S | re.M)
+    return [code for its_language, code in found if its_language == language]
 
 
 def result(name: str) -> Any:

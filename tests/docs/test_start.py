@@ -22,7 +22,9 @@ LAUNCHER = {
 
 
 def blocks(page: str, language: str = "") -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.S | re.M)
+    """Blocks of code of a page: those of commands are in no language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES[page], re.S | re.M)
+    return [code for its_language, code in found if its_language == language]
 
 
 def commands(page: str) -> list[str]:

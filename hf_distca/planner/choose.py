@@ -41,8 +41,11 @@ SAMPLED_RANKS = 16
 """Of smaller groups, so many ranks' are planned while plans are compared."""
 LONG_OVER_NODES = 0.25
 """Share of the work of a group of more than two nodes from which on a document is always divided evenly."""
-HARDLY_WAITING = 0.06
-"""Share of a step that ranks wait, up to which larger groups are worth it only if they compute more evenly."""
+HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
+"""Share of a step that ranks wait, up to which larger groups, or groups that are larger but still inside nodes, are
+worth it only if they compute more evenly."""
+WAITING = 0.1
+"""Share of a step that ranks wait in two nano-batches, from which on coarser balance may be faster."""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which on one may be faster."""
 NEAR = 0.02
@@ -261,7 +264,9 @@ class _Search:
         while level < top and self._worth(level + 1):
             level, best = level + 1, self._best
             self._jointly(level, finest)
-            if self._best is best and best is not None:
+            placing = self._placing(level)
+            cuts = placing is not None and placing.left  # documents that fit into no group cross nodes
+            if self._best is best and best is not None and not cuts:
                 break
         if self._best is None:
             return
@@ -269,11 +274,11 @@ class _Search:
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
         for level, seconds in even.items():
             near = seconds <= min(even.values()) * (1 + NEAR)
-            if near and self._best.waited > HARDLY_WAITING and self._worth(level):
+            if near and self._best.waited > HARDLY_WAITING_IN_NODES and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
-            hides = len(best.nano_batches) == 2 and not best.evenly
+            hides = len(best.nano_batches) == 2 and not best.evenly and best.waited <= WAITING
             if hides or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
                 return
             self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)
@@ -315,7 +320,8 @@ class _Search:
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
-        if level > self._level() and self._best.waited <= HARDLY_WAITING:
+        inside = max(self.partitions[level]) <= self._ranks_of_node
+        if level > self._level() and self._best.waited <= (HARDLY_WAITING_IN_NODES if inside else HARDLY_WAITING):
             # Larger groups exchange more: they have to compute more evenly.
             enough = self._until_done(self._best.placing.slowest) * (1 - GOOD_ENOUGH)
         return self._slowest(level, enough) < enough

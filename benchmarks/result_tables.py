@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("simulation", "peers", "attention_servers")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?")
 
@@ -226,47 +226,19 @@ def quartiles(spread: dict[str, float]) -> str:
 def servers() -> str:
     """A rank with one server."""
     rows = [
-        (
-            transport,
-            f"{found['speedup']:.2f}",
-            f"{found['speedup_all']:.2f}",
-            quartiles(found["of_rounds"]["speedup"]),
-            f"{found['finish_ratio']:.2f}",
-            quartiles(found["of_rounds"]["finish_ratio"]),
-        )
+        (transport, *(quartiles(found["of_rounds"][figure]) for figure in ("speedup", "finish_ratio")))
         for transport, found in by_transport("servers")
     ]
-    header = (
-        "rows over",
-        "speed-up, calmer half of the steps",
-        "all steps",
-        "of the rounds: median (quartiles)",
-        "finishing times, calmer half",
-        "of the rounds: median (quartiles)",
-    )
-    return lines(header, rows)
+    return lines(("rows over", "speed-up (quartiles)", "rank's finishing time / server's (quartiles)"), rows)
 
 
 def faults() -> str:
     """A training whose servers are killed."""
     rows = [
-        (
-            transport,
-            *(str(found[figure]) for figure in ("kills", "noticed", "in_a_call", "steps", "lost")),
-            f"{found['max_rel_diff']:.0e}",
-        )
+        (transport, *(str(found[figure]) for figure in ("kills", "in_a_call", "steps", "lost")))
         for transport, found in by_transport("faults")
     ]
-    header = (
-        "rows over",
-        "servers killed",
-        "noticed by ranks",
-        "of these in a call",
-        "steps",
-        "steps lost",
-        "parameters differ by",
-    )
-    return lines(header, rows)
+    return lines(("rows over", "servers killed", "while computing", "steps", "steps lost"), rows)
 
 
 TABLES = {

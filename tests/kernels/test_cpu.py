@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.kernels import AttentionParams, cpu_softcap
+from hf_distca.kernels import AttentionParams, cpu
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.reference import ReferenceKernel
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
@@ -47,7 +47,7 @@ def test_matches_reference_for_any_shapes(case: Case, seed: int) -> None:
 
 
 def test_softcap_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_softcap, "SCORES_AT_ONCE", 4000)
+    monkeypatch.setattr(cpu, "SCORES_AT_ONCE", 4000)
     for name in ("softcap", "softcap_window", "softcap_not_causal"):
         assert_matches_reference(CpuKernel(), CASES[name], torch.float32)
 
@@ -71,7 +71,7 @@ def test_memory_is_linear_in_the_rows() -> None:
         with Watch():
             o, lse = CpuKernel().forward(*args, inputs.shapes, params)
             CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, params)
-    assert largest <= 4 * cpu_softcap.SCORES_AT_ONCE
+    assert largest <= 4 * cpu.SCORES_AT_ONCE
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_distca.kernels import choose_kernel, get_kernel
-from hf_distca.kernels.packages import PACKAGES, MissingPackageError
+from hf_distca.kernels.versions import PACKAGES, MissingPackageError
 
 CUDA = torch.device("cuda")
 SYMBOL = 'raise ImportError("_C.abi3.so: undefined symbol: _ZN3c104cuda")'

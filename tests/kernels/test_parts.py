@@ -6,17 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.kernels import AttentionParams, TaskShapes
-from hf_distca.kernels.parts import Part, plan_parts
+from hf_distca.kernels.cpu import Part, plan_parts
 
 
 def pairs_of(part: Part) -> list[tuple[int, int]]:
-    sees = {"full": lambda i, j: True, "causal": lambda i, j: j <= i, "anti": lambda i, j: j >= i}[part.mask]
+    more = part.k_rows - part.q_rows
+    sees = {"full": lambda i, j: True, "causal": lambda i, j: j <= i, "window": lambda i, j: i <= j <= i + more}
     return [
         (part.q_first + b * part.q_step + i, part.k_first + b * part.k_step + j)
         for b in range(part.count)
         for i in range(part.q_rows)
         for j in range(part.k_rows)
-        if sees(i, j)
+        if sees[part.mask](i, j)
     ]
 
 
@@ -47,9 +48,9 @@ def assert_exact(shapes: TaskShapes, params: AttentionParams) -> None:
     assert counted == Counter(visible_pairs(shapes, params))
     seen: set[int] = set()
     for part in plan.parts:
-        # The kernel stores the results of causal parts and adds those of the others.
+        # The kernel stores the results of other parts and adds those of full ones.
         rows = {row for row, _ in pairs_of(part)}
-        assert (part.mask == "causal") == rows.isdisjoint(seen)
+        assert (part.mask != "full") == rows.isdisjoint(seen)
         seen |= rows
 
 
@@ -68,15 +69,15 @@ def test_each_visible_pair_once_in_several_window_blocks() -> None:
 
 def test_a_task_is_a_triangle_and_a_rectangle() -> None:
     plan = plan_parts(TaskShapes.build([3], [5], "cpu"), AttentionParams(1.0))
-    assert plan.parts == (Part(0, 3, 2, 3, "causal"), Part(0, 3, 0, 2, "full"))
-    assert not plan.rows_in_order
+    where = [(part.q_first, part.q_rows, part.k_first, part.k_rows, part.mask, part.count) for part in plan.parts]
+    assert where == [(0, 3, 2, 3, "causal", 1), (0, 3, 0, 2, "full", 1)]
+    assert not plan.whole_tasks
 
 
 def test_equal_documents_are_one_batch() -> None:
     plan = plan_parts(TaskShapes.build([4, 4, 4], [4, 4, 4], "cpu"), AttentionParams(1.0))
     assert plan.parts == (Part(0, 4, 0, 4, "causal", count=3, q_step=4, k_step=4),)
-    assert plan.rows_in_order
-    assert plan.keys_in_order
+    assert plan.whole_tasks
 
 
 def test_the_number_of_parts_does_not_grow_with_the_length() -> None:

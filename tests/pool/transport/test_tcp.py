@@ -6,10 +6,9 @@ import time
 import pytest
 import torch
 
-from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.messages.tensor_spec import TensorSpec
-from hf_distca.pool.transport.choice import Choice
-from hf_distca.pool.wire.errors import LinkLost
+from hf_distca.pool.memory import Choice
+from hf_distca.pool.messages import Reply, TensorSpec
+from hf_distca.pool.wire import LinkLost
 from tests.pool.transport.ends import MAKERS
 
 HUGE = TensorSpec("k", "keys", (1024, 1024), "float32")
@@ -26,7 +25,7 @@ def send_in_vain(end, rows, timeout_s):
 
     def send():
         with pytest.raises(LinkLost):
-            end.transport.send(Kind.CALL, {}, [rows], 0, timeout_s)
+            end.transport.send(Reply(0, 0.0, 0), [rows], timeout_s)
 
     thread = threading.Thread(target=send)
     thread.start()

@@ -178,7 +178,7 @@ def open_pool(
     place: tuple[str, int] = ("", 0)
     if groups.rank == 0:
         try:
-            host, port = _address(address)
+            host, port = parse_address(address, setting="attention_server_address")
             token = make_token() if launch is not None else _file_token(Path(token_file))
             ended = partial(launch.store.set, "ended", "") if launch is not None and launch.store is not None else None
             directory = Directory(host, port, token, ended=ended)
@@ -216,13 +216,6 @@ def open_pool(
     if launch is not None:
         pool.wait_for(launch.servers, timeout_s)
     return pool
-
-
-def _address(text: str) -> tuple[str, int]:
-    try:
-        return parse_address(text)
-    except ValueError as error:
-        raise ValueError(f"attention_server_address {error}") from error
 
 
 def _file_token(path: Path) -> bytes:

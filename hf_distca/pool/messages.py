@@ -74,6 +74,9 @@ class NixlPeer:
     device: int
     process: Process
 
+    def __post_init__(self) -> None:
+        _require(0 < self.probe < 2**63 and 0 <= self.device < 2**16, "the probe is at no address of a device")
+
 
 @dataclass(frozen=True)
 class Places:

@@ -11,8 +11,10 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -98,6 +100,8 @@ class NixlAgent:
         api = _api()
         bindings = import_module(api.__name__.replace("._api", "._bindings"))
         self.name = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._ends: Counter[str] = Counter()  # of each peer
         self.listens_on = "" if has_rdma() else interface_of(address)
         config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
         self._errors = tuple(
@@ -121,12 +125,27 @@ class NixlAgent:
         """Return what a peer needs to reach this process and all memory registered so far."""
         return bytes(self._agent.get_agent_metadata())
 
+    def meet(self, metadata: bytes, expected: str) -> None:
+        """Get to know a peer of this name until it is forgotten as often as it was met."""
+        with self._lock:
+            self.learn(metadata, expected)
+            self._ends[expected] += 1
+
     def learn(self, metadata: bytes, expected: str) -> None:
-        """Get to know a peer of this name, or memory that it has registered since."""
+        """Get to know memory that a peer has registered since it was met."""
         with self._failures("could not use the peer's metadata"):
             found = self._agent.add_remote_agent(metadata)
         if (found.decode() if isinstance(found, bytes) else found) != expected:
             raise LinkLost("the peer's metadata has another name than the peer")
+
+    def forget(self, peer: str) -> None:
+        """Make no more transfers with a peer that was met; without this one that was cut off cannot be met again."""
+        with self._lock:
+            self._ends[peer] -= 1
+            if self._ends[peer] <= 0:
+                del self._ends[peer]
+                with contextlib.suppress(*self._errors):
+                    self._agent.remove_remote_agent(peer)
 
     def transfer(
         self,

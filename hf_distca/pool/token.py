@@ -60,10 +60,10 @@ def read_token(path: str | Path) -> bytes:
         raise TokenError(f"cannot read the token file {path}: {error.strerror}") from error
 
 
-def parse_address(text: str, least_port: int = 0) -> tuple[str, int]:
+def parse_address(text: str, least_port: int = 0, setting: str = "an address") -> tuple[str, int]:
     """Return host and port of HOST:PORT or [HOST]:PORT."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdecimal() or not least_port <= int(port) <= 65535:
-        raise ValueError(f"must be HOST:PORT with a port from {least_port} to 65535, got {text!r}")
+        raise ValueError(f"{setting} must be HOST:PORT with a port from {least_port} to 65535, got {text!r}")
     return host, int(port)

@@ -9,7 +9,6 @@ Shape suffixes: N rows; what follows a row's N is free.
 """
 
 import base64
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -74,8 +73,7 @@ class NixlRankEnd:
         self._memory = memory
         self._peer = peer
         self._told = memory.slabs  # with the hello
-        self._lock = threading.Lock()
-        self._open: dict[int, list[Tensor]] = {}
+        self._open: dict[int, list[Tensor]] = {}  # by id of the call; what a dict does is atomic
 
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
@@ -85,22 +83,19 @@ class NixlRankEnd:
         more = self._told != (slabs := self._memory.slabs)
         self._told = slabs
         places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), _metadata(self._memory) if more else "")
-        with self._lock:
-            self._open[message.call_id] = [*rows, *answer]
+        self._open[message.call_id] = [*rows, *answer]
         self._channel.send(replace(message, places=places), timeout_s=timeout_s)
 
     def receive(self, frame: Frame, rows: Sequence[Tensor], timeout_s: float) -> None:
         """See `TcpTransport.receive`: they are there before the message is."""
         assert isinstance(frame.message, Reply)
-        with self._lock:
-            self._open.pop(frame.message.call_id, None)
+        self._open.pop(frame.message.call_id, None)
 
     def close(self) -> None:
         """See `TcpTransport.close`."""
-        with self._lock:
-            under_way, self._open = self._open, {}
-        for rows in under_way.values():
+        for rows in self._open.values():
             self._memory.keep(rows, self._peer)
+        self._open.clear()
 
 
 class NixlServerEnd:
@@ -110,19 +105,20 @@ class NixlServerEnd:
         self._channel = channel
         self._memory = memory
         self._peer = peer
-        self._lock = threading.Lock()
-        self._answers: dict[int, list[Piece]] = {}
-        memory.agent.learn(_binary(peer.metadata), peer.name)
+        self._answers: dict[int, list[Piece]] = {}  # by id of the call; what a dict does is atomic
+        memory.agent.meet(_binary(peer.metadata), peer.name)
         probe = memory.empty(TensorSpec("probe", "keys", (PROBE_BYTES // 2,), "bfloat16"), 1)
-        self._move("READ", [probe], [Piece(peer.probe, PROBE_BYTES)], PROBE_S)
+        try:
+            self._move("READ", [probe], [Piece(peer.probe, PROBE_BYTES)], PROBE_S)
+        except BaseException:
+            self.close()
+            raise
 
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
     ) -> None:
         """See `TcpTransport.send`."""
-        with self._lock:
-            places = self._answers.pop(message.call_id, [])
-        self._move("WRITE", rows, places, timeout_s)
+        self._move("WRITE", rows, self._answers.pop(message.call_id, []), timeout_s)
         self._channel.send(message, timeout_s=timeout_s)
 
     def receive(self, frame: Frame, rows: Sequence[Tensor], timeout_s: float) -> None:
@@ -134,12 +130,12 @@ class NixlServerEnd:
         _check_size(frame, sum(size for _, size in places.rows), rows)
         if places.metadata:
             self._memory.agent.learn(_binary(places.metadata), self._peer.name)
-        with self._lock:
-            self._answers[call_id] = [Piece(*piece) for piece in places.answer]
+        self._answers[call_id] = [Piece(*piece) for piece in places.answer]
         self._move("READ", rows, [Piece(*piece) for piece in places.rows], timeout_s)
 
     def close(self) -> None:
-        """See `TcpTransport.close`: the agent knows the rank as long as the server lives; it may connect again."""
+        """See `TcpTransport.close`."""
+        self._memory.agent.forget(self._peer.name)
 
     def _move(
         self, operation: Literal["READ", "WRITE"], rows: Sequence[Tensor], places: Sequence[Piece], timeout_s: float

@@ -37,7 +37,15 @@ REALS = st.floats(-1e30, 1e30, allow_nan=False)
 PIECES = st.lists(st.tuples(st.integers(1, 2**62), st.integers(1, 2**40)), max_size=6).map(tuple)
 PLACES = st.builds(Places, PIECES, PIECES, st.text())
 PROCESSES = st.builds(Process, st.text(), NUMBERS, NUMBERS)
-PEERS = st.builds(NixlPeer, st.text(), st.text(), NUMBERS, st.sampled_from(["DRAM", "VRAM"]), NUMBERS, PROCESSES)
+PEERS = st.builds(
+    NixlPeer,
+    st.text(),
+    st.text(),
+    st.integers(1, 2**62),
+    st.sampled_from(["DRAM", "VRAM"]),
+    st.integers(0, 7),
+    PROCESSES,
+)
 RANKS = st.integers(1, WORKERS).flatmap(lambda ranks: st.tuples(st.integers(0, ranks - 1), st.just(ranks)))
 
 MESSAGES = {

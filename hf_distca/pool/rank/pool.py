@@ -138,7 +138,7 @@ class Pool:
         """
         if nodes is None:
             return None
-        beside = (self.members.rank_beside(server) for server in servers)
+        beside = [self.members.rank_beside(server) for server in servers]
         return [None if rank is None else nodes[rank] for rank in beside]
 
     def close(self) -> None:
@@ -208,13 +208,7 @@ class PlanAtServers:
             dtype=dtype,  # type: ignore[arg-type]  # the server refuses others
             chunk=kind.chunk,
         )
-        under_way = CallAtServers(
-            {asked.server: self._servers[asked.server] for asked in servers},
-            self._pool.members,
-            self._pool.recorder,
-            work,
-            q_THD.device,
-        )
+        under_way = CallAtServers(self._pool, self._servers, servers, work, q_THD.device)
         for asked in servers:
             under_way.ask(asked, call, rows)
         return under_way
@@ -229,26 +223,25 @@ class CallAtServers:
     """One core attention's tasks at the servers, from the sending of rows to the collection of results.
 
     Args:
-        servers: id by server index, of all servers that have tasks of it.
-        members: who takes part.
-        recorder: told how long calls take, and servers to compute them.
+        pool: the rank's.
+        ids: of the plan's servers.
+        servers: those that have tasks of it.
         work: which core attention.
         device: the rank's.
     """
 
     def __init__(
-        self, servers: dict[int, int], members: Members, recorder: Recorder, work: Work, device: torch.device
+        self, pool: Pool, ids: Sequence[int], servers: Sequence[ServerRows], work: Work, device: torch.device
     ) -> None:
-        self._servers = servers
-        self._members = members
-        self._recorder = recorder
+        self._members, self._recorder = pool.members, pool.recorder
+        self._ids = {asked.server: ids[asked.server] for asked in servers}
         self._work = work
         self._device = device
         self._replies: dict[int, tuple[PendingReply, dict[str, Tensor]]] = {}  # by server index
 
     def ask(self, asked: ServerRows, call: Call, rows: Mapping[str, Tensor]) -> None:
         """Send a server its part of all local rows, if it takes part and this rank has any for it."""
-        link = self._members.link(self._servers[asked.server])
+        link = self._members.link(self._ids[asked.server])
         if link is None or not asked.q_count + asked.k_count:
             return
         memory = self._members.memory
@@ -264,12 +257,12 @@ class CallAtServers:
         for server, (reply, _) in self._replies.items():
             with suppress(LinkLost):
                 said = reply.wait(self._members.timeout_s)
-                name = str(self._servers[server])
+                name = str(self._ids[server])
                 self._recorder.add(Span("call", name, self._work, reply.departed, reply.arrived))
                 begin = reply.arrived - said.seconds
                 self._recorder.add(Span("server", name, self._work, begin, reply.arrived, said.pairs))
-        lost_ids = self._members.without_lost(list(self._servers.values()))
-        lost = frozenset(server for server, id in self._servers.items() if id in lost_ids)
+        lost_ids = self._members.without_lost(list(self._ids.values()))
+        lost = frozenset(server for server, id in self._ids.items() if id in lost_ids)
         results = {
             server: {name: rows_N.to(self._device, non_blocking=True) for name, rows_N in columns.items()}
             for server, (_, columns) in self._replies.items()

@@ -50,6 +50,14 @@ def make_call(plan_id, call_id, nano_batch, kind, direction, *, dtype="float32",
     return Call(plan_id, call_id, nano_batch, kind.window, direction, 0.3, softcap, *heads, *dims, dtype, kind.chunk)
 
 
+def unchecked(message, fields):
+    """A message with other fields, none of which is checked."""
+    changed = object.__new__(type(message))
+    for name, value in {**vars(message), **fields}.items():
+        object.__setattr__(changed, name, value)
+    return changed
+
+
 class Data:
     """Random rows of all ranks for one call, and the results of the tasks of one worker.
 

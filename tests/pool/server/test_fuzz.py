@@ -12,7 +12,7 @@ from hf_distca.pool.messages import Alive, End, Places, RankHello, Reply, plan_t
 from hf_distca.pool.rank.members import SERVICE
 from hf_distca.pool.token import make_token
 from hf_distca.pool.transport import offer
-from tests.pool.server.fake_ranks import SLIM, FakeRank, make_call, make_nano_batch, run_calls
+from tests.pool.server.fake_ranks import SLIM, FakeRank, make_call, make_nano_batch, run_calls, unchecked
 from tests.pool.server.processes import ServerProcess
 from tests.pool.strangers import Strangers, message
 from tests.pool.transport.ends import memory_of, needs_nixl
@@ -30,7 +30,8 @@ class NixlStrangers(Strangers):
         field = self.random.choice(["name", "metadata", "probe", "device"])
         text = self.random.randbytes(self.random.choice([1, 10, 1000])).hex()
         value = self.random.choice([0, -1, 2**62] if field in ("probe", "device") else ["", text])
-        return self.authenticated(message(RankHello(7, 8, replace(self.offered, **{field: value}))))
+        changed = unchecked(self.offered, {field: value})
+        return self.authenticated(message(RankHello(7, 8, changed)))
 
 
 def strangers_at(port, token, nano_batches, memory):

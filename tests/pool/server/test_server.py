@@ -14,7 +14,7 @@ from hf_distca.pool.server import AttentionServer
 from hf_distca.pool.server.calls import IN_FLIGHT, KEPT
 from hf_distca.pool.token import make_token
 from hf_distca.pool.wire import LinkLost
-from tests.pool.server.fake_ranks import FULL, SLIM, Data, FakeRank, make_call, make_nano_batch, run_calls
+from tests.pool.server.fake_ranks import FULL, SLIM, Data, FakeRank, make_call, make_nano_batch, run_calls, unchecked
 from tests.pool.servers import wait_until
 
 CPU = torch.device("cpu")
@@ -128,8 +128,8 @@ def test_many_random_plans(ranks):
 
 
 def test_a_call_may_overtake_its_plan(server, ranks, nano_batches, monkeypatch):
-    asked, plan = threading.Event(), server._calls.plan
-    monkeypatch.setattr(server._calls, "plan", lambda *args: asked.set() or plan(*args))
+    asked, get = threading.Event(), server._calls.plan
+    monkeypatch.setattr(server._calls, "plan", lambda *args: asked.set() or get(*args))
     plan = nano_batches[0].plans[FULL]
     call = make_call(0, 0, 0, FULL, "forward")
     data = Data(plan, call, 2)
@@ -293,14 +293,6 @@ def test_a_plan_that_does_not_fit_is_refused(ranks, nano_batches, fields, said):
     ranks[0].link.send(unchecked(message, fields), tables)
     with pytest.raises(LinkLost, match=said):
         ranks[0].link.call(make_call(0, 0, 0, FULL, "forward"), [], []).wait(30)
-
-
-def unchecked(message, fields):
-    """A message with other fields, none of which is checked."""
-    changed = object.__new__(type(message))
-    for name, value in {**vars(message), **fields}.items():
-        object.__setattr__(changed, name, value)
-    return changed
 
 
 def test_tables_that_are_no_plan_end_the_connection_alone(server, token, ranks, nano_batches):

@@ -1,6 +1,8 @@
 """What an agent asks of NIXL, of a stand-in that notes it and ends transfers as a test says."""
 
 import socket
+import threading
+from collections import Counter
 
 import pytest
 
@@ -19,6 +21,12 @@ class Library:
 
     def __init__(self, *states):
         self.asked, self.states = [], iter(states)
+
+    def add_remote_agent(self, metadata):
+        return metadata
+
+    def remove_remote_agent(self, peer):
+        self.asked.append(("remove", peer))
 
     def get_xfer_descs(self, pieces, kind):
         return (*pieces, kind)
@@ -44,7 +52,7 @@ def make_agent(monkeypatch):
 
     def make(library):
         agent = NixlAgent.__new__(NixlAgent)
-        agent._agent, agent._errors = library, (OSError,)
+        agent._agent, agent._errors, agent._lock, agent._ends = library, (OSError,), threading.Lock(), Counter()
         return agent
 
     return make
@@ -71,6 +79,20 @@ def test_a_transfer_that_fails_is_let_go_and_no_further_one_begins(make_agent):
     with pytest.raises(LinkLost, match="a transfer ended as ERR"):
         read(make_agent(library))
     assert [asked[0] for asked in library.asked] == ["READ", "release"]
+
+
+def test_a_peer_is_forgotten_as_often_as_it_was_met(make_agent):
+    library = Library()
+    agent = make_agent(library)
+    for _ in range(2):
+        agent.meet(b"peer", "peer")
+    agent.forget("peer")
+    assert library.asked == []
+    agent.forget("peer")
+    assert library.asked == [("remove", "peer")]
+    agent.meet(b"peer", "peer")
+    agent.forget("peer")
+    assert library.asked == [("remove", "peer")] * 2
 
 
 def test_a_host_without_rdma_may_have_the_folder_of_its_devices(monkeypatch, tmp_path):

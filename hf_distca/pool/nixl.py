@@ -2,9 +2,9 @@
 
 NIXL's helpers for descriptors pickle; here addresses and sizes are numbers and metadata is NIXL's own binary form.
 
-What accepts strangers. Where a host has RDMA devices, UCX is told to do without TCP, and nothing listens. Elsewhere
-UCX listens on a TCP port of one interface, and its protocol has no proof of anything: who reaches that port can write
-to any address of this process. Such an agent is made only where NIXL was asked for by name.
+Ports that are open to strangers. Where a host has RDMA devices, UCX is told to do without TCP, and nothing listens.
+Elsewhere UCX listens on a TCP port of one interface, and its protocol has no proof of anything: who reaches that port
+can write to any address of this process. Such an agent is made only where NIXL was asked for by name.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from hf_distca.pool.wire.errors import LinkLost
+from hf_distca.pool.messages import Process
+from hf_distca.pool.wire import LinkLost
 
 CHUNK_BYTES = 32 << 20
 """Of one transfer, at most: longer ones are made one after another, each with its own time-out."""
@@ -46,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Memory of which addresses are, as NIXL names it: DRAM of a host, or VRAM of a GPU by its number."""
+    """A kind of memory, as NIXL names it: DRAM of a host, or VRAM of a GPU by its number."""
 
     kind: str
     device: int
@@ -57,11 +58,6 @@ class Region(NamedTuple):
 
     space: Space
     pieces: Sequence[Piece]
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each piece."""
-        return [piece.size for piece in self.pieces]
 
 
 HOST = Space("DRAM", 0)
@@ -78,31 +74,26 @@ def has_rdma() -> bool:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has an address.
-
-    Raises:
-        ValueError: none has it.
-    """
+    """Return the name of the network interface that has an address."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return str(name)
     raise ValueError(f"no network interface of this host has the address {address}; NIXL's port is bound to one")
 
 
+def address_towards(host: str, port: int) -> str:
+    """Return this host's own address on the way to another one; nothing is sent."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port or 1))
+        return str(sock.getsockname()[0])
+
+
 class NixlAgent:
-    """NIXL in this process. Its methods may be called by several threads.
+    """NIXL in this process, under a name that is never the same again. Several threads may call its methods.
 
     Args:
         address: of the interface on which UCX may listen; of no use where there are RDMA devices.
-
-    Attributes:
-        name: known to peers; never the same again.
-        listens_on: the interface on which UCX accepts TCP; empty: on none.
-
-    Raises:
-        ImportError: NIXL is not installed.
-        ValueError: no interface has the address.
-        LinkLost: UCX cannot be started.
     """
 
     def __init__(self, address: str) -> None:
@@ -122,67 +113,39 @@ class NixlAgent:
         settings = bindings.nixlAgentConfig()
         settings.useProgThread, settings.syncMode, settings.pthrDelay = True, sync.value, WAKE_US
         self._agent.agent = bindings.nixlAgent(self.name, settings)
-        try:
+        with self._failures(f"could not start UCX with {config}"):
             self._agent.create_backend("UCX", {"engine_config": config})
-        except self._errors as error:
-            raise LinkLost(f"NIXL could not start UCX with {config}: {error}") from error
 
     def register(self, memory: Piece, space: Space) -> None:
-        """Let peers reach some memory of this process from now on.
-
-        Raises:
-            LinkLost: it cannot be registered.
-        """
-        try:
+        """Let peers reach some memory of this process from now on."""
+        with self._failures(f"could not register {memory.size} bytes of {space.kind}"):
             self._agent.register_memory([(*memory, space.device, "")], space.kind)
-        except self._errors as error:
-            raise LinkLost(f"NIXL could not register {memory.size} bytes of {space.kind}: {error}") from error
 
     def metadata(self) -> bytes:
-        """What a peer needs to reach this process and all memory registered so far."""
+        """Return what a peer needs to reach this process and all memory registered so far."""
         return bytes(self._agent.get_agent_metadata())
 
     def meet(self, metadata: bytes, expected: str) -> None:
-        """Get to know a peer until it is forgotten as often as it was met: one that connects again is met twice.
-
-        Args:
-            metadata: the peer's.
-            expected: the name that it has.
-
-        Raises:
-            LinkLost: the metadata cannot be used.
-        """
+        """Get to know a peer of this name until it is forgotten as often as it was met."""
         with self._lock:
             self.learn(metadata, expected)
             self._ends[expected] += 1
 
     def learn(self, metadata: bytes, expected: str) -> None:
-        """Get to know memory that a peer has registered since it was met.
-
-        Args:
-            metadata: the peer's.
-            expected: the name that it has.
-
-        Raises:
-            LinkLost: the metadata cannot be used.
-        """
-        try:
+        """Get to know memory that a peer has registered since it was met."""
+        with self._failures("could not use the peer's metadata"):
             found = self._agent.add_remote_agent(metadata)
-        except self._errors as error:
-            raise LinkLost(f"NIXL could not use the peer's metadata: {error}") from error
-        found = found.decode() if isinstance(found, bytes) else found
-        if found != expected:
+        if (found.decode() if isinstance(found, bytes) else found) != expected:
             raise LinkLost("the peer's metadata has another name than the peer")
 
     def forget(self, peer: str) -> None:
-        """Make no more transfers with a peer that was met."""
+        """Make no more transfers with a peer that was met; without this one that was cut off cannot be met again."""
         with self._lock:
             self._ends[peer] -= 1
-            if self._ends[peer] > 0:
-                return
-            del self._ends[peer]
-            with contextlib.suppress(*self._errors):
-                self._agent.remove_remote_agent(peer)
+            if self._ends[peer] <= 0:
+                del self._ends[peer]
+                with contextlib.suppress(*self._errors):
+                    self._agent.remove_remote_agent(peer)
 
     def transfer(
         self,
@@ -196,11 +159,11 @@ class NixlAgent:
         """Read a peer's memory into that of this process, or write it there; returns when that is done.
 
         Args:
-            operation: which.
+            operation: which of the two.
             local: registered here.
             remote: registered by the peer, the same sizes; NIXL refuses other memory.
-            peer: its name.
-            timeout_s: it may stand still for so long.
+            peer: the name of its agent.
+            timeout_s: for each chunk.
             gone: whether the peer has left, asked now and then.
 
         Raises:
@@ -209,18 +172,18 @@ class NixlAgent:
         for own, other in zip(_chunks(local.pieces), _chunks(remote.pieces), strict=True):
             handle: Any = None
             try:
-                handle = self._agent.initialize_xfer(
-                    operation,
-                    self._agent.get_xfer_descs([(*own, local.space.device)], local.space.kind),
-                    self._agent.get_xfer_descs([(*other, remote.space.device)], remote.space.kind),
-                    peer,
-                )
-                self._wait(handle, timeout_s, gone)
-            except self._errors as error:
-                raise LinkLost(f"NIXL: {operation.lower()} failed: {error}") from error
+                with self._failures(f"{operation.lower()} failed"):
+                    handle = self._agent.initialize_xfer(
+                        operation,
+                        self._agent.get_xfer_descs([(*own, local.space.device)], local.space.kind),
+                        self._agent.get_xfer_descs([(*other, remote.space.device)], remote.space.kind),
+                        peer,
+                    )
+                    self._wait(handle, timeout_s, gone)
             finally:
                 if handle is not None:
-                    self._release(handle)
+                    with contextlib.suppress(*self._errors):  # it is under way still: NIXL keeps it
+                        self._agent.release_xfer_handle(handle)
 
     def _wait(self, handle: Any, timeout_s: float, gone: Callable[[], bool]) -> None:
         state = self._agent.transfer(handle)
@@ -240,9 +203,12 @@ class NixlAgent:
         if state != "DONE":
             raise LinkLost(f"NIXL: a transfer ended as {state}")
 
-    def _release(self, handle: Any) -> None:
-        with contextlib.suppress(*self._errors):  # it is under way still: NIXL keeps it
-            self._agent.release_xfer_handle(handle)
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Any:
+        try:
+            yield
+        except self._errors as error:
+            raise LinkLost(f"NIXL {what}: {error}") from error
 
 
 def _chunks(pieces: Sequence[Piece]) -> list[Piece]:
@@ -263,13 +229,31 @@ def _api() -> ModuleType:
     raise ImportError("NIXL is not installed; install nixl-cu12 or nixl-cu13, as PyTorch's CUDA is")
 
 
-def address_towards(host: str, port: int) -> str:
-    """This host's own address on the way to another one. Nothing is sent.
+# Processes: memory that a peer may write to is not used again before the peer's process has certainly ended
 
-    Raises:
-        OSError: there is no way.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect((host, port or 1))
-        return str(sock.getsockname()[0])
+
+def own_process() -> Process:
+    """Return this process."""
+    return Process(_system(), os.getpid(), _state_and_start(os.getpid())[1])
+
+
+def has_ended(process: Process) -> bool:
+    """Whether a process certainly does nothing any more; False where that cannot be seen from here."""
+    if process.system != _system():
+        return False
+    try:
+        state, started = _state_and_start(process.number)
+    except OSError:
+        return True
+    return state in "ZX" or started != process.started
+
+
+def _system() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _state_and_start(number: int) -> tuple[str, int]:
+    """Fields 3 and 22 of /proc/[pid]/stat, see proc(5); the name before them may hold anything."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_distca.pool.wire import TokenError, make_token, parse_token, read_token, write_token
+from hf_distca.pool.token import TokenError, make_token, parse_token, read_token, write_token
 
 
 def test_a_token_survives_its_file_and_only_the_owner_can_read_it(tmp_path):

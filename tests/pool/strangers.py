@@ -6,16 +6,19 @@ import socket
 import struct
 from collections import deque
 
-from hf_distca.pool.wire import LinkLost, make_token
-from hf_distca.pool.wire.handshake import MAGIC, VERSION, connect, connecting_side
+from hf_distca.pool.messages import encode
+from hf_distca.pool.token import make_token
+from hf_distca.pool.wire import LinkLost, connect
 
-HEAD = struct.Struct("!4sB3xIQQ")
+
+def framed(text):
+    """A message's bytes as they travel."""
+    return struct.pack("!i", len(text)) + text
 
 
-def message(kind, header, payload=b"", payload_bytes=None):
-    """A message's bytes, which may say another size of its payload."""
-    text = json.dumps(header).encode()
-    return HEAD.pack(b"CAD1", kind, len(text), 0, payload_bytes or len(payload)) + text + payload
+def message(message, payload=b"", payload_bytes=None):
+    """The bytes of a message, which may name another size of its payload."""
+    return framed(encode(message, len(payload) if payload_bytes is None else payload_bytes)) + payload
 
 
 class Strangers:
@@ -25,7 +28,7 @@ class Strangers:
         port: of the listener.
         token: the run's token, which half of them know.
         service: what listens.
-        hello: a sane first message; never one of a true peer, which the listener would take it for.
+        hello: bytes of a sane first message; never one of a true peer, which the listener would take it for.
         valid: messages that are changed and cut off.
         seed: of everything.
     """
@@ -42,6 +45,7 @@ class Strangers:
             self.garbage_after_the_handshake,
             self.part_of_a_message,
             self.changed_message,
+            self.changed_fields,
             self.oversized,
             self.silence,
         ]
@@ -49,10 +53,10 @@ class Strangers:
     def __call__(self):
         """One input."""
         try:
-            sock = self.random.choice(self.kinds)()
+            end = self.random.choice(self.kinds)()
         except (LinkLost, OSError):  # the listener was quicker
             return
-        self.open.append(sock)
+        self.open.append(end)
         while len(self.open) > self.random.randint(0, 30):
             self.open.popleft().close()
 
@@ -67,23 +71,19 @@ class Strangers:
         return sock
 
     def authenticated(self, data):
-        sock = connect("127.0.0.1", self.port, self.token, self.service, 5)
-        sock.settimeout(5)
-        sock.sendall(data)
-        return sock
+        channel = connect("127.0.0.1", self.port, self.token, self.service, 5)
+        channel._sock.sendall(data)
+        return channel
 
     def garbage(self):
         return self.raw(self.random.randbytes(self.random.choice([1, 10, 100, 5000])))
 
     def part_of_a_handshake(self):
-        hello = struct.pack("!4sH32s", MAGIC, VERSION, self.random.randbytes(32)) + self.random.randbytes(40)
-        return self.raw(hello[: self.random.randint(0, len(hello))])
+        whole = framed(b"hf_distca 3 " + self.random.randbytes(32)) + framed(self.random.randbytes(32))
+        return self.raw(whole[: self.random.randint(0, len(whole))])
 
     def another_token(self):
-        steps = connecting_side(make_token(), self.service)
-        sock = self.raw(next(steps)[0])
-        sock.sendall(self.random.randbytes(32))
-        return sock
+        return connect("127.0.0.1", self.port, make_token(), self.service, 5)
 
     def garbage_after_the_handshake(self):
         start = self.random.choice([b"", self.hello])
@@ -100,10 +100,20 @@ class Strangers:
         # Never a changed hello, which might become that of a true peer.
         return self.authenticated(self.hello + whole)
 
+    def changed_fields(self):
+        whole = self.random.choice(self.valid)
+        (size,) = struct.unpack("!i", whole[:4])
+        name, fields, payload = json.loads(whole[4 : 4 + size])
+        value = self.random.choice([None, True, 0, -1, 2**62, 10**400, 0.5, "x" * 3000, [], [[1]], {"x": 1}])
+        field = self.random.choice([*fields, "x"])
+        changed = json.dumps([name, {**fields, field: value}, self.random.choice([payload, value])]).encode()
+        return self.authenticated(self.hello + framed(changed) + whole[4 + size :])
+
     def oversized(self):
-        kind, size = self.random.randint(1, 9), 2 ** self.random.randint(16, 63)
-        head = HEAD.pack(b"CAD1", kind, min(size, 2**32 - 1), 0, size)
-        return self.authenticated(self.random.choice([b"", self.hello]) + head + bytes(1000))
+        size = 2 ** self.random.randint(16, 31) - 1
+        start = self.random.choice([b"", self.hello])
+        head = self.random.choice([struct.pack("!i", size), struct.pack("!iQ", -1, size << 30)])
+        return self.authenticated(start + head + bytes(1000))
 
     def silence(self):
         return self.random.choice([self.raw, self.authenticated])(b"")

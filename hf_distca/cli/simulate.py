@@ -3,13 +3,12 @@
 import argparse
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import batches, check_stages, gigabytes, positive, ranks, servers, tokens
-from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
+from hf_distca.cli.report_files import add_report_option, check_writable, write_report
 from hf_distca.cli.settings import RANKS_PER_NODE, add_node_option, add_setting, config_of, nodes_of_ranks
 from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
 from hf_distca.planner.seconds import Links
@@ -82,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add_report_options(parser, png=True)
+    add_report_option(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
         InputError: the options or the files cannot be used.
     """
     began = time.perf_counter()
-    check_report_options(options)
+    check_writable(options.report)
     if options.tokens_per_rank < 2:
         raise InputError("--tokens-per-rank must be at least 2: memory is counted with full and with half rows")
     try:
@@ -101,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
         memory = _memory(options, setup) if counted else None
         result = _simulation(options, options.ranks, options.batches, options.servers, memory)
         figures = {**result.as_dict(), "profile": setup.profile.name}
-        if options.report or options.png:
+        if options.report:
             batches = -(-options.batches // FEWER_BATCHES)
             node = options.ranks_per_node or str(RANKS_PER_NODE)
             ranks_per_node = int(node) if node.isdecimal() else None
@@ -116,22 +115,14 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(str(error)) from error
     seconds = time.perf_counter() - began
     figures["simulated_in"] = round(seconds, 3)
-    _write_reports(figures, options)
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        print(_table(result, setup, seconds))
-
-
-def _write_reports(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
     if options.report:
         from hf_distca.sim.report.simulation import simulation_report
 
         write_report(options.report, simulation_report(figures).encode())
-    if options.png:
-        from hf_distca.sim.report.png import simulation_png
-
-        write_report(options.png, simulation_png(figures))
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        print(_table(result, setup, seconds))
 
 
 def _simulation(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.advice import advice
-from hf_distca.sim.figures import RankLoad, Simulation, WayFigures
+from hf_distca.sim.figures import Gain, RankLoad, Simulation, WayFigures
 from hf_distca.sim.lengths import histogram
 from hf_distca.sim.memory import LeastMemory, Memory, rows_bytes
 from hf_distca.sim.ways import PLAIN, Setup, StepTime, Way, ways_to_train
@@ -83,6 +83,8 @@ def simulate(
         memory.counted,
         tuple(RankLoad.of(way.name, taken[way].steps[0]) for way in dict.fromkeys((packed, plain, planned))),
         float(np.mean([step.attention / max(step.attention_mean, 1e-12) for step in taken[packed].steps])),
+        Gain.of(packed.name, taken[packed].steps, taken[planned].steps),
+        Gain.of(plain.name, taken[plain].steps, taken[planned].steps),
         by_plain.step_seconds / by_plan.step_seconds,
         by_plain.attention_seconds / by_plan.attention_seconds,
         advice(tuple(figures.values()), by_plain, by_plan, setup.tokens_per_rank),

@@ -23,7 +23,7 @@ from hf_distca.sim.ways import Setup, StepTime, plain, planned
 
 RANKS, TOKENS_PER_RANK = 8, 32768
 PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
-WIDTH, LEFT, RIGHT, ROW, BAR = 860, 76, 126, 15, 12
+WIDTH, LEFT, RIGHT, ROW, BAR = 860, 76, 140, 15, 12
 """Pixels: of the picture, beside its bars, of a rank's line and of its bar."""
 PARTS = (
     ("other", "everything else"),

@@ -38,7 +38,7 @@ ALLOWED = {
     | {"config", "units", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
-    "timeline": {"plan", "dispatch.recorder"},
+    "timeline": {"plan", "dispatch.recorder", "sim.report"},
     "cli": DISPATCH
     | WORDS
     | {"config", "units", "version", "patches", "measure", "memory", "sim", "timeline"}

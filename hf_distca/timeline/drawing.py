@@ -11,7 +11,7 @@ NAMES: dict[Doing, str] = {"attention": "core attention", "waits": "waits for ro
 """What a rank does, for people; the keys are classes of marks too."""
 COLUMNS = 80
 """Of text."""
-WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 200, 64, 40
+WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 240, 64, 40
 """Of a picture in pixels: the axis of time, the height of a rank, and the margins around them."""
 
 

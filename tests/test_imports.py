@@ -26,7 +26,7 @@ ALLOWED = {
     "dispatch": PLANNER | {"kernels"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
     "patches": DISPATCH | {"config", "units"},
-    "memory": DISPATCH | {"config", "patches"},
+    "memory": DISPATCH | {"config", "patches", "sim"},
     "pool": DISPATCH | {"pool.wire", "pool.messages", "pool.transport", "pool.rank"},
     "pool.wire": set(),
     "pool.messages": PLANNER | {"pool.wire"},

@@ -15,10 +15,9 @@ from hf_distca.planner.seconds import Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.figures import Simulation
-from hf_distca.sim.memory import Memory
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.scaling import scaling
-from hf_distca.sim.simulate import simulate
+from hf_distca.sim.simulate import Memory, simulate
 from hf_distca.sim.ways import Setup
 from hf_distca.units import AUTO
 
@@ -97,9 +96,9 @@ def run(options: argparse.Namespace) -> None:
     try:
         setup = _setup(options, options.ranks)
         counted = options.tensor_parallel == 1 and options.ranks <= COUNTED_RANKS
-        memory = _memory(options, setup) if counted else None
+        memory = _memory(options, setup, counted=counted)
         result = _simulation(options, options.ranks, options.batches, options.servers, memory)
-        figures = {**result.as_dict(), "profile": setup.profile.name}
+        figures = {**result.as_dict(), "memory_counted": counted, "profile": setup.profile.name}
         if options.report:
             batches = -(-options.batches // FEWER_BATCHES)
             node = options.ranks_per_node or str(RANKS_PER_NODE)
@@ -122,7 +121,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(figures))
     else:
-        print(_table(result, setup, seconds))
+        print(_table(result, setup, seconds, counted=counted))
 
 
 def _simulation(
@@ -135,14 +134,15 @@ def _simulation(
     return simulate(drawn, setup, settings, count=batches, servers=servers, memory=memory)
 
 
-def _memory(options: argparse.Namespace, setup: Setup) -> Memory:
-    """What counts a step's memory on the model itself."""
-    from hf_distca.cli.counted_memory import CountedMemory  # with all of transformers
-    from hf_distca.cli.model_memory import read_config
+def _memory(options: argparse.Namespace, setup: Setup, *, counted: bool) -> Memory:
+    """What tells the memory of a GPU: a step that is counted on the model itself, or shapes."""
+    from hf_distca.memory.simulated import CountedMemory, LeastMemory  # with all of transformers
 
-    config = read_config(options.model)
-    settings = _settings(options, setup)
-    return CountedMemory(config, settings, config_of(options), checkpointing=options.checkpointing)
+    if not counted:
+        return LeastMemory(setup)
+    from hf_distca.cli.model_shape import read_config
+
+    return CountedMemory(setup, read_config(options.model), _settings(options, setup), config_of(options))
 
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def _model(name: str) -> ModelShape:
     return shape_of(name)
 
 
-def _table(result: Simulation, setup: Setup, seconds: float) -> str:
-    memory = "GB" if result.memory_counted else "GB, least"
+def _table(result: Simulation, setup: Setup, seconds: float, *, counted: bool) -> str:
+    memory = "GB" if counted else "GB, least"
     header = ("", "step, s", "attention, s", "other, s", "waits, s", "idle", "tokens/s", "MFU", memory, "cut")
     rows = [
         (
@@ -237,7 +237,7 @@ def _table(result: Simulation, setup: Setup, seconds: float) -> str:
             f"{way.idle:.0%}",
             f"{way.tokens_per_second:,.0f}",
             f"{way.mfu:.1%}",
-            "" if way.rows_bytes is None else f"{(way.rows_bytes + way.state_bytes) / GB:.1f}",
+            "" if way.rows_bytes is None else f"{(way.rows_bytes + (way.state_bytes or 0)) / GB:.1f}",
             f"{way.documents_cut:.1%}",
         )
         for way in result.ways

@@ -38,7 +38,7 @@ class WayFigures:
         bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
         tokens_most: the most rows that a rank ever holds.
         rows_bytes: what a GPU has in memory for rows, of the rank with the most; None where it is not known.
-        state_bytes: weights, gradients and optimizer of a GPU.
+        state_bytes: weights, gradients and optimizer of a GPU; None where nobody asked.
         documents_cut: share of documents that lose context.
     """
 
@@ -61,7 +61,7 @@ class WayFigures:
     bytes_bottleneck: float
     tokens_most: int
     rows_bytes: int | None
-    state_bytes: int
+    state_bytes: int | None
     documents_cut: float
 
     @classmethod
@@ -72,7 +72,7 @@ class WayFigures:
         every: Sequence[IntArray],
         setup: Setup,
         rows_bytes: int | None,
-        state_bytes: int,
+        state_bytes: int | None,
     ) -> "WayFigures":
         """Figures of a way.
 
@@ -187,7 +187,6 @@ class Simulation:
         ways: figures of each.
         best_plain: name of the fastest way without plans, of those that cut the fewest documents.
         best_planned: name of the fastest planned way on as many GPUs.
-        memory_counted: whether a step was counted for memory; else figures of it are the least, reckoned from shapes.
         load: before and after, of plain packing, of the best way without plans and of the best planned one.
         imbalance: pairs of the busiest rank over the mean, as documents are packed in order; the mean over steps.
         over_packing: `best_planned` compared with plain packing.
@@ -206,7 +205,6 @@ class Simulation:
     ways: tuple[WayFigures, ...]
     best_plain: str
     best_planned: str
-    memory_counted: bool
     load: tuple[RankLoad, ...]
     imbalance: float
     over_packing: Gain

@@ -57,7 +57,8 @@ def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], fl
         groups: more than one rank, all of the world.
         device: where rows are.
     """
-    ranks, rates = groups.ranks, {}
+    ranks = groups.ranks
+    rates: dict[tuple[int, int], float] = {}
     for shift in range(1, ranks):
         peers = [(rank + shift) % ranks for rank in range(ranks)]
         sizes, by_rank = _timed(groups, device, peers, limit_s=RATE_S)

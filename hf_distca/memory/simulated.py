@@ -32,8 +32,10 @@ class LeastMemory:
 
     def __call__(self, way: Way, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
         """Return bytes of rows and of model state, see `hf_distca.sim.simulate.Memory`."""
+        if way.servers:  # what a server takes of ranks' rows is not known
+            return None, self._state
         alone = self._of_plan(plan, rows) if plan is not None else self._of_rows(rows)
-        return None if way.servers or alone is None else alone + self._gathered(rows, way.context), self._state
+        return None if alone is None else alone + self._gathered(rows, way.context), self._state
 
     @property
     def _state(self) -> int:

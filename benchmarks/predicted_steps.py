@@ -1,4 +1,4 @@
-"""Steps on two CPU ranks, measured and predicted: plain DDP and planned, for five mixes of document lengths.
+"""Steps on two CPU ranks, measured and predicted: plain DDP and planned, for ten mixes of document lengths.
 
 Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under DistributedDataParallel, float32, one thread a
 rank. In every round each rank measures its kernel while the other one does, the link between them, and two plain
@@ -43,6 +43,8 @@ KIND = AttentionKind(None, 4, 4, 64, 64)
 SHORT = 128
 MORE_MIXES = {
     "two long": [6144, 4096, *[512] * 12],
+    "one very long": [12288, *[256] * 16],
+    "bimodal": [*[3072] * 4, *[128] * 32],
     "medium": [3072, 2560, 2048, 1536, 1280, 1024, 1024, 768, 768, 512, 512, 512, 384, 384],
 }
 """Tokens of documents of two ranks, as in step_time.py."""

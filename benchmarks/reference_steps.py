@@ -9,10 +9,9 @@ busiest rank, and from the bytes that balancing moves at the speed of the networ
 
 import argparse
 import gzip
-import heapq
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,9 @@ ROW = RowBytes()
 BALANCED = "d2"
 """How the sets name steps with core attention disaggregated."""
 WHOLE = "wlbllm"
-"""How they name steps with whole documents balanced."""
+"""How they name steps with whole documents balanced over groups of ranks that share each of them."""
+EVEN_TOKENS = 64 * 1024
+"""Length of a document whose core attention the reference counts as much as its other work."""
 
 
 @dataclass(frozen=True)
@@ -137,22 +138,30 @@ def _balanced(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
 
 
 def _whole(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
-    """Whole documents, longest first, each to the row with the fewest pairs that has room; ranks run several rows."""
-    room = [run.row_tokens] * len(rows)
-    packed: list[list[int]] = [[] for _ in rows]
-    heap = [(0.0, row) for row in range(len(rows))]
+    """Whole documents, longest first, to the group of ranks with the least work, or the fewest tokens, that has room.
+
+    The ranks of a group share each document evenly. The rule, and the length at which a document takes as much core
+    attention as other work, are those of the reference's `balance_data_for_wlbllm`.
+    """
+    groups = run.data // run.context
+    room = len(rows) * run.row_tokens // groups
+    packed: list[list[int]] = [[] for _ in range(groups)]
     for length in sorted((length for row in rows for length in row), reverse=True):
-        roomy = [(load, row) for load, row in heap if room[row] >= length] or [
-            (-float(room[row]), row) for _, row in heap
-        ]
-        _, row = min(roomy)
-        room[row] -= length
-        packed[row].append(length)
-        heap = [(_pairs(documents), row) for row, documents in enumerate(packed)]
-        heapq.heapify(heap)
-    mine = run.rows_of_ranks([tuple(row) for row in packed])
-    load = max(_pairs(length for row in each for length in row) for each in mine)
-    return Step(run.rows_per_gpu(rows), run.layers * load / run.context, run.gathering(rows))
+        least = min(packed, key=_work)
+        shortest = min(packed, key=sum)
+        fits = [group for group in (least, shortest) if sum(group) + length <= room]
+        (fits or [least])[0].append(length)
+    last = max(packed, key=_pairs)
+    tokens = sum(last) / run.context
+    return Step(
+        tokens / run.row_tokens,
+        run.layers * _pairs(last) / run.context,
+        3 * run.layers * tokens * (run.context - 1) * ROW.kv / run.tensor / (NETWORK_BANDWIDTH * 1e9),
+    )
+
+
+def _work(lengths: Sequence[int]) -> float:
+    return sum((length / EVEN_TOKENS) ** 2 + length / EVEN_TOKENS for length in lengths)
 
 
 def _pairs(lengths: Iterator[int] | Sequence[int]) -> float:
@@ -167,6 +176,20 @@ def predicted(fit: np.ndarray, steps: Sequence[Step]) -> np.ndarray:
         steps: what is known of them.
     """
     return np.array([fit[0] * step.rows + fit[1] * step.pairs + step.moving for step in steps])
+
+
+def sharing(fit: np.ndarray, run: Run) -> Run:
+    """Return a run with the number of ranks that share a document: the one whose predictions correlate best.
+
+    The measurements do not say it. Only the ups and downs from step to step count, not the level that is predicted.
+
+    Args:
+        fit: see `predicted`.
+        run: of whole documents; its ranks are `data`.
+    """
+    counts = [count for count in range(1, run.data + 1) if run.data % count == 0]
+    runs = [replace(run, context=count) for count in counts]
+    return max(runs, key=lambda each: np.corrcoef(predicted(fit, described(each)), each.seconds)[0, 1])
 
 
 def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
@@ -188,6 +211,8 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
     }
     for name, mode in (("balanced", BALANCED), ("whole", WHOLE)):
         chosen = [run for run in runs if run.mode == mode]
+        if mode == WHOLE:
+            chosen = [sharing(fit, run) for run in chosen]
         if not chosen:
             continue
         steps = [described(run) for run in chosen]
@@ -199,6 +224,7 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
             f"{name}_error_mean": float(error.mean()),
             f"{name}_error_p90": float(np.quantile(error, 0.9)),
             f"{name}_bias": float((guess / seen - 1).mean()),
+            f"{name}_ranks_a_document": chosen[0].context,
             f"{name}_moving_share": float(np.mean([step.moving for each in steps for step in each] / guess)),
         }
     return found

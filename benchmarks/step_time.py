@@ -12,10 +12,11 @@ rank. Six mixes of documents, all of the same number of tokens. Each way runs on
              the same attention kernel a layer
   packed     DDP without hf_distca: whole documents, packed in order into rows of about as many tokens
 
-Rows of "whole" and "packed" may be longer than those of hf_distca. A step ends when all ranks are done; binding the
-plan is part of it, planning is not. Ratios are formed within a round: the best of all other ways over auto is by the
-other way's median. The table shows medians and quartiles over all rounds, and beside them the median over the half of
-the rounds in which a small kernel, run between steps on all ranks at once, was fastest.
+Every way may hold as many rows on a rank as any of them needs for these documents: all have the same memory. A step
+ends when all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a round: the
+best of all other ways over auto is by the other way's median. The table shows medians and quartiles over all rounds,
+and beside them the median over the half of the rounds in which a small kernel, run between steps on all ranks at once,
+was fastest.
 
 With --rate-mbit the ranks are two hosts behind a link of that rate (needs root; see hosts.py).
 
@@ -28,6 +29,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -108,10 +110,11 @@ class Step:
         self._correct_costs([self._lengths(mix, ranks * tokens) for mix in MIXES])
         for mix in MIXES:
             lengths = self._lengths(mix, ranks * tokens)
-            rows = whole_rows(lengths, ranks)
-            in_order = [length for row in rows for length in row]
+            held = {"whole": whole_rows(lengths, ranks), "packed": packed_rows(lengths, ranks)}
+            in_order = [length for row in held["whole"] for length in row]
+            most = max(tokens, *(sum(row) for rows in held.values() for row in rows))
             for way, dispatcher in dispatchers.items():
-                plan = plan_micro_batch(lengths, dispatcher.settings)
+                plan = plan_micro_batch(lengths, replace(dispatcher.settings, tokens_per_rank=most))
                 self.steps[f"{mix}, {way}"] = self._planned(plan, lengths, dispatcher)
                 if plan.choice is not None:
                     self.chosen[mix] = (
@@ -119,9 +122,10 @@ class Step:
                         f"{plan.choice.tolerance:g}, {plan.summary.exchange.bytes_total} bytes a layer"
                     )
             joint = dispatchers["joint"]
-            self.steps[f"{mix}, fixed"] = self._planned(plan_placed_documents(rows, joint.settings), in_order, joint)
-            for way, held in (("whole", rows), ("packed", packed_rows(lengths, ranks))):
-                own = held[self._rank]
+            fixed = plan_placed_documents(held["whole"], joint.settings)
+            self.steps[f"{mix}, fixed"] = self._planned(fixed, in_order, joint)
+            for way, rows in held.items():
+                own = rows[self._rank]
                 extra = partial(lambda own: {"plain_shapes": TaskShapes.build(own, own, "cpu")}, own)
                 batch = rows_of_documents(documents_of(own), device)
                 self.steps[f"{mix}, {way}"] = partial(self._step, "plain", batch, extra, self._targets(lengths))

@@ -1,5 +1,7 @@
 """Measure the profile of a device and of its links to other ranks."""
 
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -85,7 +87,23 @@ def with_links(
         inside, across = peers_of(groups.ranks, ranks_per_node)
         within = measured_link(groups, device, inside, alone=True)
         links = Links(within, within if across == inside else measured_link(groups, device, across, alone=True))
-    return replace(agreed, links=links, exchange=exchange)
+    sharing = ranks_per_core(groups) if device.type == "cpu" else 1.0
+    return replace(agreed, links=links, exchange=exchange, ranks_per_core=sharing)
+
+
+def ranks_per_core(groups: Groups) -> float:
+    """Return how many threads compute on a core of the host with the fewest a core; at least 1. A collective.
+
+    Args:
+        groups: of the ranks; all processes of the world count.
+    """
+    here = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
+    threads: dict[str, int] = {}
+    cores: dict[str, set[int]] = {}
+    for host, count, allowed in groups.all_gather(here, in_world=True):
+        threads[host] = threads.get(host, 0) + count
+        cores[host] = cores.get(host, set()) | allowed
+    return max(min(threads[host] / len(cores[host]) for host in threads), 1.0)
 
 
 def name_of(device: torch.device) -> str:

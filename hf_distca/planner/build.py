@@ -12,7 +12,7 @@ from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import exchange_figures, loads_of
 from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
 from hf_distca.planner.nodes import node_sizes, nodes_of
-from hf_distca.planner.seconds import StepCosts
+from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import usual_stages
 from hf_distca.planner.tasks import plan_stages, plan_tasks
@@ -116,14 +116,14 @@ def packed_seconds(lengths: NDArray[np.int64], settings: PlanSettings, costs: St
         costs: of the device; calls of the kernel are left out.
     """
     packed = fixed_layout([lengths.tolist()], settings.ranks)
-    seconds = costs.token * packed.tokens
+    seconds: FloatArray = np.multiply(costs.token, packed.tokens)
     for of_kind in costs.kinds:
         seconds = seconds + of_kind.layers * costs.launches * (1 + costs.backward_factor)
         segments = layout_of_kind(packed, of_kind.kind).segments
         amount = pairs(segments["start"], segments["stop"], of_kind.kind.window)
         each = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)
         seconds = seconds + each * np.bincount(segments["rank"], weights=amount, minlength=settings.ranks)
-    return float(seconds.max())
+    return costs.until_done(seconds, float(seconds.max()))
 
 
 def loads_as_packed(lengths: NDArray[np.int64], settings: PlanSettings) -> NDArray[np.int64]:

@@ -37,12 +37,13 @@ STAGES = (1, 2, 4, 8)
 """Numbers of stages that are tried for one nano-batch, which has nothing else to hide its exchange."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further way would have to be faster to be tried."""
-SAMPLED_RANKS = 32
+SAMPLED_RANKS = 16
 """Of smaller groups, so many ranks' are planned while plans are compared."""
 LONG_OVER_NODES = 0.25
 """Share of the work of a group of more than two nodes from which on a document is always divided evenly."""
-HARDLY_WAITING = 0.03
-"""Share of a step that ranks wait, up to which larger groups are worth it only if they compute more evenly."""
+HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
+"""Share of a step that ranks wait, up to which larger groups, or groups that are larger but still inside nodes, are
+worth it only if they compute more evenly."""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which on one may be faster."""
 NEAR = 0.02
@@ -145,6 +146,7 @@ class _Search:
         self._nodes, self._ranks_of_node = nodes_of(sizes), max(sizes)
         self._costs = choices.costs
         self._seconds = document_seconds(lengths, choices.costs)
+        self._evenly_s = float(self._seconds.sum() / self._speeds.sum())
         self._placings: dict[int, Placing | None] = {}
         self._tried: dict[tuple[int, float, int, bool], Candidate | None] = {}
         self._best: Candidate | None = None
@@ -268,7 +270,7 @@ class _Search:
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
         for level, seconds in even.items():
             near = seconds <= min(even.values()) * (1 + NEAR)
-            if near and self._best.waited > HARDLY_WAITING and self._worth(level):
+            if near and self._best.waited > HARDLY_WAITING_IN_NODES and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
@@ -281,7 +283,7 @@ class _Search:
 
     def _first(self) -> int:
         """The level of the smallest groups that compute about alike."""
-        limit = float(self._seconds.sum() / self._speeds.sum()) * (1 + GOOD_ENOUGH)
+        limit = self._evenly_s * (1 + GOOD_ENOUGH)
         low, high = 0, len(self.partitions) - 1
         while low < high:
             level = (low + high) // 2
@@ -290,11 +292,15 @@ class _Search:
 
     def _slowest(self, level: int, limit: float) -> float:
         """Seconds that the slowest group computes at least, exact up to a limit; inf where groups cannot hold them."""
-        least = float(self._seconds.max() / self._speeds.max()) / max(self.partitions[level])
+        least = self._until_done(float(self._seconds.max() / self._speeds.max()) / max(self.partitions[level]))
         if least > limit:
             return least
         placing = self._placing(level)
-        return inf if placing is None else placing.slowest
+        return inf if placing is None else self._until_done(placing.slowest)
+
+    def _until_done(self, slowest: float) -> float:
+        """Seconds until all ranks have computed, with those of the slowest."""
+        return self._costs.until_done(self._evenly_s, slowest)
 
     def _placing(self, level: int) -> Placing | None:
         """The documents of the groups of a level; None where they cannot hold them."""
@@ -310,9 +316,10 @@ class _Search:
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
-        if level > self._level() and self._best.waited <= HARDLY_WAITING:
+        inside = max(self.partitions[level]) <= self._ranks_of_node
+        if level > self._level() and self._best.waited <= (HARDLY_WAITING_IN_NODES if inside else HARDLY_WAITING):
             # Larger groups exchange more: they have to compute more evenly.
-            enough = self._best.placing.slowest * (1 - GOOD_ENOUGH)
+            enough = self._until_done(self._best.placing.slowest) * (1 - GOOD_ENOUGH)
         return self._slowest(level, enough) < enough
 
     def _level(self) -> int:

@@ -167,6 +167,8 @@ class StepCosts:
         exchange: of rows between ranks.
         launches: seconds of a layer's forward for each nano-batch, whatever it has; 0 where the host runs ahead.
         slowness: [ranks] how many times as long a rank takes as these costs say; empty where all are alike.
+        ranks_per_core: CPU ranks that share a core, all of them busy while these costs were measured. A core that one
+            rank leaves idle then makes the others faster. 1 where every rank has cores, or a GPU, of its own.
     """
 
     kinds: tuple[KindCosts, ...]
@@ -177,6 +179,18 @@ class StepCosts:
     exchange: Links
     launches: float = 0.0
     slowness: tuple[float, ...] = ()
+    ranks_per_core: float = 1.0
+
+    def until_done(self, work: FloatArray | float, longest: float) -> float:
+        """Return the seconds until all ranks are done.
+
+        Args:
+            work: [ranks] seconds that each rank computes.
+            longest: seconds of the rank that is done last, if no rank shared its cores.
+        """
+        if self.ranks_per_core == 1:
+            return longest
+        return max(float(np.mean(work)), longest / self.ranks_per_core)
 
     def row_work(self, kind: AttentionKind) -> float:
         """What a row takes besides core attention, in query-key pairs of layers of a kind."""

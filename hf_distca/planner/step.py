@@ -48,7 +48,8 @@ def predict_step(
             other += of_kind.layers * walked.other
             waited += of_kind.layers * walked.waited
             seconds += of_kind.layers * walked.seconds
-    return Walked(seconds + float(head.max()), attention, other, waited)
+    total = costs.until_done(attention + other, seconds + float(head.max()))
+    return Walked(total, attention, other, waited)
 
 
 def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:

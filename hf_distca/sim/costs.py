@@ -55,6 +55,7 @@ class DeviceProfile:
         links: what collectives take that may use all of a link, such as the gathering of K and V.
         exchange: what the exchange of rows takes, whose few thread blocks on GPUs leave the others to attention.
         launches: seconds that the host takes for a layer's forward besides, where the device waits for it.
+        ranks_per_core: as in StepCosts; other costs were measured on all these ranks at once.
         accuracy: of the kernel's forward.
     """
 
@@ -70,6 +71,7 @@ class DeviceProfile:
     links: Links
     exchange: Links
     launches: float = 0.0
+    ranks_per_core: float = 1.0
     accuracy: Accuracy = field(default=Accuracy(1.0, 1.0, 0))
 
     @property

@@ -87,6 +87,7 @@ class Setup:
             head=self._matrices(model.head, 0) * (1 + BACKWARD),  # chunks are computed once
             exchange=profile.exchange,
             launches=profile.launches,
+            ranks_per_core=profile.ranks_per_core,
         )
 
     def _matrices(self, weights: int, touched: int) -> float:

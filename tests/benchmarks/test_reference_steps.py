@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,16 @@ def test_ranks_that_share_documents_share_pairs_and_gather_keys(reference_steps)
     assert shared.moving > alone.moving == 0
 
 
+def test_whole_documents_go_to_the_group_with_the_least_work(reference_steps, monkeypatch):
+    monkeypatch.setattr(reference_steps, "EVEN_TOKENS", 4)
+    found = reference_steps.Run.of(run("wlbllm", [[8, 4], [2, 2]], [1.0], dp=2))
+    (step,) = reference_steps.described(found)
+    assert (step.rows, step.pairs, step.moving) == (1, 36, 0)  # 8 alone; 4, 2 and 2 together
+    (shared,) = reference_steps.described(replace(found, context=2))
+    assert (shared.rows, shared.pairs) == (1, (36 + 10 + 3 + 3) / 2)
+    assert shared.moving > 0
+
+
 def test_what_was_measured_is_predicted(reference_steps):
     content = json.loads(gzip.decompress((ROOT / "benchmarks/data/measured_steps.json.gz").read_bytes()))
     for name, runs in content.items():
@@ -64,6 +75,9 @@ def test_what_was_measured_is_predicted(reference_steps):
         assert found["baseline_r2"] > 0.99, name
         assert found["balanced_error_mean"] < 0.05, name
         assert found["balanced_error_p90"] < 0.10, name
+        if "whole_error_mean" in found:
+            assert found["whole_ranks_a_document"] == 4
+            assert found["whole_error_mean"] < 0.05, name
 
 
 def test_nothing_is_fitted_to_balanced_steps(reference_steps):

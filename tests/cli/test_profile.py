@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hf_distca.kernels.speed import PEAK_FLOPS
 from hf_distca.measure import device
 from hf_distca.measure import profile as measured_profile
 from hf_distca.measure.links import measured_link
+from hf_distca.measure.profile import ranks_per_core
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import KernelCost, LinkCost
 from hf_distca.sim.costs import Accuracy, DeviceProfile
@@ -128,6 +130,20 @@ def test_ranks_measure_the_same_link(rank_pools):
         assert link.latency >= 0
         assert np.isfinite(link.bandwidth)
         assert link.bandwidth > 1e6
+
+
+def _per_core(cores: int) -> float:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        torch.set_num_threads(2)
+        found = ranks_per_core(Groups(torch.device("cpu"), 60.0))
+        torch.set_num_threads(1)
+    return found
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 4.0), (3, 4 / 3), (8, 1.0)])
+def test_threads_of_ranks_on_a_core_are_counted(rank_pools, cores, expected):
+    assert rank_pools[2].run(_per_core, cores) == [expected] * 2
 
 
 def test_peaks_are_of_devices_that_are_known():

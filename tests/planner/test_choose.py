@@ -29,10 +29,10 @@ def costs(within: LinkCost, between: LinkCost) -> StepCosts:
     return StepCosts((KindCosts(KIND, 1, forward, backward),), 5e-5, 5e-5, 2.0, 1e-4, Links(within, between))
 
 
-def chosen(lengths, within=FREE, between=FREE, tokens=64, ranks=4, ranks_per_node=2, **choices):
+def chosen(lengths, within=FREE, between=FREE, tokens=64, ranks=4, ranks_per_node=2, ranks_per_core=1.0, **choices):
     of_plans = PlanSettings(ranks, tokens, (KIND,), balance_block_size=4, ranks_per_node=ranks_per_node)
-    plan = plan_micro_batch(lengths, replace(of_plans, choices=Choices(costs(within, between), **choices)))
-    return plan
+    of_ranks = replace(costs(within, between), ranks_per_core=ranks_per_core)
+    return plan_micro_batch(lengths, replace(of_plans, choices=Choices(of_ranks, **choices)))
 
 
 def exchanges(plan) -> bool:
@@ -52,6 +52,17 @@ def test_one_long_document_is_shared_where_links_are_fast_and_not_where_they_are
     lengths = [60, *[10] * 12]
     assert exchanges(chosen(lengths))
     assert not exchanges(chosen(lengths, SLOW, SLOW))
+
+
+def test_ranks_that_share_cores_need_no_balance():
+    lengths = [60, *[10] * 12]
+    plan = chosen(lengths, ranks_per_core=4.0)
+    assert not exchanges(plan)
+    seconds = 3e-3 * (60 * 61 / 2 + 12 * 10 * 11 / 2) + 180 * 4e-4
+    assert plan.choice.seconds == pytest.approx(seconds / 4)
+    assert plan.choice.packed_seconds < 1.3 * plan.choice.seconds
+    # Two ranks a core: the rank with the long document would be done last all the same.
+    assert exchanges(chosen(lengths, ranks_per_core=2.0))
 
 
 def test_slow_links_between_nodes_are_not_used():

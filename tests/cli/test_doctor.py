@@ -34,11 +34,11 @@ def of_launch(cuda=False, cores=8, threads=1, **environment):
 
 def test_findings_of_ranks_are_told_once_with_what_to_do():
     torch_, old = Finding("torch", "2.13.0"), Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True)
-    memory, host = Finding("device", "cpu", "look"), Finding("peft", "0.18")
-    by_rank = [[torch_, memory, host], [torch_, memory], [old, memory], [torch_, memory]]
+    device, peft, newer = Finding("device", "cpu", "look"), Finding("peft", "0.18"), Finding("peft", "0.19")
+    by_rank = [[torch_, device, peft], [torch_, device, newer], [old, device], [torch_, device]]
     told = together(by_rank)
     differs = Finding("torch", "2.13.0", AGREE, True)  # ranks may differ in peft, but not in torch
-    assert told == [(differs, (0, 1, 3)), (old, (2,)), (memory, None), (host, (0,))]
+    assert told == [(differs, (0, 1, 3)), (old, (2,)), (device, None), (peft, (0,)), (newer, (1,))]
     assert table(told).splitlines() == [
         "wrong   torch   2.13.0 (ranks 0-1, 3)",
         f"                -> {AGREE}",
@@ -47,6 +47,7 @@ def test_findings_of_ranks_are_told_once_with_what_to_do():
         "advice  device  cpu",
         "                -> look",
         "ok      peft    0.18 (rank 0)",
+        "ok      peft    0.19 (rank 1)",
     ]
 
 

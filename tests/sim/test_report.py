@@ -291,9 +291,12 @@ def test_a_report_says_what_it_is_and_what_is_gained(simulated, planned):
     assert "Predictions, not measurements" in planned[0]
 
 
-def test_one_colour_has_one_meaning(simulated, planned):
+def test_no_two_marks_have_the_same_colour():
     colours = [colour for name in MARKS for colour in COLOURS[name]]
     assert len(set(colours)) == len(colours)
+
+
+def test_one_colour_has_one_meaning(simulated, planned):
     for text, _ in (simulated, planned):
         classes = {name for style in re.findall(r'class="mark ([^"]*)"', text) for name in style.split()}
         assert classes <= {*MARKS, "documents", "tokens"}

@@ -1,4 +1,4 @@
-# make demo, make test: each sets up .venv first where that has not been done.
+# make demo, make test: each sets up .venv first where that has not been done; make docs its own small environment.
 # make gpu: the same, or from wheels/ where that is there.
 # make oldest, make newest: tests on the oldest and the newest versions that pyproject.toml allows.
 
@@ -10,10 +10,12 @@ WHEELS := wheels
 GPU_ENVIRONMENT := .venv-gpu
 GPU_BIN := $(GPU_ENVIRONMENT)/bin
 GPU_SETUP := $(GPU_ENVIRONMENT)/.setup
+DOCS_ENVIRONMENT := .venv-docs
+DOCS_SETUP := $(DOCS_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
 DEMO := runs/demo
 
-.PHONY: setup demo test lint types tests survey features oldest newest gpu gpu-wheels format clean
+.PHONY: setup demo test lint types tests survey features docs oldest newest gpu gpu-wheels format clean
 
 setup: $(SETUP)
 
@@ -54,11 +56,22 @@ types: $(SETUP)
 tests: $(SETUP)
 	$(BIN)/python -m pytest
 
-# Every causal language model of transformers; `python -m tests.survey.page` writes docs/compatibility.md anew.
+# The site into site/: site/index.html needs no server. A broken link, a missing page or a warning ends the build.
+# Docstrings are read from the source, so that neither torch nor the library is installed for it.
+docs: $(DOCS_SETUP)
+	$(DOCS_ENVIRONMENT)/bin/mkdocs build --strict
+
+$(DOCS_SETUP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_ENVIRONMENT)
+	$(DOCS_ENVIRONMENT)/bin/python -m pip install --quiet 'pip>=25.1'
+	$(DOCS_ENVIRONMENT)/bin/pip install --quiet --constraint constraints.txt --group docs
+	touch $@
+
+# Every causal language model of transformers; `python -m tests.survey.page` writes its page anew.
 survey: $(SETUP)
 	$(BIN)/python -m pytest -m survey
 
-# What users turn on; `python -m tests.trainer.features_page` writes docs/features.md anew. With bitsandbytes, bases in
+# What users turn on; `python -m tests.trainer.features_page` writes its page anew. With bitsandbytes, bases in
 # 4 bits too: it is not among what is set up, because peft imports it, and with it torch's compiler, in every process.
 features: $(SETUP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quantized]'
@@ -106,4 +119,4 @@ format: $(SETUP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest $(GPU_ENVIRONMENT) $(WHEELS) runs
+	rm -rf .venv .venv-oldest .venv-newest $(DOCS_ENVIRONMENT) $(GPU_ENVIRONMENT) $(WHEELS) runs site

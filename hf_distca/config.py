@@ -17,173 +17,184 @@ SWITCHES = ("ping_pong",)
 
 @dataclass
 class DistCAConfig:
-    """How documents are packed and how their core attention is balanced over ranks.
+    """Settings for packing documents and balancing their core attention over ranks.
 
-    A user who sets nothing but `tokens_per_rank` gets the fast, exact behaviour. The same on every rank.
+    `tokens_per_rank` is the one setting to choose; the defaults of all others are fast and exact. Every rank needs
+    the same settings.
 
     Raises:
-        ValueError: a value is out of range; says what was got and what is expected.
+        ValueError: A value is out of range. The message names the value and what is expected.
     """
 
     tokens_per_rank: Tokens = field(
         default=cast(Any, 8192),
         metadata={
-            "help": "The most tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). All ranks "
-            "together hold whole documents of up to ranks * tokens_per_rank tokens, without padding; activation "
-            "memory grows with it."
+            "help": "Maximum number of tokens that a rank holds in a micro-batch, such as 32768 or 32k (k = 1024). "
+            "All ranks together hold whole documents of up to ranks * tokens_per_rank tokens, without padding. "
+            "Activation memory grows with this number.",
         },
     )
     long_documents: LongDocuments = field(
         default="error",
         metadata={
-            "help": "A document longer than ranks * tokens_per_rank, or tokens_per_rank where documents stay whole: "
-            "'error' refuses it, 'truncate' keeps its first tokens, 'split' makes it into documents that fit.",
+            "help": "What happens to a document that is too long: 'error' refuses it, 'truncate' keeps its first "
+            "tokens, 'split' divides it into documents that fit. A document may have ranks * tokens_per_rank tokens, "
+            "or tokens_per_rank tokens where documents stay whole.",
         },
     )
     document_layout: str = field(
         default=AUTO,
         metadata={
-            "help": "'joint' places tokens and attention together, which moves the fewest bytes; 'fixed' packs "
-            "documents in order and moves only attention; 'whole' leaves every document, of at most tokens_per_rank "
-            "tokens, on one rank and moves only attention. 'auto' is 'whole' for models with state space layers, "
-            "linear attention or convolutions, which are wrong for a document that is cut. For other models the "
-            "planner then chooses for every micro-batch: whole documents without exchange, documents inside groups of "
-            "ranks or nodes, or the joint layout.",
+            "help": "Where the tokens of documents are placed. 'joint' places tokens and core attention together and "
+            "moves the fewest bytes. 'fixed' packs documents in order and moves only core attention. 'whole' keeps "
+            "each document, of at most tokens_per_rank tokens, on one rank and moves only core attention. 'auto' is "
+            "'whole' for models with state space layers, linear attention or convolutions, which would be wrong for a "
+            "document that is cut. For other models 'auto' lets the planner choose for every micro-batch: whole "
+            "documents without exchange, documents inside groups of ranks or nodes, or the joint layout.",
             "choices": DOCUMENT_LAYOUTS,
         },
     )
     balance_tolerance: Tolerance = field(
         default=cast(Any, AUTO),
         metadata={
-            "help": "How far above the mean a rank's core attention may lie, as a fraction of the mean. More saves "
-            "bytes; less costs bytes and planning time. 0 is as fine as whole rows allow. 'auto' lets the planner "
-            "choose for every micro-batch, by what the exchange of rows takes."
+            "help": "How far the core attention of a rank may exceed the mean, as a fraction of the mean. A larger "
+            "value moves fewer bytes; a smaller value balances better and takes longer to plan. 0 balances to whole "
+            "rows. 'auto' lets the planner choose for every micro-batch by the predicted time.",
         },
     )
     balance_block_size: int = field(
         default=128,
-        metadata={"help": "Rows. Documents are cut at multiples of it, the block size of attention kernels."},
+        metadata={
+            "help": "Documents are cut at multiples of this many rows, the block size of attention kernels.",
+        },
     )
     attention_kernel: str = field(
         default="auto",
         metadata={
-            "help": "What computes core attention: 'auto' is the fastest kernel that is installed and can do what the "
-            "model needs ('cpu' on the CPU; on CUDA 'flash_attn_3' or 'flash_attn_4' where they are made for the GPU, "
-            "else 'torch_varlen' or 'flash_attn').",
+            "help": "Kernel that computes core attention. 'auto' is the fastest installed kernel that supports the "
+            "model: 'cpu' on the CPU; on CUDA 'flash_attn_3' or 'flash_attn_4' on the GPUs that they are made for, "
+            "else 'torch_varlen' or 'flash_attn'.",
             "choices": KERNEL_NAMES,
         },
     )
     ping_pong: Switch = field(
         default=cast(Any, AUTO),
         metadata={
-            "help": "Divide every micro-batch into two nano-batches whose exchanges hide behind each other's "
-            "computation, where more than one rank or dedicated servers take part. 'auto' lets the planner choose for "
-            "every micro-batch."
+            "help": "Divide every micro-batch into two nano-batches, so that one computes while the rows of the other "
+            "travel. It applies with more than one rank or with dedicated attention servers. 'auto' lets the planner "
+            "choose for every micro-batch."
         },
     )
     exchange_buffer_bytes: Bytes = field(
         default=cast(Any, 128 * 2**20),
         metadata={
-            "help": "The most bytes of K and V rows that a rank sends, and receives, at a time, such as 128MiB. Where "
-            "the end of a long document needs more, they travel in stages, each while the one before is computed "
-            "with. Memory for K, V and their gradients is at most six times this, or ten times where rows are passed "
-            "on inside nodes, and twice as much with ping-pong."
+            "help": "Maximum number of bytes of K and V rows that a rank sends, and receives, at a time, such as "
+            "128MiB. A larger exchange is divided into stages; each stage travels while the stage before it is "
+            "computed. K, V and their gradients take at most six times this memory, ten times where rows are "
+            "forwarded inside nodes, and twice as much with ping-pong.",
         },
     )
     keep_core_attention: bool = field(
         default=True,
         metadata={
             "help": "Under gradient checkpointing, keep the output and log-sum-exp of core attention for the backward "
-            "instead of exchanging and computing again. Per token and layer it keeps one row of O and 4 bytes a query "
-            "head."
+            "pass instead of exchanging rows and computing core attention again. This keeps one row of O and 4 bytes "
+            "per query head for each token and layer."
         },
     )
     keep_received: bool = field(
         default=False,
         metadata={
-            "help": "Keep the Q, K and V rows received in the forward for the backward, instead of receiving them "
-            "again: fewer bytes on the wire, more memory."
+            "help": "Keep the received Q, K and V rows for the backward pass instead of receiving them again. This "
+            "moves fewer bytes and takes more memory. It has no effect where keep_core_attention applies."
         },
     )
     loss_chunk_bytes: Bytes = field(
         default=cast(Any, 256 * 2**20),
         metadata={
-            "help": "Bytes, such as 256MiB. The loss is computed over chunks of rows whose logits take at most so "
-            "much in float32; no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the model "
-            "does by itself."
+            "help": "Maximum size of the float32 logits of a chunk of rows, such as 256MiB. The loss is computed "
+            "chunk by chunk, so that no tensor of tokens × vocabulary is made. 0 computes all logits at once, as the "
+            "model does without hf_distca: for a second backward pass through the same loss, or for logits with "
+            "gradients after the forward pass under FSDP2.",
         },
     )
     mlp_chunk_rows: int = field(
         default=0,
         metadata={
-            "help": "Rows. Compute decoder MLPs over so many rows at a time, and again in the backward, so that what "
-            "lies between their projections does not grow with tokens_per_rank: for one more forward of the MLPs. "
-            "0 computes all rows at once. Blocks of experts are left as they are."
+            "help": "Compute the MLPs of decoder layers over this many rows at a time, and again in the backward "
+            "pass. The memory between their projections then does not grow with tokens_per_rank, at the cost of one "
+            "more forward pass of the MLPs. 0 computes all rows at once; 4096 to 16384 keep a GPU busy. Experts are "
+            "not changed.",
         },
     )
     ranks_per_node: str = field(
         default=AS_LAUNCHED,
         metadata={
-            "help": "How many of the ranks that train share a node, inside which links (NVLink) are faster than "
-            "between nodes: a number, or one for each node with commas between them, such as '8,8,4', in the order of "
-            "the ranks. Plans then keep on a node what they can. 'auto' is as the processes were launched; 1 takes "
-            "all links to be alike."
+            "help": "Number of training ranks that share a node, within which links (NVLink) are faster than between "
+            "nodes: one number, or one for each node in the order of the ranks, such as '8,8,4'. Plans keep exchanges "
+            "inside nodes where they can. 'auto' takes the nodes of the launch; 1 treats all links alike.",
         },
     )
     trace_steps: int = field(
         default=0,
         metadata={
-            "help": "Write a trace of so many steps, after the first three of a training, as trace_rank_N.json into "
-            "the output folder: what each rank computed, waited for and exchanged when, for ui.perfetto.dev or "
-            "`hf-distca timeline`. On GPUs the host waits at the end of these steps. 0 measures and writes nothing."
+            "help": "Write a trace of this many steps, after the first three of a training, to trace_rank_N.json in "
+            "the output folder. The trace shows what each rank computed, exchanged and waited for; open it with "
+            "`hf-distca timeline` or ui.perfetto.dev. On GPUs the host waits for the device at the end of each traced "
+            "step. 0 measures and writes nothing.",
         },
     )
     device_profile: str | None = field(
         default=None,
         metadata={
-            "help": "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file of "
-            "`hf-distca profile`. None: they are measured when training begins, which takes some seconds, and are "
-            "written to device_profile.json in the output folder, from where the same run takes them again."
+            "help": "Costs of the device and its links, by which 'auto' settings are chosen: h100, cpu, or a file "
+            "that `hf-distca profile` wrote. None measures the costs when training begins, which takes some seconds, "
+            "and writes them to device_profile.json in the output folder, from where the same run takes them again. "
+            "Training corrects costs that are wrong by more than a tenth."
         },
     )
     exchange_timeout: float = field(
-        default=1800.0, metadata={"help": "Seconds after which an exchange with a silent rank fails."}
+        default=1800.0,
+        metadata={"help": "Seconds until an exchange with a rank that does not answer fails."},
     )
     attention_servers: Servers = field(
         default=cast(Any, 0),
         metadata={
             "help": "Experimental: dedicated attention servers. A number N makes the last N processes of this launch "
-            "servers, and the others train; 'external' lets servers started with `hf-distca serve` join and leave at "
-            "any time."
+            "servers, and the others train. 'external' lets servers started with `hf-distca serve` join and leave at "
+            "any time.",
         },
     )
     ranks_serve: bool = field(
         default=True,
-        metadata={"help": "Ranks compute core attention too while there are dedicated servers."},
+        metadata={"help": "Let ranks compute core attention too while there are dedicated attention servers."},
     )
     attention_server_address: str = field(
         default="127.0.0.1:0",
         metadata={
-            "help": "HOST:PORT on which rank 0 takes attention servers in; port 0 is any that is free, and is logged. "
-            "Only servers that know the run's token are let in, but nothing is encrypted."
+            "help": "HOST:PORT on which rank 0 accepts attention servers. Port 0 takes a free port and logs it. Only "
+            "servers that know the run's token are accepted, but nothing is encrypted."
         },
     )
     attention_server_token_file: str | None = field(
         default=None,
         metadata={
-            "help": "File with the token that external servers need, made if there is none; by default "
+            "help": "File with the token that external servers need. It is made if it does not exist. None is "
             "attention_server_token in output_dir."
         },
     )
     attention_server_timeout: float = field(
-        default=60.0, metadata={"help": "Seconds after which an attention server that does not answer is lost."}
+        default=60.0,
+        metadata={
+            "help": "Seconds until an attention server that does not answer counts as lost.",
+        },
     )
-
     attention_server_transport: str = field(
         default="auto",
         metadata={
-            "help": "Experimental: what carries rows to attention servers and back: tcp; nixl, which both must "
-            "have; or auto, which is nixl where both ends have it and an RDMA device, and tcp elsewhere."
+            "help": "Experimental: transport of rows to attention servers and back: tcp, nixl or auto. nixl must be "
+            "installed on both ends. auto is nixl where both ends have it and an RDMA device, and tcp elsewhere.",
+            "choices": TRANSPORTS,
         },
     )
 

@@ -1,4 +1,4 @@
-"""docs/design.md tells a training step file by file: a step that is traced goes through these files and no others."""
+"""The design page lists the files of a training step: a traced step goes through these files and no others."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 ROOT = Path(hf_distca.__file__).parent
-DESIGN = (ROOT.parent / "docs" / "design.md").read_text()
+DESIGN = (ROOT.parent / "docs" / "development" / "design.md").read_text()
 INSIDES = ("planner/", "kernels/", "plan.py")
 """Told by the files that use them: the planner with its data, and the kernels."""
 MOST_FILES = 27

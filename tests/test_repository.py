@@ -11,7 +11,7 @@ import hf_distca
 
 ROOT = Path(__file__).parents[1]
 CI = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-CONTRIBUTING = (ROOT / "docs" / "CONTRIBUTING.md").read_text()
+CONTRIBUTING = (ROOT / "docs" / "development" / "contributing.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 

@@ -20,13 +20,14 @@ from hf_distca.measure.links import link_rates
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
 DESCRIPTION = """\
-Look at what training will find: versions, GPU, kernel, memory, threads, the network, and settings that do not go
-together; say what to change. Launched as training will be, it connects the ranks and measures their links:
+Check versions, GPU, kernel, memory, threads, network and settings that contradict each other, and say what to change.
+Launched as training will be, it also connects the ranks and measures their links:
 
   accelerate launch --config_file examples/configs/ddp.yaml --module hf_distca.cli.main doctor
   torchrun --nproc-per-node 8 --no-python hf-distca doctor
 
-The exit status is 1 if something must be changed ("wrong"), else 0 ("ok", and "advice" for what may be better).
+Findings are "ok", "advice" (could be better) or "wrong" (must be changed). The exit status is 1 if anything is wrong,
+else 0.
 """
 
 CONNECT = "let ranks reach one another first: GLOO_SOCKET_IFNAME above, the launch, and for NCCL see NCCL_DEBUG=INFO"
@@ -45,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="that ranks wait for one another (default: 60)",
+        help="time that ranks wait for each other (default: 60)",
     )
 
 

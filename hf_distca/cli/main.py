@@ -10,11 +10,11 @@ from hf_distca.cli.input_error import InputError
 from hf_distca.version import __version__
 
 TOOLS = {
-    "plan": "plan a micro-batch and show balance and bytes",
-    "simulate": "predict step times, before and after",
-    "profile": "measure what the device takes, for simulate",
-    "timeline": "join the traces of ranks and draw a step",
-    "doctor": "look at versions, devices, launch and network, and say what to change",
+    "plan": "plan one micro-batch and show its balance, bytes and memory",
+    "simulate": "predict the time of a step by each strategy",
+    "profile": "measure the costs of this device, for simulate",
+    "timeline": "join the traces of all ranks and draw one step",
+    "doctor": "check versions, devices, launch and network, and say what to change",
     "serve": "be an attention server of a training run (experimental)",
 }
 """Each is a module of this package, imported only when it is asked for: most of them need torch."""

@@ -47,22 +47,19 @@ SHOWN = (
 """Options that a report names."""
 
 DESCRIPTION = f"""\
-Lay out the documents of one micro-batch on ranks, balance their core attention, and show what it costs: the plan
-that DistCATrainer makes of these documents with the same settings. Figures are those of both nano-batches together.
+Plan one micro-batch and show its balance, its bytes and, with --model, its memory. The plan is the one that
+DistCATrainer makes of these documents with the same settings. Figures are sums over both nano-batches.
 
 {SOURCES}
-Documents of a file are those of the micro-batch; of every other source, one micro-batch is drawn (--seed).
+A file gives the documents of the micro-batch. From every other source one micro-batch is drawn (--seed).
 
---document-layout joint  places the documents itself, tokens and attention together; rows are only a list of
-                         documents.
---document-layout whole  places the documents itself, each whole on one rank, and moves attention only.
---document-layout fixed  keeps every row on its rank and moves attention only. A plain list is packed in order, with
-                         equal tokens on every rank, documents cut where a rank's share ends.
+With --document-layout fixed a list of lists keeps every document on its rank. A plain list is packed in order with
+equal tokens on every rank; documents are cut where a rank's share ends. The other layouts place documents themselves.
 
-With --model the step of the rank that exchanges the most is run on tensors without numbers, and its memory counted, by
-how ranks share the model's state (ddp autocasts float32 weights). Longest rows are those of one document that fills
-all ranks, or of one on each where documents stay whole. Memory of CUDA, NCCL and of gaps between tensors, some 2 GB,
-is not in it.
+With --model the step of the rank that exchanges the most runs on meta tensors, and its memory is counted for each
+strategy (ddp, zero1, zero2, zero3, fsdp2). "Longest rows" are the most tokens of a rank that fit: for one document
+over all ranks, or for one document on each rank where documents stay whole. CUDA, NCCL and gaps between tensors take
+some 2 GB more.
 """
 
 
@@ -84,26 +81,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             type=gigabytes,
             default=value,
             metavar="GB/S",
-            help=f"what a rank sends, and receives, {where} (default: {value:g})",
+            help=f"bandwidth of a rank {where}, in each direction (default: {value:g})",
         )
     add_setting(
-        parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="whose costs are taken"
+        parser, "attention_kernel", default="torch_varlen", choices=tuple(KERNELS), help="kernel whose costs are used"
     )
-    for name, value in HEADS.items():
-        add(f"--{name.replace('_', '-')}", type=positive, help=f"of a layer's attention (default: {value})")
+    for (name, value), what in zip(HEADS.items(), ("query heads", "key-value heads", "size of a head"), strict=True):
+        add(f"--{name.replace('_', '-')}", type=positive, help=f"{what} of a layer (default: {value})")
     add("--window", type=positive, metavar="W", help="sliding window in tokens (default: full attention)")
-    add("--dtype", choices=tuple(BYTES), default="bfloat16", help="of activations (default: bfloat16)")
+    add("--dtype", choices=tuple(BYTES), default="bfloat16", help="dtype of activations (default: bfloat16)")
     add(
         "--model",
         metavar="CONFIG",
-        help=f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the hub: take its attention, and "
-        "show what training takes of each rank's memory",
+        help=f"model whose attention to plan and whose memory to count: {', '.join(MODELS)}, a config.json, a folder "
+        "with one, or a name on the Hub",
     )
     for name in ("keep_core_attention", "keep_received", "loss_chunk_bytes", "mlp_chunk_rows"):
         add_setting(parser, name)
-    add("--device-memory", type=gigabytes, metavar="GB", help="show the longest rows that fit, with --model")
+    add(
+        "--device-memory",
+        type=gigabytes,
+        metavar="GB",
+        help="memory of a device: show the longest rows that fit, with --model",
+    )
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add("--dump", metavar="FILE", help="write documents, segments and tasks of the plan as JSON")
+    add("--dump", metavar="FILE", help="write the documents, segments and tasks of the plan as JSON")
     add_report_option(parser)
 
 

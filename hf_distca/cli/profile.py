@@ -30,9 +30,10 @@ TOLD_TOKENS = 16384
 """Of the document whose attention tells how fast the kernel is."""
 
 DESCRIPTION = """\
-Time the attention kernel over numbers of query and K/V rows, matrices and memory, and, launched on several ranks, the
-links between them; fit costs to that and write them to a file for hf-distca simulate --profile. R² and the worst
-ratio of predictions to measurements that were held out are printed. Alone it takes links as they are on an H100.
+Measure the attention kernel, matrix products and memory of this device and write them as costs to a file, for
+hf-distca simulate --profile and the setting device_profile. Launched on several ranks, it measures their links too;
+on one rank the file gets the links of an H100. It prints R² and the worst ratio of predictions to held-out
+measurements.
 
   hf-distca profile --output my_gpu.json
   torchrun --nproc-per-node 2 --no-python hf-distca profile --output my_gpu.json
@@ -42,13 +43,17 @@ ratio of predictions to measurements that were held out are printed. Alone it ta
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--output", required=True, metavar="FILE", help="where to write the profile")
+    add("--output", required=True, metavar="FILE", help="file to write")
     add_setting(parser, "attention_kernel")
     add("--q-heads", type=positive, default=32, help="query heads (default: 32)")
     add("--kv-heads", type=positive, default=8, help="key-value heads (default: 8)")
-    add("--head-dim", type=positive, default=128, help="of a head (default: 128)")
-    add("--hidden", type=positive, default=4096, help="numbers of a token between layers (default: 4096)")
-    add("--dtype", choices=("bfloat16", "float32"), help="of activations (default: bfloat16 on GPUs, else float32)")
+    add("--head-dim", type=positive, default=128, help="size of a head (default: 128)")
+    add("--hidden", type=positive, default=4096, help="hidden size of the model (default: 4096)")
+    add(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="dtype of activations (default: bfloat16 on GPUs, else float32)",
+    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -11,11 +11,12 @@ from hf_distca.cli.options import seconds
 from hf_distca.pool.wire.address import parse_address
 
 DESCRIPTION = """\
-Compute core attention for the ranks of a run, without holding a model, until training ends or Ctrl-C.
+Be a dedicated attention server (experimental): compute core attention for the ranks of a run until training ends or
+Ctrl-C. A server holds no model.
 
-The server may be started before training or while it runs, on any host that reaches the ranks and is reached by
-them. It accepts only peers that know the run's token: 64 hexadecimal digits in a file that only its owner can read.
-Nothing is encrypted: use it on a network that you trust.
+Start it before or during training, on any host that the ranks can reach and that can reach the ranks. It accepts only
+peers that know the run's token: 64 hexadecimal digits in a file that only its owner can read. Nothing is encrypted:
+use it on a network that you trust.
 """
 
 
@@ -47,23 +48,23 @@ def _address(text: str) -> tuple[str, int]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("--join", required=True, type=_address, metavar="HOST:PORT", help="where the training run takes servers in")
+    add("--join", required=True, type=_address, metavar="HOST:PORT", help="address at which the run accepts servers")
     add("--token-file", required=True, metavar="FILE", help="file with the run's token; - for standard input")
-    add("--device", default="cpu", help="cpu, or a GPU such as cuda:0 (default: cpu)")
+    add("--device", default="cpu", help="device to compute on: cpu, or a GPU such as cuda:0 (default: cpu)")
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
     add("--port", type=_port, default=0, help="port to listen on (default: 0, any that is free)")
     add(
         "--attention-kernel",
         default="auto",
         metavar="NAME",
-        help="what computes core attention (default: auto, the fastest that can do it)",
+        help="kernel that computes core attention (default: auto, the fastest that supports the model)",
     )
     add(
         "--transport",
         default="auto",
         choices=("auto", "tcp", "nixl"),
-        help="what carries rows (default: auto, nixl where both ends have it and an RDMA device, else tcp); nixl "
-        "without an RDMA device lets UCX listen on the interface of --bind, where it believes whoever comes",
+        help="transport of rows; nixl without an RDMA device lets UCX listen on the interface of --bind, where it "
+        "accepts any peer (default: auto, which is nixl where both ends have it and an RDMA device, else tcp)",
     )
     add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
@@ -71,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=60.0,
         metavar="SECONDS",
-        help="how long to try to join, and to join again when the run is not to be reached any more (default: 60)",
+        help="time to try to join, and to join again after the run could not be reached (default: 60)",
     )
 
 

@@ -51,8 +51,8 @@ def add_node_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-per-node",
         metavar="K",
-        help="ranks that share a node: a number, or one for each node with commas between them, such as 8,8,4, in the "
-        "order of the ranks; 1 takes all links to be alike (default: 8, and on the last node those that are left)",
+        help="ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
+        "treats all links alike (default: 8, and the rest on the last node)",
     )
 
 

@@ -32,14 +32,14 @@ SHOWN = (
 COUNTED_RANKS = 128
 """Of more, rows come from so many ranks that counting takes longer than all the rest."""
 DESCRIPTION = f"""\
-Predict what a training step takes on a cluster, for documents like yours, by each way to train: documents packed with
-equal tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and core attention disaggregated
-with the layout fixed or joint, from measured costs of a device. Where it does not pay, it says so.
+Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain packing with equal
+tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and hf_distca. The costs of the device
+were measured. The last lines say whether balancing pays.
 
 {SOURCES}
-Steps are those of one micro-batch on each rank. Gradient synchronisation and the optimizer, which are the same in all
-ways, are not in them. Memory is counted as hf-distca plan --model does, with the model's state divided as by FSDP2;
-with --tensor-parallel, or on more than {COUNTED_RANKS} ranks, it is reckoned from shapes, and is the least.
+A step has one micro-batch on each rank. It leaves out gradient synchronisation and the optimizer, which are the same
+for all strategies. Memory is counted as hf-distca plan --model does, with the model's state divided as in FSDP2. With
+--tensor-parallel, or on more than {COUNTED_RANKS} ranks, memory is a lower bound from the shapes of tensors.
 """
 
 
@@ -56,27 +56,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="llama-8b",
         metavar="CONFIG",
-        help=f"{', '.join(MODELS)}, a config.json, a folder with one, or a name on the hub (default: llama-8b)",
+        help=f"model: {', '.join(MODELS)}, a config.json, a folder with one, or a name on the Hub (default: llama-8b)",
     )
     add(
         "--profile",
         default="h100",
-        help="costs of the device: h100, cpu, or a file of hf-distca profile (default: h100)",
+        help="costs of the device: h100, cpu, or a file that hf-distca profile wrote (default: h100)",
     )
     for name, where in (("--node-bandwidth", "inside its node"), ("--network-bandwidth", "between nodes")):
         add(
             name,
             type=gigabytes,
             metavar="GB/S",
-            help=f"what a rank sends, and receives, {where} (default: the profile's)",
+            help=f"bandwidth of a rank {where}, in each direction (default: the profile's)",
         )
     add("--tensor-parallel", type=positive, default=1, metavar="G", help="GPUs that share each layer (default: 1)")
-    add("--servers", type=servers, default=0, metavar="M", help="try dedicated attention servers too, so many")
+    add(
+        "--servers",
+        type=servers,
+        default=0,
+        metavar="M",
+        help="simulate M dedicated attention servers too (default: 0)",
+    )
     add(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="run layers again in the backward (default: on)",
+        help="gradient checkpointing: run layers again in the backward pass (default: on)",
     )
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
     add("--json", action="store_true", help="print one JSON object and nothing else")

@@ -16,10 +16,14 @@ from hf_distca.sim.lengths import Draw, IntArray, corpora, lognormal, micro_batc
 LONG_AND_SHORT = "one-long"
 LOGNORMAL = "lognormal:MEDIAN,SIGMA"
 SOURCES = f"""\
---lengths takes a JSON list of document lengths in tokens, or a list of such lists, one per rank; a .csv, .jsonl or
-.parquet file with a column of lengths, or of lists of tokens (--column); a data set's name on the hub or its folder
-(--split, --column); the name of a distribution that comes along ({", ".join(corpora())}); {LONG_AND_SHORT} (a document
-of half of all ranks' tokens beside short ones); or {LOGNORMAL}.
+--lengths takes one of these:
+
+- a .json file: a list of document lengths in tokens, or a list of such lists, one for each rank
+- a .csv, .jsonl or .parquet file with a column of lengths, or of lists of tokens (--column)
+- a data set: its name on the Hub or its folder (--split, --column)
+- a distribution of the package: {", ".join(corpora())}
+- {LONG_AND_SHORT}: one document with half of all ranks' tokens, beside short ones
+- {LOGNORMAL}, such as lognormal:4000,1.5
 """
 
 
@@ -27,9 +31,9 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where document lengths come from."""
     add = parser.add_argument
     add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
-    add("--split", default="train", help="of a data set (default: train)")
-    add("--column", help="of a file or data set: lengths, or lists of tokens (default: length, or input_ids)")
-    add("--seed", type=seed, default=0, help="of the drawing of documents (default: 0)")
+    add("--split", default="train", help="split of a data set (default: train)")
+    add("--column", help="column with lengths or lists of tokens (default: length, or input_ids)")
+    add("--seed", type=seed, default=0, help="seed for drawing documents (default: 0)")
 
 
 def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | list[list[int]]:

@@ -11,8 +11,8 @@ from hf_distca.timeline.drawing import svg_of, text_of
 from hf_distca.timeline.steps import RankStep, TraceError, read_traces, steps_of
 
 DESCRIPTION = """\
-Join the traces that training with --trace_steps has written, one of each rank, and draw a step: what each rank did
-when, and how long it computed core attention, stood in waits for rows of others, and did anything else.
+Join the traces of all ranks and draw one step: what each rank did when, and the time that it spent in core attention,
+in waits for rows, and in everything else. Training with trace_steps writes the traces.
 
   hf-distca timeline out --joined trace.json     # for ui.perfetto.dev
 """
@@ -21,11 +21,11 @@ when, and how long it computed core attention, stood in waits for rows of others
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
-    add("traces", nargs="+", metavar="TRACE", help="files of ranks, or folders that hold trace_rank_*.json")
-    add("--step", type=int, metavar="N", help="the step to draw (default: the last one)")
-    add("--joined", metavar="FILE", help="write the joined trace")
-    add("--svg", metavar="FILE", help="write the step as a picture")
-    add("--json", action="store_true", help="print totals as one JSON object instead of the drawing")
+    add("traces", nargs="+", metavar="TRACE", help="trace files, or folders with trace_rank_*.json")
+    add("--step", type=int, metavar="N", help="step to draw (default: the last one)")
+    add("--joined", metavar="FILE", help="write the joined trace, for ui.perfetto.dev")
+    add("--svg", metavar="FILE", help="write the picture of the step")
+    add("--json", action="store_true", help="print the totals as one JSON object instead of the drawing")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -13,16 +13,15 @@ from hf_distca.plan import PLAN_KEY
 
 
 class DistCACollator:
-    """A DataLoader's `collate_fn` for the data set RankDocuments.
+    """Collator of planned micro-batches: `collate_fn` of a `DataLoader` over `RankDocuments`.
 
-    The batch of a rank has `input_ids`, `position_ids` (of a token in its document), `labels`,
-    `shift_labels`, each [1, rows of this rank] int64, and `distca_plan`, the MicroBatchPlan. Rows are in the
-    order of the layout. `labels` and `shift_labels` are the same: already shifted, in the whole document, so
-    that the row before a cut predicts the first token behind it, wherever that lies; -100 at the end of a
-    document. There is no attention_mask: the plan says who attends to whom.
+    The batch of a rank has `input_ids`, `position_ids` (in the token's document), `labels` and `shift_labels`, each
+    [1, rows of this rank] int64, and the plan under `distca_plan`. `labels` and `shift_labels` are the same: already
+    shifted in the whole document, so that the row before a cut predicts the first token after the cut, and -100 at the
+    end of a document. There is no `attention_mask`: the plan says which rows attend to which.
 
-    Two documents of 4 and 2 tokens on two ranks of 3 tokens. The first document is cut: its last token lies
-    on rank 1, at position 3, and is the target of rank 0's last row.
+    The example has two documents of 4 and 2 tokens on two ranks of 3 tokens. The first document is cut: its last token
+    lies on rank 1, at position 3, and is the target of rank 0's last row.
 
         >>> from torch.utils.data import DataLoader
         >>> from hf_distca.collator.lengths import document_lengths
@@ -56,9 +55,8 @@ class DistCACollator:
         1 distca_plan [3, 3]
 
     Args:
-        rank: the rank whose rows to collate.
-        filler_token_id: the token of a row that only keeps a rank without documents in the exchanges; it has
-            no target.
+        rank: Rank whose rows to collate.
+        filler_token_id: Token of the row, without a target, that a rank without documents gets.
     """
 
     def __init__(self, rank: int, filler_token_id: int = 0):
@@ -66,7 +64,7 @@ class DistCACollator:
         self.filler_token_id = filler_token_id
 
     def __call__(self, features: Sequence[PlannedDocuments]) -> dict[str, Any]:
-        """Collate the one planned micro-batch that a GlobalBatchSampler gives per step.
+        """Collate one planned micro-batch of a `GlobalBatchSampler`.
 
         Raises:
             ValueError: `features` is not one planned micro-batch.

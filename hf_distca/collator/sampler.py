@@ -37,33 +37,31 @@ class GlobalMicroBatch:
 
 
 class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
-    """A DataLoader's `batch_sampler` that gives one global micro-batch per step.
+    """Sampler of the documents that all ranks train on together: `batch_sampler` of a `DataLoader`.
 
-    Every rank iterates over all of it, so the loader must not be sharded again (accelerate:
-    `num_processes=1`). A data set like RankDocuments takes each GlobalMicroBatch as its index.
+    Every rank iterates over all micro-batches, so the loader must not be sharded again (accelerate:
+    `num_processes=1`). The data set, such as `RankDocuments`, takes each `GlobalMicroBatch` as its index. There is no
+    `batch_size`, because the number of documents varies.
 
-    Every excerpt comes once per epoch, whole. With `shuffle`, all micro-batches of an epoch get about equally
-    many tokens, and similar numbers of long and short documents: no step has a fraction of the others'
-    tokens. What shares a micro-batch changes from epoch to epoch. Without it, documents come in the order of
-    the data set, as full as that allows, and the last micro-batch is what is left.
+    Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, all micro-batches of
+    an epoch have about the same number of tokens and a similar mix of long and short documents, drawn anew in each
+    epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller. The
+    number of micro-batches is the same in every epoch.
 
-    The number of micro-batches depends on lengths and capacity only, so that it is the same in every epoch.
-    It has no `batch_size`: the number of documents varies.
-
-    Where a document may not span ranks, a micro-batch has a bin for each of them. Its documents come bin after bin, so
-    that whoever fills ranks in this order needs no further one (`planner/whole.py`).
+    Where documents stay whole on one rank, a micro-batch has one bin for each rank, and its documents come bin after
+    bin.
 
     Args:
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
-        capacity: the most tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank with a bin for each rank.
-        shuffle: whether to draw new micro-batches in each epoch.
-        seed: with the epoch, determines the order.
-        bins: of a micro-batch. No document is in two of them.
-        choices: called for every micro-batch, gives those by which it is planned. They travel with the micro-batch, so
-            that all ranks change them at the same one, however far their loaders are ahead.
+        capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank with one bin per rank.
+        shuffle: Whether to draw new micro-batches in each epoch.
+        seed: Seed of the order, together with the epoch.
+        bins: Number of bins of a micro-batch. No document is in two bins.
+        choices: Function that returns the planner's choices for the next micro-batch. The choices travel with the
+            micro-batch, so that all ranks change them at the same micro-batch.
 
     Raises:
-        ValueError: there is no excerpt, or one is longer than the capacity.
+        ValueError: There is no excerpt, or one is longer than the capacity.
     """
 
     def __init__(
@@ -105,7 +103,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         return self._batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration goes through."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     @property

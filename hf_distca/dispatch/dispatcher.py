@@ -20,28 +20,28 @@ from hf_distca.planner.settings import Choices, PlanSettings
 
 
 class Dispatcher:
-    """Plans, binds and carries out the core attention of the micro-batches of one training run.
+    """Planner and executor of the core attention of one training run.
 
-    Creating it is a collective of the world: every process does it at the same point, with the same settings.
-    `hf_distca.make_dispatcher` makes one for a model, of a DistCAConfig.
+    `make_dispatcher` makes a dispatcher for a model. Making one is a collective call: every process of the world does
+    it at the same point, with the same settings.
 
     Args:
-        settings: what plans depend on. `settings.ranks` must be the number of ranks that train together,
-            `settings.kernel` names the attention kernel, see `hf_distca.kernels.get_kernel`.
-        device: the rank's device.
-        mesh: the ranks that train together; None for all ranks of the world.
-        keep_received: keep received Q, K and V rows between forward and backward.
-        keep_core_attention: under gradient checkpointing keep O and log-sum-exp of core attention for the backward
-            instead of exchanging and computing again.
-        exchange_timeout: seconds after which an exchange with a silent rank fails.
+        settings: Settings of plans. `settings.ranks` is the number of ranks that train together; `settings.kernel`
+            names the attention kernel.
+        device: Device of this rank.
+        mesh: Ranks that train together. None takes all ranks.
+        keep_received: Keep received Q, K and V rows from the forward pass for the backward pass.
+        keep_core_attention: Under gradient checkpointing, keep O and log-sum-exp of core attention for the backward
+            pass instead of exchanging and computing again.
+        exchange_timeout: Seconds until an exchange with a rank that does not answer fails.
 
     Attributes:
-        recorder: measures what time goes to.
-        remote: dedicated attention servers that take part in what is bound from now on; None, or set it.
+        recorder: Recorder of the time that waits, kernel calls and other work take.
+        remote: Dedicated attention servers for the plans that are bound from now on; None for none.
 
     Raises:
-        ValueError: the settings differ between ranks, or do not fit the number of ranks.
-        ImportError: the package of the kernel is missing; where only some ranks lack it, ValueError on all.
+        ValueError: The settings differ between ranks or do not fit the number of ranks.
+        ImportError: The package of the kernel is not installed. If only some ranks lack it, all raise ValueError.
     """
 
     def __init__(
@@ -92,28 +92,28 @@ class Dispatcher:
         return None
 
     def choose_by(self, choices: Choices | None) -> None:
-        """Plan micro-batches by these choices from now on; the same on every rank."""
+        """Plan micro-batches with these choices from now on; every rank gives the same."""
         self.settings = replace(self.settings, choices=choices)
 
     def choices(self) -> Choices | None:
-        """Return what micro-batches are planned by now; None where nothing is chosen."""
+        """Return the choices that micro-batches are planned with; None where the planner chooses nothing."""
         return self.settings.choices
 
     def close(self) -> None:
-        """End the groups of this run, their threads and connections, for a process that goes on to other work.
+        """Close the process groups of this dispatcher with their threads and connections.
 
-        Every rank calls it at the same point. The dispatcher plans and exchanges nothing afterwards; the model goes on
-        outside planned steps, or with a new dispatcher.
+        Every rank calls it at the same point. Afterwards the dispatcher cannot be used; the model works outside
+        planned steps, or with a new dispatcher.
         """
         self.groups.close()
 
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
-        """Bind a plan to this rank: index tensors on its device, made once per micro-batch.
+        """Bind a plan to this rank: make its index tensors on the device, once per micro-batch.
 
-        Where dedicated servers take part, its tasks are planned again for the workers that are there now.
+        With dedicated servers, the tasks are planned again for the servers that take part now.
 
         Raises:
-            ValueError: the plan is made for ranks on other nodes.
+            ValueError: The plan was made for other nodes than those of the dispatcher's settings.
         """
         self._check_nodes(plan)
         self.recorder.drain()
@@ -144,17 +144,17 @@ class Dispatcher:
                     )
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
-        """Plan micro-batches whose documents already lie on ranks; tokens stay where they are. A collective.
+        """Plan micro-batches from the lengths of the documents on this rank; tokens stay on their rank.
+
+        This is a collective call. A rank with fewer micro-batches than another, or without documents in one, takes
+        part with a single row without a target, because models cannot run on zero rows.
 
         Args:
-            micro_batches: for each micro-batch, the lengths of the documents on this rank, in the order
-                of its rows. A rank that has fewer micro-batches than another, or no documents in one, takes
-                part with a single row without a target: models cannot run on no rows at all.
-
-            at_least: how many plans to make where any rank has a micro-batch.
+            micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.
+            at_least: Least number of plans to make if any rank has a micro-batch.
 
         Returns:
-            One plan for each micro-batch of the rank that has the most; none where no rank has any.
+            One plan for each micro-batch of the rank that has the most; empty if no rank has any.
         """
         gathered = self.groups.all_gather([list(map(int, lengths)) for lengths in micro_batches])
         count = max(map(len, gathered))
@@ -170,19 +170,20 @@ class Dispatcher:
         ]
 
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
-        """Plan batches whose documents already lie on this rank; their tokens stay. A collective.
+        """Plan the batches of one optimizer step, whose tokens stay on this rank.
+
+        This is a collective call. A rank whose data has ended gives fewer batches than others, or none.
 
         Args:
-            batches: from a StreamPacker or any padding-free collator; fewer than other ranks have, or none,
-                where this rank's data has ended.
-            at_least: batches to fill up to where any rank has one: those of one optimizer step.
+            batches: Batches of a padding-free collator.
+            at_least: Least number of batches to return if any rank has one: the micro-batches of an optimizer step.
 
         Returns:
-            The batches with their plans, and fillers without a target where other ranks have more; none
-            where no rank has any.
+            The batches with their plans, and batches of one row without a target where other ranks have more. Empty
+            if no rank has any.
 
         Raises:
-            ValueError: on every rank, where a batch of any rank is not packed without padding.
+            ValueError: A batch is not packed without padding. Every rank raises it, also for another rank's batch.
         """
         error, lengths = None, []
         try:
@@ -198,25 +199,25 @@ class Dispatcher:
         ]
 
     def plan_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Plan one batch of a padding-free collator and bind the plan: ready for `model(**batch)`. A collective.
+        """Plan one batch of a padding-free collator and return it ready for `model(**batch)`.
 
-        Every rank calls it once per micro-batch; where ranks may have different numbers of them, see
-        `plan_batches`.
+        This is a collective call: every rank makes it once per micro-batch. `plan_batches` is for ranks with different
+        numbers of micro-batches.
 
         Args:
-            batch: `input_ids` [1, T] and `position_ids` that restart at 0 with each document, or what else
-                `batch_document_lengths` reads, such as transformers' DataCollatorWithFlattening gives.
+            batch: `input_ids` [1, T] and one of `document_lengths`, `cu_seq_lens_q` and `position_ids` that restart at
+                0 with each document.
 
         Raises:
-            ValueError: on every rank, where the batch of any rank is not packed without padding.
+            ValueError: The batch is not packed without padding. Every rank raises it, also for another rank's batch.
         """
         (planned,) = self.plan_batches([batch])
         return self.prepare(planned)
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with its plan bound to this rank, ready for `model(**batch)`.
+        """Bind the plan of a batch to this rank and return the batch ready for `model(**batch)`.
 
         Args:
-            batch: from a DistCACollator or `plan_batches`: it carries a plan.
+            batch: A batch with a plan, from `DistCACollator` or `plan_batches`.
         """
         return {**batch, PLAN_KEY: self.bind(batch[PLAN_KEY])}

@@ -56,20 +56,20 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 class CollatorWithLengths:
-    """Reads the lengths of documents where a padding-free collator makes the batch: on the host, with no device to
-    wait for.
+    """Add document lengths to the batches of a padding-free collator.
 
-    Batches get `document_lengths`, and lose an `attention_mask` that says no more than they do.
+    Lengths are read on the host, so that no step waits for the device. Batches get `document_lengths`; an
+    `attention_mask` of ones is removed.
 
     Args:
-        collator: the padding-free collator.
+        collator: A padding-free collator, such as transformers' `DataCollatorWithFlattening`.
     """
 
     def __init__(self, collator: Callable[[Any], dict[str, Any]]) -> None:
         self.collator = collator
 
     def __call__(self, examples: Any) -> dict[str, Any]:
-        """The collator's batch of the examples, with its lengths."""
+        """Collate the examples and add `document_lengths`."""
         batch = self.collator(examples)
         try:
             lengths = batch_document_lengths(batch)

@@ -36,20 +36,19 @@ OF_WEIGHTS = "torch.distributed.fsdp."
 
 
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
-    """Let a model's decoder layers run planned micro-batches nano-batch by nano-batch. Do it before `prepare`.
+    """Change a model's decoder layers in place, so that two nano-batches take turns in them.
 
-    What mixes along the row otherwise than by attention runs document by document. A layer inside a layer that is a
-    checkpoint of its own (Zamba) is planned too: it is recomputed apart from the layer around it. Outside a planned
-    step the layers behave as before.
+    Call it before `Accelerator.prepare`; `make_dispatcher` does so. State space layers, linear attention and
+    convolutions then run document by document. Outside planned steps the layers work as before.
 
     Args:
-        model: the model; its layers are changed in place.
+        model: The model to change.
 
     Returns:
         The subclasses that the model's layers now have.
 
     Raises:
-        ValueError: the model has no layer that transformers can checkpoint.
+        ValueError: The model has no layer that transformers can checkpoint.
     """
     check_layers(model)
     subclasses: dict[type[nn.Module], type[nn.Module]] = {}

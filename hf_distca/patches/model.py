@@ -36,21 +36,22 @@ def plan_settings(
     dtype: torch.dtype | None = None,
     ranks_per_node: int | tuple[int, ...] = 1,
 ) -> PlanSettings:
-    """The settings of plans that fit a model, once it is known that it can be planned.
+    """Return the settings of plans for a model, after checking that the model can be planned.
+
+    With `config.attention_kernel="auto"` the kernel is chosen here, and rank 0 logs the choice.
 
     Args:
-        model: a model with attn_implementation="distca".
-        config: how documents are packed and balanced.
-        ranks: ranks that train together.
-        device: the rank's device; the attention kernel there says what balances best. Where config.attention_kernel is
-            "auto", it is chosen here, for all that the model needs, and rank 0 logs which it is.
-        dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
-        ranks_per_node: how many of the ranks share a node, where config.ranks_per_node leaves it to the launch.
+        model: A model that was loaded with `attn_implementation="distca"`.
+        config: Settings for packing and balancing.
+        ranks: Number of ranks that train together.
+        device: Device of this rank.
+        dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
+        ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is "auto".
 
     Raises:
-        ValueError: the model cannot be planned, see `checked_attentions`, it has no layers for config.ping_pong, the
-            kernel cannot compute its attention, or nodes have another number of ranks together.
-        ImportError: the package of the kernel is missing.
+        ValueError: The model cannot be planned, has no layers for `config.ping_pong`, the kernel does not support its
+            attention, or the nodes do not add up to the number of ranks.
+        ImportError: The package of the kernel is not installed.
     """
     attentions = checked_attentions(model)
     model = base_model(model)

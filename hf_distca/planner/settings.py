@@ -58,32 +58,32 @@ class Choices:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """Everything besides the lengths that a plan depends on; the same on every rank.
+    """Everything besides document lengths that a plan depends on; the same on every rank.
 
     Attributes:
-        ranks: ranks that hold tokens.
-        tokens_per_rank: the most rows that a rank holds.
-        kinds: the kinds of attention of the model's layers.
-        bytes_per_value: of the dtype that core attention is computed in.
-        document_layout: "joint" places tokens and attention together; "fixed" packs documents in order, with
-            equal tokens per rank; "whole" leaves every document on one rank, with tokens as equal as that allows.
-        balance_tolerance: how far above the mean a worker's attention may lie, as a fraction of the mean.
-        balance_block_size: rows; tasks are cut at multiples of it.
-        row_overhead: what the kernel spends on a query row besides its pairs, in pairs (`Kernel.row_overhead`).
-        gather_cost: what gathering a byte of K and V on a rank costs, in bytes sent (`Kernel.gather_cost`).
-        ping_pong: make two nano-batches of every micro-batch that can be divided.
-        exchange_buffer_bytes: the most bytes of K/V rows that a rank sends, and receives, at a time.
-        kernel: name of the attention kernel, whose costs these are; "auto" for the one of the device that suits most
-            models.
-        ranks_per_node: how many consecutive ranks share a node: one number, or one for each node. With 1, or with all
-            ranks on one node, all links are alike.
-        choices: what is chosen for every micro-batch, instead of the layout, tolerance and nano-batches above; None:
-            nothing is.
-        slowness: [ranks] how many times as long each rank takes for the same work; empty where all are alike.
-        row_work: what a row takes besides core attention, in query-key pairs; of account where ranks are not alike.
+        ranks: Number of ranks that hold tokens.
+        tokens_per_rank: Maximum number of rows that a rank holds.
+        kinds: Kinds of attention of the model's layers.
+        bytes_per_value: Size of a value in the dtype of core attention.
+        document_layout: "joint" places tokens and core attention together. "fixed" packs documents in order with equal
+            tokens per rank. "whole" keeps every document on one rank.
+        balance_tolerance: How far a worker's core attention may exceed the mean, as a fraction of the mean.
+        balance_block_size: Tasks are cut at multiples of this many rows.
+        row_overhead: Cost of a query row besides its pairs, in query-key pairs.
+        gather_cost: Cost of gathering a byte of K and V on a rank, in bytes sent.
+        ping_pong: Whether to divide micro-batches into two nano-batches where possible.
+        exchange_buffer_bytes: Maximum number of bytes of K and V rows that a rank sends, and receives, at a time.
+        kernel: Name of the attention kernel; "auto" takes the device's kernel that suits most models.
+        ranks_per_node: Number of consecutive ranks that share a node: one number, or one for each node. With 1, or
+            with all ranks on one node, all links are alike.
+        choices: Choices that the planner makes for every micro-batch instead of the layout, tolerance and number of
+            nano-batches above; None for no choice.
+        slowness: [ranks] time that each rank takes for the same work, as a multiple of a usual rank; empty if all
+            ranks are alike.
+        row_work: Cost of a row besides core attention, in query-key pairs. It matters where ranks differ in speed.
 
     Raises:
-        ValueError: nodes have another number of ranks together.
+        ValueError: The nodes do not add up to the number of ranks.
     """
 
     ranks: int

@@ -43,28 +43,32 @@ LIGERS_MLPS = ("swiglu", "geglu")
 
 @dataclass
 class DistCAArguments(DistCAConfig, _Arguments):
-    """The settings of `DistCAConfig` among the arguments of a trainer, which stand behind it in one dataclass.
+    """Settings of `DistCAConfig` for the arguments of any trainer; a base class to put first.
 
-        @dataclass
-        class MyArguments(hf_distca.DistCAArguments, SFTConfig): ...
+    ```python
+    @dataclass
+    class MyArguments(hf_distca.DistCAArguments, OthersArguments): ...
+    ```
 
     Raises:
-        ValueError: a setting contradicts packed, exactly normalised training.
+        ValueError: A setting contradicts packed training with an exact loss.
     """
 
     per_device_train_batch_size: int = field(
         default=1,
         metadata={
-            "help": "Stays 1: a rank trains on one packed row of up to tokens_per_rank tokens. Only with a "
-            "data_collator of your own is it the number of examples that collator gets."
+            "help": "Must stay 1: a rank trains on one packed row of up to tokens_per_rank tokens. With a custom "
+            "data_collator it is the number of examples that the collator gets."
         },
     )
-    per_device_eval_batch_size: int = field(default=1, metadata={"help": "As per_device_train_batch_size."})
+    per_device_eval_batch_size: int = field(
+        default=1, metadata={"help": "Like per_device_train_batch_size, in evaluation."}
+    )
     dataloader_num_workers: int = field(
         default=1,
         metadata={
-            "help": "Processes that load data. With at least one, the next micro-batches are planned there and "
-            "planning does not stand in the step's way."
+            "help": "Number of processes that load data. With 1 or more, these processes plan the next micro-batches "
+            "while the training step runs."
         },
     )
 
@@ -109,12 +113,11 @@ class DistCAArguments(DistCAConfig, _Arguments):
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch; else return at once.
 
-        Call it right after the arguments are made, so that servers load neither data nor model. Where a script does
-        not, a server serves when it first asks its arguments for a device or for its place in the world, which a
-        trainer does as it is made.
+        Call it right after the arguments are made, so that a server loads neither data nor model. Without this call
+        a server starts to serve when the trainer is made.
 
         Raises:
-            SystemExit: training has ended; nothing else of the script runs in a server.
+            SystemExit: Training has ended. Nothing else of the script runs in a server.
         """
         serve_if_server(self.attention_server_launch, self.attention_server_timeout)
 
@@ -139,7 +142,7 @@ class DistCATrainingArguments(DistCAArguments, TrainingArguments):
     """`transformers.TrainingArguments` with the settings of `DistCAConfig`.
 
     Raises:
-        ValueError: a setting contradicts packed, exactly normalised training.
+        ValueError: A setting contradicts packed training with an exact loss.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]  # noqa: RUF012 - as there
@@ -147,11 +150,11 @@ class DistCATrainingArguments(DistCAArguments, TrainingArguments):
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Keyword arguments of AutoModelForCausalLM.from_pretrained, where the trainer is given the model "
-            "by its name. The model is loaded in float32 unless they have another dtype."
+            "help": "Keyword arguments of AutoModelForCausalLM.from_pretrained, for a model that is given by name. "
+            "The model is loaded in float32 unless they name another dtype."
         },
     )
     dataset_text_field: str = field(
         default="text",
-        metadata={"help": "Column with the text of a data set that has no tokens, which processing_class makes."},
+        metadata={"help": "Column with the text of a data set without tokens; processing_class tokenizes it."},
     )

@@ -30,28 +30,27 @@ def make_dispatcher(
     checkpointing: bool | None = None,
     folder: Path | None = None,
 ) -> Dispatcher:
-    """Make a model's dispatcher; let its decoder layers run two nano-batches in turns, and its loss do without logits.
+    """Prepare a model for planned core attention and return its dispatcher.
 
-    A collective of the world: every process calls it at the same point, before the model is wrapped by
-    `Accelerator.prepare`, DDP, FSDP2 or DeepSpeed.
+    This is a collective call: every process of the world makes it at the same point, before `Accelerator.prepare`,
+    DDP, FSDP2 or DeepSpeed wraps the model. It changes the model in place: decoder layers for `config.ping_pong`, MLPs
+    for `config.mlp_chunk_rows`, and the output head for `config.loss_chunk_bytes`.
 
     Args:
-        model: a model with attn_implementation="distca"; its decoder layers are changed where `config.ping_pong` says
-            so, their MLPs where `config.mlp_chunk_rows` and its output head where `config.loss_chunk_bytes` does.
-        config: how documents are packed and their core attention is balanced and exchanged.
-        device: the rank's device.
-        dtype: what core attention is computed in; None for the model's own. Under autocast give autocast's.
-        mesh: the ranks that train together, one dimension of a device mesh or a process group; None for all ranks of
-            the world.
-        checkpointing: whether layers are run again in the backward, which counts where plans are chosen by seconds;
-            None: as the model is set now.
-        folder: where the measured costs of the device are kept, for the same run to take them again; None for nowhere.
+        model: A model that was loaded with `attn_implementation="distca"`.
+        config: Settings for packing, balancing and exchanging.
+        device: Device of this rank.
+        dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
+        mesh: Ranks that train together: one dimension of a device mesh, or a process group. None takes all ranks.
+        checkpointing: Whether layers run again in the backward pass; this affects the choice of plans. None takes the
+            model's current setting.
+        folder: Folder in which the measured costs of the device are kept for the same run. None keeps nothing.
 
     Raises:
-        ValueError: the model cannot be planned, the kernel cannot compute its attention, nodes have another number of
-            ranks together, or the settings differ between ranks; says why and what to do.
-        RuntimeError: this rank cannot reach the others.
-        ImportError: the package of the kernel is missing.
+        ValueError: The model cannot be planned, the kernel does not support its attention, the nodes do not add up to
+            the number of ranks, or the settings differ between ranks. The message says what to change.
+        RuntimeError: This rank cannot reach the others.
+        ImportError: The package of the kernel is not installed.
     """
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):

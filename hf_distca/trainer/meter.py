@@ -20,8 +20,6 @@ from hf_distca.trainer.learned_costs import LearnedCosts
 from hf_distca.trainer.model_flops import ModelFlops
 
 GIB = 2**30
-PREFIX = "distca/"
-"""Of the names of these figures in the log, which trackers group by: W&B and TensorBoard show train/distca/…"""
 
 
 class StepMeter(TrainerCallback):
@@ -87,40 +85,7 @@ class StepMeter(TrainerCallback):
         self._counted.append((bound.plan, bound.ran, bound.stages))
 
     def figures(self) -> dict[str, float]:
-        """Figures since the last call. A collective: every rank calls it when every other does.
-
-        Returns:
-            tokens_per_second: tokens of all ranks by the clock.
-            tokens_per_second_per_device: the same over processes and dedicated servers.
-            mfu: model FLOPs utilization: what the model needs for these tokens and pairs, whatever is computed again,
-                over what the devices could do in bfloat16; where that is known.
-            imbalance_degree_packed: most loaded rank over the mean, if each rank computed its share of
-                the same documents packed in order.
-            imbalance_degree: the same for the plans.
-            exchange_bytes: per layer and micro-batch, bytes in one forward through the busiest rank.
-            exchange_bytes_within_nodes, exchange_bytes_between_nodes: where ranks share nodes, the same inside nodes,
-                and between them.
-            busiest_node_bytes_within, busiest_node_bytes_between: likewise, of all ranks of the busiest node together.
-            ping_pong_share: share of the decoder layers' runs in which two nano-batches took turns; none do in a
-                micro-batch with a document of more than half of its tokens, or where a hook inside a layer is to see
-                all rows.
-            exchange_stages: in how many stages K/V rows travel, those of the layers with the most; a micro-batch that
-                cannot be divided in two has several, so that its exchange hides behind its computation too.
-            exchange_wait_seconds: time that the rank which waited longest stood in waits, for ranks and servers.
-            exposed_exchange_share: the same as a share of the time.
-            attention_ms: milliseconds a step in kernel calls of core attention, of the rank that took the longest.
-            attention_ms_predicted: what the rank with the most to compute should take by the plans, see
-                `AttentionTime`.
-            step_ms, step_ms_predicted: where plans are chosen by costs, milliseconds of a step by the clock, and as
-                the costs predict it.
-            gain_predicted: likewise, how many times as long the same documents would take if each rank computed its
-                share of them packed in order.
-            plans_without_exchange, plans_within_nodes: likewise, shares of micro-batches in which no rows travel, and
-                in which rows travel inside nodes only.
-            attention_servers: dedicated servers that take part now, where there may be any.
-            memory_peak_gib, memory_reserved_gib: on CUDA, of this rank, in GiB: most memory in use since the last
-                call, and what the allocator holds.
-        """
+        """Return the figures since the last call, by their names in `METRICS`; a collective of all ranks."""
         if not self._counted:
             return {}
         elapsed = time.perf_counter() - self._since
@@ -169,7 +134,7 @@ class StepMeter(TrainerCallback):
         return figures
 
     def _chosen(self, plans: Sequence[MicroBatchPlan], elapsed: float) -> dict[str, float]:
-        """Figures of plans that were chosen by costs; none where others are among them."""
+        """Return the figures of plans that were chosen by costs; none if the planner did not choose all of them."""
         choices = [plan.choice for plan in plans if plan.choice is not None]
         if len(choices) < len(plans) or self._costs is None:
             return {}

@@ -43,7 +43,8 @@ from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
 from hf_distca.trainer.learned_costs import LearnedCosts
 from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
 from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
-from hf_distca.trainer.meter import PREFIX, StepMeter
+from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.metrics import PREFIX
 from hf_distca.trainer.model_flops import ModelFlops
 from hf_distca.trainer.parallel import (
     allow_for_towers,
@@ -68,23 +69,24 @@ else:  # which trainer it is is for a subclass to say
 
 
 class DistCAMixin(_Trainer):
-    """Lets a trainer train on whole documents packed without padding, with core attention balanced over ranks.
+    """Planned core attention for `transformers.Trainer` or a subclass; put the mixin before the trainer.
 
-        class MyTrainer(hf_distca.DistCAMixin, SFTTrainer): ...
+    ```python
+    class MyTrainer(hf_distca.DistCAMixin, OthersTrainer): ...
+    ```
 
-    The trainer stands behind it, is made with its own arguments, and each of its methods runs as it would; `args`
-    are a dataclass of DistCAArguments and the trainer's own. The data set, as the trainer prepares it, gives
-    examples with `input_ids` and optionally `labels` (unshifted, -100 where no loss is wanted). The loss and
-    gradients are those of one process on the same global batch.
+    The trainer keeps its own arguments and methods. Its `args` are a dataclass of `DistCAArguments` and the trainer's
+    own arguments. The data set, as the trainer prepares it, has examples with `input_ids` and optionally `labels`
+    (unshifted, -100 where no loss is wanted). Loss and gradients are those of one process on the same documents.
 
-    - A data set with a length is packed into global micro-batches that are planned as a whole.
-    - A streaming data set is packed rank by rank; ranks exchange lengths and move only attention.
-    - With a padding-free `data_collator` (transformers' DataCollatorWithFlattening) batches are made as
-      the trainer makes them; likewise only attention moves.
+    - A data set with a length is packed into micro-batches over all ranks, and each micro-batch is planned as a whole.
+    - A streaming data set is packed by each rank. Ranks exchange lengths, and only core attention moves.
+    - With a padding-free `data_collator`, such as transformers' `DataCollatorWithFlattening`, the trainer makes the
+      batches, and only core attention moves.
 
     Raises:
-        ValueError: model, arguments or data set cannot be trained so; says why, on every rank, before any
-            work starts.
+        ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
+            training begins, with the reason.
     """
 
     args: DistCAArguments
@@ -247,14 +249,12 @@ class DistCAMixin(_Trainer):
     # Training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """See `Trainer.train`. Dedicated attention servers are let go when it ends.
+        """Train as `Trainer.train` does; dedicated attention servers are released at the end.
 
         Raises:
-            RuntimeError: another rank failed; says which and why.
-            ValueError: the checkpoint was not saved whole, or without optimizer and schedule, or DeepSpeed cannot load
-                it on this number of ranks; or the documents that are left cannot be those that it has not seen yet;
-                says what must be set, on every rank, before any work starts. Or this trainer has trained before, under
-                DeepSpeed; or nothing brings the gradients of ranks together.
+            RuntimeError: Another rank failed. The message says which one and why.
+            ValueError: The checkpoint is incomplete or does not fit this run, the trainer has trained before under
+                DeepSpeed, or the model is not wrapped for several ranks. Every rank raises it before training begins.
         """
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
@@ -280,10 +280,10 @@ class DistCAMixin(_Trainer):
                 self.pool.close()
 
     def close(self) -> None:
-        """End the groups of ranks that this trainer has made, for a process that goes on to other work.
+        """Close the process groups of this trainer, for a process that makes several trainers in turn.
 
-        Every rank calls it at the same point. The trainer neither trains nor evaluates afterwards; its model does,
-        with another trainer.
+        Every rank calls it at the same point. The trainer cannot be used afterwards; its model can, with another
+        trainer.
         """
         self.dispatcher.close()
 
@@ -350,7 +350,7 @@ class DistCAMixin(_Trainer):
     # Evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """See `Trainer.evaluate`; the loss is the mean over all targets."""
+        """Evaluate as `Trainer.evaluate` does; the loss is the exact mean over all targets."""
         with self.dispatcher.groups.failures.told():
             return super().evaluate(*args, **kwargs)
 

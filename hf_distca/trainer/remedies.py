@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 
 from hf_distca.config import DistCAConfig
-from hf_distca.trainer.meter import PREFIX
+from hf_distca.trainer.metrics import PREFIX
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)

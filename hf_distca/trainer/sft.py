@@ -29,31 +29,31 @@ class DistCASFTConfig(DistCAArguments, SFTConfig):
     """`trl.SFTConfig` with the settings of `DistCAConfig`.
 
     Raises:
-        ValueError: a setting contradicts packed, exactly normalised training.
+        ValueError: A setting contradicts packed training with an exact loss.
     """
 
     max_length: int | None = field(
         default=None,
         metadata={
-            "help": "Documents are cut to so many tokens when TRL prepares the data; None, the default here, leaves "
-            "them whole, and long_documents says what becomes of those that are longer than ranks · tokens_per_rank."
+            "help": "TRL cuts documents to this many tokens when it prepares the data. None keeps documents whole; "
+            "long_documents then decides about documents of more than ranks * tokens_per_rank tokens.",
         },
     )
 
 
 class DistCASFTTrainer(DistCAMixin, SFTTrainer):
-    """TRL's SFTTrainer with planned core attention; see DistCAMixin.
+    """TRL's `SFTTrainer` on packed documents with balanced core attention.
 
-    TRL prepares the data (chat templates, labels of completions or of what the assistant says), makes LoRA adapters of
-    a `peft_config`, and computes loss, entropy and token accuracy without whole logits. hf_distca packs the documents.
-    Loss and metrics are means over all targets of all ranks and of all micro-batches of a step, a log or an
-    evaluation, however many each of them holds.
+    TRL prepares the data (chat templates, labels of completions or of assistant messages), makes the LoRA adapters of
+    `peft_config`, and computes loss, entropy and token accuracy without whole logits. hf_distca packs the documents.
+    Loss and metrics are means over all targets of all ranks and micro-batches.
 
-    Args: those of `trl.SFTTrainer`, with `args` a DistCASFTConfig. A model that is given by name is loaded with
-        attn_implementation="distca".
+    The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. A model that is given by name is loaded
+    with `attn_implementation="distca"`.
 
     Raises:
-        ValueError: model, arguments or data set cannot be trained so; says why, on every rank, before any work starts.
+        ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
+            training begins, with the reason.
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:

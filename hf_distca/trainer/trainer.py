@@ -11,16 +11,17 @@ from hf_distca.trainer.text import Tokenizing, loaded_model
 
 
 class DistCATrainer(DistCAMixin, Trainer):
-    """transformers' Trainer with planned core attention; see DistCAMixin.
+    """transformers' `Trainer` on packed documents with balanced core attention.
 
-    Args: those of `transformers.Trainer`, with `args` a DistCATrainingArguments. `model` may be a name: the model is
-        loaded with attn_implementation="distca" and `args.model_init_kwargs`. Data sets without `input_ids` are
-        tokenized with `processing_class`: the text in the column `args.dataset_text_field`, with the end-of-sequence
-        token behind each document.
+    The arguments are those of `transformers.Trainer`; `args` is a `DistCATrainingArguments`. Two things are added:
+
+    - `model` may be a name. The model is then loaded with `attn_implementation="distca"` and `args.model_init_kwargs`.
+    - A data set without `input_ids` is tokenized with `processing_class`: the text in the column
+      `args.dataset_text_field`, with an end-of-sequence token after each document.
 
     Raises:
-        ValueError: model, arguments or data set cannot be trained so; says why, on every rank, before any
-            work starts.
+        ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
+            training begins, with the reason.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""docs/compatibility.md, made of the survey's outcomes: `python -m tests.survey.page` runs it and writes the page."""
+"""The page of the survey: `python -m tests.survey.page` runs it and writes docs/reference/compatibility.md."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,31 +9,34 @@ import transformers
 from tests.ranks import RankPool
 from tests.survey.outcomes import ACCEPTED, Outcome, Status, model_types, outcome
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 ERROR = re.compile(r"\d\.\de-\d\d")
 TOP = """\
-# Models
+# Model compatibility
 
-Every causal language model of transformers {version}, tiny (some 32 wide, a layer of each kind, random weights), on
-two ranks with ping-pong: loss and all gradients beside those of one process that runs stock "eager" attention document
-by document. Each trains in two ways: as the trainer does, which lays documents out anew, and in a custom loop
-(`make_dispatcher`, `plan_batch`) with gradient checkpointing, where documents stay on the rank that has them.
-`make survey` fails where one is wrong, hangs or ends in an error that does not say why; this page is written by
-`python -m tests.survey.page`.
+Every causal language model of transformers {version} was tested as a tiny model (some 32 wide, one layer of each kind,
+random weights) on two ranks with ping-pong. Its loss and all gradients are compared with one process that runs "eager"
+attention document by document. Each model trains in two ways:
 
-{equal} give the same in both, {whole} of them with documents whole on their rank, since they mix along the row
-otherwise than by attention. {refused} are refused before the first step, on every rank, by the trainer and by
-`make_dispatcher` alike. {unbuilt} cannot be made as a tiny causal language model from a config of their type.
+- *trainer*: documents are laid out by the planner, as `DistCATrainer` does.
+- *loop*: documents stay on their rank, with `make_dispatcher` and `plan_batch`, under gradient checkpointing.
+
+{equal} give the loss and gradients of one process in both. Of these, {whole} keep documents whole on their rank,
+because they have state space layers, linear attention or convolutions. {refused} are refused before the first step,
+by an error on every rank. {unbuilt} cannot be built as a tiny causal language model from a config of their type.
+
+`make survey` runs the test, and `python -m tests.survey.page` writes this page.
 """
 SECTIONS: dict[Status, tuple[str, str]] = {
     "equal": (
         "Equal",
-        "Largest error of a gradient, or of the loss, by the largest value of its tensor, in float32; at most "
-        "{most:.0e} is\naccepted. `layout` is the trainer's `document_layout` that `auto` chooses.\n\n"
+        "The numbers are the largest error of the loss or of a gradient, relative to the largest value of its "
+        "tensor,\nin float32. The test accepts at most {most:.0e}. `layout` is the `document_layout` that `auto` "
+        "chooses.\n\n"
         "| model | layout | trainer | loop |\n| --- | --- | --- | --- |",
     ),
     "refused": ("Refused", "| model | reason |\n| --- | --- |"),
-    "not built": ("Not tried", "| model | why |\n| --- | --- |"),
+    "not built": ("Not tested", "| model | why |\n| --- | --- |"),
 }
 
 

@@ -1,34 +1,37 @@
-"""docs/features.md, made of what is tested: `python -m tests.trainer.features_page` writes it."""
+"""The page of tested features: `python -m tests.trainer.features_page` writes docs/reference/features.md."""
 
 from pathlib import Path
 
 from tests.trainer.features import FEATURES, STRATEGIES, Feature
 
-PAGE = Path(__file__).parents[2] / "docs" / "features.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "features.md"
 TOP = """\
-# Features
+# Feature compatibility
 
-What users turn on beside planned attention, and what becomes of it: a tiny LLaMA on two ranks with ping-pong and
-checkpoints, in float32 where the feature does not say otherwise, beside transformers' own `Trainer` with "sdpa" in one
-process on the same documents. `tests/trainer/test_features.py` trains each, and
-`python -m tests.trainer.features_page` writes this page.
+What users turn on beside planned attention, and the result. Each row is trained with a tiny LLaMA on two ranks with
+ping-pong and gradient checkpointing, and compared with transformers' `Trainer` and "sdpa" in one process on the same
+documents. Computation is in float32 unless the row says otherwise.
 
-*equal*: losses, norms of gradients, and what each weight learns are those of one process, within 1e-4; in bfloat16
-they are at most twice as far from one process in float32 as those of one process in bfloat16 are. *refused*: an error
-on every rank, before the first step, that says why and what to do. *–*: not tried; the last column says why.
+- *equal*: losses, gradient norms and the change of each weight are those of one process, within 1e-4. A bfloat16 run
+  is at most twice as far from one process in float32 as one process in bfloat16 is.
+- *refused*: every rank raises an error before the first step that says why and what to set.
+- *–*: not tested; the last column says why.
+
+`tests/trainer/test_features.py` trains each row, and `python -m tests.trainer.features_page` writes this page.
 
 """
 ARGUMENTS_TOP = """
 ## Arguments of Trainer
 
-All of transformers' `TrainingArguments` that touch data, loss or model; the others do what they do in `Trainer`.
+This table has all of transformers' `TrainingArguments` that affect data, loss or model. All others work as in
+`Trainer`.
 
-| argument | |
+| argument | result |
 | --- | --- |
 """
 TABLE = "see the table above"
-METRICS = "without effect, as in `Trainer` without `compute_metrics`, which is refused"
-UNTRIED = "handed to `Trainer` as it is; not tried here"
+METRICS = "no effect, because `compute_metrics` is refused"
+UNTRIED = "passed on to `Trainer`; not tested here"
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     TABLE: (
         *("bf16", "fp16", "gradient_accumulation_steps", "max_grad_norm", "neftune_noise_alpha", "use_liger_kernel"),
@@ -51,11 +54,11 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
     "as `per_device_train_batch_size`": ("per_device_eval_batch_size",),
     "counted over all ranks; an epoch is one pass over all documents": ("num_train_epochs", "max_steps"),
-    "decide the order of documents": ("seed", "data_seed"),
-    "see Resuming in README": ("ignore_data_skip", "resume_from_checkpoint"),
-    "columns that the model does not take are left out, or refused": ("remove_unused_columns",),
-    "names the column of lengths": ("length_column_name",),
-    "tried in launches and by other tests": (
+    "seed of the order of documents": ("seed", "data_seed"),
+    "see [Resuming](../guides/resuming.md)": ("ignore_data_skip", "resume_from_checkpoint"),
+    "columns that the model does not take are removed, or refused": ("remove_unused_columns",),
+    "name of the column with document lengths": ("length_column_name",),
+    "tested in launches and by other tests": (
         *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "eval_on_start", "eval_strategy"),
         *("ddp_find_unused_parameters", "ddp_backend", "fsdp", "fsdp_config", "deepspeed", "use_cpu"),
         *("parallelism_config", "dataloader_pin_memory", "logging_nan_inf_filter"),
@@ -87,7 +90,7 @@ OTHERS = (
 
 def page() -> str:
     """The page of what is tested."""
-    head = f"| feature | {' | '.join(STRATEGIES.values())} | |\n|{' --- |' * (len(STRATEGIES) + 2)}\n"
+    head = f"| feature | {' | '.join(STRATEGIES.values())} | note |\n|{' --- |' * (len(STRATEGIES) + 2)}\n"
     features = "".join(_row(name, feature) for name, feature in FEATURES.items())
     arguments = "".join(
         f"| {', '.join(f'`{name}`' for name in names)} | {what} |\n" for what, names in ARGUMENTS.items()

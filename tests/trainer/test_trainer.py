@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.integrations.integration_utils import rewrite_logs
 
-from hf_distca.trainer.meter import PREFIX
+from hf_distca.trainer.metrics import PREFIX
 from tests.models import random_documents, reference_step, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 

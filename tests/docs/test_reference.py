@@ -1,0 +1,83 @@
+"""Reference pages agree with the code."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from itertools import chain
+
+import pytest
+from transformers import Trainer
+
+import hf_distca
+from hf_distca.kernels import KERNEL_NAMES
+from hf_distca.trainer.arguments import REFUSED
+from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.metrics import METRICS
+from hf_distca.trainer.refusals import REFUSED_FUNCTIONS
+from tests.docs.reference import FOLDER, GROUPS, PAGES, UNITS
+
+FIELDS = {field.name for field in dataclasses.fields(hf_distca.DistCATrainingArguments)}
+OWN = {field.name for field in dataclasses.fields(hf_distca.DistCAConfig)}
+
+
+def page(name: str) -> str:
+    return (FOLDER / name).read_text()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_are_those_of_the_code(name):
+    assert page(name) == PAGES[name](), f"run python -m tests.docs.reference: {name} is out of date"
+
+
+def test_every_setting_is_in_one_group():
+    shown = list(chain(*GROUPS.values()))
+    assert len(shown) == len(set(shown))
+    assert set(shown) >= OWN
+    assert set(UNITS) <= set(shown)
+
+
+def test_metrics_are_those_that_are_logged():
+    """Keys of the dictionaries that `figures` returns, from its source: no run logs all of them."""
+    logged = set()
+    for node in ast.walk(ast.parse("class Meter:\n" + inspect.getsource(StepMeter).split("\n", 1)[1])):
+        if isinstance(node, ast.Dict):
+            logged |= {ast.literal_eval(key) for key in node.keys if isinstance(key, ast.Constant)}
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            logged.add(ast.literal_eval(node.slice))
+    assert logged == set(METRICS)
+
+
+def test_the_api_is_that_of_the_package():
+    assert set(re.findall(r"^::: hf_distca\.(\w+)$", page("api.md"), re.M)) == set(hf_distca.__all__)
+
+
+@pytest.mark.parametrize("name", hf_distca.__all__)
+def test_public_docstrings_name_their_parameters(name):
+    public = getattr(hf_distca, name)
+    text = inspect.getdoc(public)
+    first = text.splitlines()[0]
+    assert first.endswith("."), first
+    assert len(first.split()) <= 20, first
+    described = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", text, re.S | re.M)
+    if described:
+        named = set(re.findall(r"^    (\w+): ", described[1], re.M))
+        assert named == set(inspect.signature(public).parameters), name
+
+
+def test_all_kernels_are_listed():
+    table = re.findall(r"^\| `(\w+)` \|", page("kernels.md"), re.M)
+    assert {*table, "auto"} == set(KERNEL_NAMES)
+
+
+def test_all_refused_arguments_are_listed():
+    text = page("refusals.md")
+    assert not [name for name in (*REFUSED, *REFUSED_FUNCTIONS, "accelerator_config") if f"`{name}" not in text]
+
+
+def test_refused_arguments_exist():
+    rows = page("refusals.md").split("## Arguments of the trainer")[1].split("\n## ")[0]
+    arguments = set(re.findall(r"^\| `(\w+)[`=]", rows, re.M))
+    init = set(inspect.signature(Trainer.__init__).parameters)
+    assert arguments
+    assert arguments <= FIELDS | init, arguments - FIELDS - init

@@ -58,9 +58,9 @@ def tell_memory(
     )
     if total > LEFT * memory:
         logger.warning(
-            "tokens_per_rank=%s will not fit: %.1f GB are needed when a document fills all ranks, and the device has "
-            "%.1f (%s). `hf-distca plan --model` tells how long rows may be; less is needed with smaller rows, "
-            "activation_checkpointing, or FSDP2 or ZeRO-3",
+            "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB, and the device has %.1f "
+            "(%s). Lower tokens_per_rank, set activation_checkpointing=True, or train under FSDP2 or ZeRO-3; "
+            "`hf-distca plan --model` shows the most tokens that fit",
             args.tokens_per_rank,
             total / GB,
             memory / GB,
@@ -108,4 +108,4 @@ def tell_memory_on_gpu(
     try:
         tell_memory(model, dispatcher, args, accelerator, torch.cuda.get_device_properties(device).total_memory)
     except Exception as error:  # whatever a model does that needs numbers
-        logger.warning("how much memory training takes cannot be told for %s: %s", type(model).__name__, error)
+        logger.warning("the memory that training takes could not be counted for %s: %s", type(model).__name__, error)

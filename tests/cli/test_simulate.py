@@ -158,7 +158,7 @@ def test_it_is_shown_as_a_table(capsys):
     [
         (
             ["--lengths", "/no/where"],
-            "no document lengths at '/no/where': expected a .json, .csv, .jsonl or .parquet file, one of prolong",
+            "no document lengths at '/no/where': expected a .json, .csv, .jsonl or .parquet file, one of agents",
         ),
         (["--lengths", "lognormal:0"], "is no distribution: expected lognormal:MEDIAN,SIGMA"),
         (["--lengths", "lognormal:nan,1"], "the median must be from 1 to 1000000000 tokens, got nan"),

@@ -22,7 +22,13 @@ def test_both_trainings_have_the_same_losses(printed):
     rows = {
         name: values for name, *values in re.findall(r"^(\w[\w ,]*?)  +([\d.]+\D*?)  +([\d.]+\D*)$", printed[0], re.M)
     }
-    assert set(rows) == {"step time, median", "idle share", "imbalance of attention", "loss, first step", "loss, last step"}
+    assert set(rows) == {
+        "step time, median",
+        "idle share",
+        "imbalance of attention",
+        "loss, first step",
+        "loss, last step",
+    }
     assert rows["loss, first step"][0] == rows["loss, first step"][1]
     plain, planned = (float(value) for value in rows["imbalance of attention"])
     assert 1 <= planned < plain

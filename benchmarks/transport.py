@@ -11,23 +11,26 @@ import argparse
 import multiprocessing
 import statistics
 import time
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 from harness import end_with_parent, print_json
 
-from hf_distca.pool.messages.call import Call, Reply
-from hf_distca.pool.messages.kinds import SERVER_SERVICE, Kind
-from hf_distca.pool.messages.tensor_spec import TensorSpec
-from hf_distca.pool.rank.link import ServerLink
-from hf_distca.pool.transport.choice import Choice, make_memory
-from hf_distca.pool.transport.negotiation import accept
-from hf_distca.pool.wire import Listener, Peer, make_token
+from hf_distca.pool.listener import Listener
+from hf_distca.pool.memory import Choice, make_memory
+from hf_distca.pool.messages import Call, Message, RankHello, Reply, TensorSpec
+from hf_distca.pool.rank.members import SERVICE, ServerLink
+from hf_distca.pool.token import make_token
+from hf_distca.pool.transport import choose, offer
+from hf_distca.pool.wire import Channel
 
 TRANSPORTS = (Choice.TCP, Choice.NIXL)
 ROWS = TensorSpec("q", "queries", (512,), "bfloat16")
 """1 KiB a row."""
 
+# A call names the number of its rows instead of a nano-batch.
 CALL = Call(0, 0, 0, None, "forward", 1.0, None, 1, 1, 1, 1, "bfloat16")
 CPU = torch.device("cpu")
 
@@ -38,19 +41,18 @@ def serve(token: bytes, own: Connection) -> None:
     torch.set_num_threads(1)
     memory = {choice: make_memory(choice, CPU, "127.0.0.1") for choice in TRANSPORTS}
 
-    def echo(choice: Choice, peer: Peer) -> None:
-        transport, welcome = accept(peer.channel, memory[choice], peer.hello.header)
-        peer.channel.send(Kind.WELCOME, welcome)
+    def echo(choice: Choice, channel: Channel, hello: Message) -> None:
+        assert isinstance(hello, RankHello)
+        transport, welcome = choose(channel, memory[choice], hello.nixl)
+        channel.send(welcome)
         while True:
-            message = peer.channel.receive()
-            rows = memory[choice].empty(ROWS, transport.size(message) // ROWS.row_bytes)
-            transport.receive(message, [rows], 60)
-            transport.send(Kind.REPLY, Reply(0, 0.0, 0).header(), [rows], message.sequence, 60)
+            frame = channel.receive()
+            assert isinstance(frame.message, Call)
+            rows = memory[choice].empty(ROWS, frame.message.nano_batch)
+            transport.receive(frame, [rows], 60)
+            transport.send(Reply(frame.message.call_id, 0.0, 0), [rows], 60)
 
-    listeners = [
-        Listener("127.0.0.1", 0, token, SERVER_SERVICE, Kind, lambda peer, choice=choice: echo(choice, peer))
-        for choice in TRANSPORTS
-    ]
+    listeners = [Listener("127.0.0.1", 0, token, SERVICE, partial(echo, choice)) for choice in TRANSPORTS]
     own.send([listener.port for listener in listeners])
     while own.recv():
         own.send(time.process_time())
@@ -70,7 +72,7 @@ def main() -> None:
     ports = ours.recv()
     memory = {choice: make_memory(choice, CPU, "127.0.0.1") for choice in TRANSPORTS}
     links = {
-        choice: ServerLink("127.0.0.1", port, token, 0, 1, 30, 60, memory[choice])
+        choice: ServerLink("127.0.0.1", port, token, RankHello(0, 1, offer(memory[choice])), 30, 60, memory[choice])
         for choice, port in zip(TRANSPORTS, ports, strict=True)
     }
 
@@ -83,7 +85,7 @@ def main() -> None:
         before, begin = cpu_s(), time.perf_counter()
         staged, ready = memory[choice].stage([rows])
         results = memory[choice].empty(ROWS, len(rows))
-        reply = links[choice].call(CALL, staged, [results], ready)
+        reply = links[choice].call(replace(CALL, nano_batch=len(rows)), staged, [results], ready)
         blocked = time.perf_counter() - begin
         del rows, staged
         reply.wait(60)

@@ -12,7 +12,8 @@ import hf_distca
 ROOT = Path(hf_distca.__file__).parent
 PLANNER = {"plan", "planner"}
 DISPATCH = PLANNER | {"kernels", "dispatch"}
-WORDS = {"pool.wire", "pool.messages"}
+WIRE = {"pool.messages", "pool.wire", "pool.token", "pool.listener"}
+ROWS = {"pool.memory", "pool.nixl", "pool.transport"}
 # What the files of a part may import besides those of the part itself. A file belongs to the longest name that fits.
 ALLOWED = {
     "units": set(),
@@ -26,25 +27,30 @@ ALLOWED = {
     "dispatch": PLANNER | {"kernels"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
     "patches": DISPATCH | {"config", "units"},
-    "memory": DISPATCH | {"config", "patches"},
-    "pool": DISPATCH | {"pool.wire", "pool.messages", "pool.transport", "pool.rank"},
-    "pool.wire": set(),
-    "pool.messages": PLANNER | {"pool.wire"},
-    "pool.transport": WORDS | {"plan"},
-    "pool.directory": WORDS,
-    "pool.rank": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
-    "pool.server": DISPATCH | WORDS | {"pool.transport", "pool.directory"},
+    "memory": DISPATCH | {"config", "patches", "sim"},
+    "pool": DISPATCH | ROWS | {"pool.token", "pool.child", "pool.directory", "pool.rank"},
+    "pool.child": set(),
+    "pool.token": set(),
+    "pool.messages": PLANNER,
+    "pool.wire": {"pool.messages"},
+    "pool.listener": {"pool.messages", "pool.wire"},
+    "pool.nixl": {"pool.messages", "pool.wire"},
+    "pool.memory": {"pool.messages", "pool.wire", "pool.nixl"},
+    "pool.transport": {"pool.messages", "pool.wire", "pool.nixl", "pool.memory"},
+    "pool.directory": WIRE,
+    "pool.rank": DISPATCH | WIRE | ROWS | {"pool.directory"},
+    "pool.server": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "trainer": DISPATCH
     | {"config", "units", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
-    "timeline": {"plan", "dispatch.recorder"},
+    "timeline": {"plan", "dispatch.recorder", "sim.report"},
     "cli": DISPATCH
-    | WORDS
+    | WIRE
     | {"config", "units", "version", "patches", "measure", "memory", "sim", "timeline"}
-    | {"pool.server", "pool.directory", "pool.transport"},
+    | {"pool.server", "pool.memory"},
 }
-PURE = {"plan", "planner", "sim", "pool.messages", "pool.wire"}
+PURE = {"plan", "planner", "sim"} | WIRE
 
 
 def name_of(path: Path) -> str:

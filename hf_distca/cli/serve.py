@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import seconds
-from hf_distca.pool.wire.address import parse_address
+from hf_distca.pool.token import parse_address
 
 DESCRIPTION = """\
 Be a dedicated attention server (experimental): compute core attention for the ranks of a run until training ends or
@@ -86,9 +86,10 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from hf_distca.kernels import get_kernel
+    from hf_distca.pool.memory import Choice
     from hf_distca.pool.server import AttentionServer
-    from hf_distca.pool.transport.choice import Choice
-    from hf_distca.pool.wire import LinkLost, MismatchError, TokenError, parse_token, read_token
+    from hf_distca.pool.token import TokenError, parse_token, read_token
+    from hf_distca.pool.wire import LinkLost, MismatchError
 
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:

@@ -30,7 +30,7 @@ class ChildServer:
         says: what the child reads from its standard input; no more than a pipe holds.
         has_ended: whether training has ended; asked twice a second, until it has.
         again_s: from the death of a child to the start of the next.
-        end_s: how long a child may take to end when training has; then it is killed, be it stopped or not.
+        end_s: how long a child may take to end when training has; then it is killed.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
 """Which servers there are: a directory at rank 0, and the servers' membership in it."""
 
-import enum
 import ipaddress
 import itertools
 import logging
@@ -11,17 +10,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hf_distca.pool.messages.hello import DirectoryWelcome, Refusal, ServerHello
-from hf_distca.pool.messages.kinds import DIRECTORY_SERVICE, Kind
-from hf_distca.pool.wire.channel import Channel
-from hf_distca.pool.wire.errors import AuthenticationError, LinkLost, ProtocolError
-from hf_distca.pool.wire.handshake import connect
-from hf_distca.pool.wire.listener import Listener, Peer
+from hf_distca.pool.listener import Listener
+from hf_distca.pool.messages import Alive, End, Message, ServerHello, ServerWelcome
+from hf_distca.pool.wire import AuthenticationError, Channel, LinkLost, MismatchError, ProtocolError, connect
 
 logger = logging.getLogger(__name__)
 
 ALIVE_S = 2.0
 """A member says so often that it is alive."""
+
+SERVICE = "directory"
+"""Name of what listens here, for the handshake."""
 
 _ANSWER_S = 10.0
 _RETRY_S = 0.5
@@ -29,15 +28,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server that has joined.
-
-    Attributes:
-        id: number of its membership, never used again: a server that comes back has a new one.
-        host: where it listens for ranks.
-        port: its TCP port.
-        device: what it computes on, for messages and logs.
-        pairs_per_second: its speed, measured when it started (see `hf_distca.kernels.speed`).
-    """
+    """A server that has joined, with what its hello says; a server that comes back has a new id."""
 
     id: int
     host: str
@@ -55,13 +46,6 @@ class Directory:
         token: the run's token.
         silence_s: a member that says nothing for so long is dropped.
         ended: called when training is over, for those that servers' connections do not reach.
-
-    Attributes:
-        host: where it listens.
-        port: where it listens.
-
-    Raises:
-        OSError: the address cannot be listened on.
     """
 
     def __init__(
@@ -78,27 +62,22 @@ class Directory:
         self._lock = threading.Lock()
         self._members: dict[int, tuple[ServerInfo, Channel]] = {}
         self._ended = False
-        self._listener = Listener(host, port, token, DIRECTORY_SERVICE, Kind, self._serve)
+        self._listener = Listener(host, port, token, SERVICE, self._serve)
         self.host, self.port = self._listener.host, self._listener.port
 
     def members(self) -> tuple[ServerInfo, ...]:
-        """The servers that are there now, oldest member first."""
+        """Return the servers that are there now, oldest member first."""
         with self._lock:
             return tuple(info for info, _ in self._members.values())
 
     def drop(self, member: int, refusal: str = "") -> None:
-        """Drop a server that ranks cannot use.
-
-        Args:
-            member: its id; nothing happens if it is gone already.
-            refusal: why it need not try again, which it is told; without one it may join again, as a new member.
-        """
+        """Drop a server that ranks cannot use, if it is still there; without a refusal it may join again."""
         with self._lock:
             _, channel = self._members.pop(member, (None, None))
             if channel is not None:
                 if refusal:
                     with suppress(LinkLost):  # it has left by itself
-                        channel.send(Kind.REFUSED, Refusal(refusal).header())
+                        channel.refuse(refusal, _ANSWER_S)
                 channel.shut_down()
 
     def end(self) -> None:
@@ -107,7 +86,7 @@ class Directory:
             self._ended = True
             for info, channel in self._members.values():
                 try:
-                    channel.send(Kind.END, {})
+                    channel.send(End(), timeout_s=_ANSWER_S)
                 except LinkLost as error:
                     logger.warning("server %s:%d was not told that training ended: %s", info.host, info.port, error)
         if self._tell_ended is not None:
@@ -117,55 +96,31 @@ class Directory:
         """Listen no more; servers that were not told of an end try to join again."""
         self._listener.close()
 
-    def _serve(self, peer: Peer) -> None:
+    def _serve(self, channel: Channel, hello: Message) -> None:
         """Keep one member."""
-        channel = peer.channel
-        info = server_info(ServerHello.read(peer.hello.header), next(self._ids), channel.peer_host)
-        channel.set_timeout(self._silence_s)
+        info = server_info(hello, next(self._ids), channel.peer_host)
         with self._lock:
-            channel.send(Kind.WELCOME, DirectoryWelcome(info.id).header())
+            channel.send(ServerWelcome(info.id), timeout_s=_ANSWER_S)
             if self._ended:
-                channel.send(Kind.END, {})
+                channel.send(End(), timeout_s=_ANSWER_S)
             self._members[info.id] = (info, channel)
         logger.info("server %d joined: %s:%d on %s", info.id, info.host, info.port, info.device)
         try:
-            while True:
-                frame = channel.receive()
-                if frame.kind is not Kind.ALIVE or frame.payload:
-                    got = f"{frame.kind.name} with {frame.payload} bytes"
-                    raise ProtocolError(f"a member sends ALIVE without a payload and nothing else, got {got}")
+            while isinstance(message := channel.receive(self._silence_s).message, Alive):
+                pass
+            raise ProtocolError(f"a member sends nothing but Alive, got {type(message).__name__}")
         finally:
             with self._lock:
                 self._members.pop(info.id, None)
             logger.info("server %d left: %s:%d", info.id, info.host, info.port)
 
 
-class State(enum.Enum):
-    """What became of a membership."""
-
-    JOINED = "joined"
-    ENDED = "ended"  # training is over
-    LOST = "lost"  # the directory is gone, or has dropped this server
-    REFUSED = "refused"  # ranks cannot use this server, now or later
-
-
 class Membership:
-    """A server's connection to the directory. Used by one thread.
-
-    Args:
-        channel: the connection, after the welcome.
-        member: the id that the directory gave.
-
-    Attributes:
-        id: the id that the directory gave.
-        refusal: why ranks cannot use this server, where that is so.
-    """
+    """A server's connection to the directory after its welcome, used by one thread."""
 
     def __init__(self, channel: Channel, member: int) -> None:
         self.id = member
-        self.refusal = ""
         self._channel = channel
-        self._state = State.JOINED
         self._said_alive = time.monotonic()
 
     @classmethod
@@ -178,15 +133,7 @@ class Membership:
         wait_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> "Membership":
-        """Join the directory, which may not be there yet.
-
-        Args:
-            host: where the directory listens.
-            port: its TCP port.
-            token: the run's token.
-            hello: what to say of this server.
-            wait_s: how long to try.
-            give_up: asked between tries.
+        """Join the directory, which may not be there yet: try for `wait_s`, or until `give_up` says so.
 
         Raises:
             AuthenticationError: the directory has another token.
@@ -196,7 +143,12 @@ class Membership:
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                return cls._try(host, port, token, hello)
+                channel = connect(host, port, token, SERVICE, _ANSWER_S)
+                try:
+                    return cls(channel, channel.ask(hello, ServerWelcome, _ANSWER_S).server)
+                except LinkLost:
+                    channel.close()
+                    raise
             except (AuthenticationError, ProtocolError):
                 raise  # another try would end alike
             except LinkLost as error:
@@ -204,63 +156,31 @@ class Membership:
                     raise LinkLost(f"not joined within {wait_s:g} s; the last try: {error}") from error
             time.sleep(_RETRY_S)
 
-    @classmethod
-    def _try(cls, host: str, port: int, token: bytes, hello: ServerHello) -> "Membership":
-        channel = Channel(connect(host, port, token, DIRECTORY_SERVICE, _ANSWER_S), Kind)
-        try:
-            channel.set_timeout(_ANSWER_S)
-            channel.send(Kind.HELLO, hello.header())
-            frame = channel.receive()
-            if frame.kind is Kind.REFUSED:
-                raise ProtocolError(f"the directory does not take this server: {Refusal.read(frame.header).reason}")
-            if frame.kind is not Kind.WELCOME:
-                raise ProtocolError(f"the directory answers {frame.kind.name}, expected WELCOME")
-            welcome = DirectoryWelcome.read(frame.header)
-        except LinkLost as error:
-            channel.close()
-            raise type(error)(f"{host}:{port}: {error}") from error
-        return cls(channel, welcome.server)
+    def poll(self, timeout_s: float) -> Message | None:
+        """Wait for End or Refused for so long at most, saying now and then that this server is alive.
 
-    def poll(self, timeout_s: float) -> State:
-        """Wait for news for so long at most, saying now and then that this server is alive."""
-        if self._state is not State.JOINED:
-            return self._state
-        try:
-            if time.monotonic() - self._said_alive > ALIVE_S:
-                self._said_alive = time.monotonic()
-                self._channel.send(Kind.ALIVE, {})
-            if select.select([self._channel], [], [], timeout_s)[0]:
-                frame = self._channel.receive()
-                if frame.kind is Kind.REFUSED:
-                    self.refusal = Refusal.read(frame.header).reason
-                    self._state = State.REFUSED
-                else:
-                    self._state = State.ENDED if frame.kind is Kind.END else State.LOST
-        except LinkLost as error:
-            logger.warning("the directory is gone: %s", error)
-            self._state = State.LOST
-        return self._state
+        LinkLost: the directory is gone, or has dropped this server.
+        """
+        if time.monotonic() - self._said_alive > ALIVE_S:
+            self._said_alive = time.monotonic()
+            self._channel.send(Alive(), timeout_s=_ANSWER_S)
+        if not select.select([self._channel], [], [], timeout_s)[0]:
+            return None
+        return self._channel.receive(_ANSWER_S).message
 
     def close(self) -> None:
         """Leave."""
         self._channel.close()
 
 
-def server_info(hello: ServerHello, server: int, came_from: str) -> ServerInfo:
-    """A server that joins, as ranks are told of it.
-
-    Args:
-        hello: what it says of itself.
-        server: id of its membership.
-        came_from: address from which it connects.
-
-    Raises:
-        ProtocolError: ranks could not reach it.
-    """
+def server_info(hello: Message, server: int, came_from: str) -> ServerInfo:
+    """Return what ranks are told of a server that joins from an address; MismatchError where they cannot reach it."""
+    if not isinstance(hello, ServerHello):
+        raise ProtocolError(f"a server begins with its hello, got {type(hello).__name__}")
     if _is_loopback(hello.host) and not _is_loopback(came_from):
-        raise ProtocolError(
-            f"the server listens on {hello.host}, where ranks on other hosts do not reach it; let it listen on "
-            f"an address of its network, such as {came_from}"
+        raise MismatchError(
+            f"the server listens on {hello.host}, where ranks on other hosts do not reach it; let it listen on an "
+            f"address of its network, such as {came_from}"
         )
     return ServerInfo(server, hello.host or came_from, hello.port, hello.device, hello.pairs_per_second)
 

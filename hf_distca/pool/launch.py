@@ -17,12 +17,10 @@ from torch.cuda import device_count, is_available
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.pool.child import ChildServer
 from hf_distca.pool.directory import Directory
+from hf_distca.pool.memory import Choice, Memory, make_memory
+from hf_distca.pool.nixl import address_towards
 from hf_distca.pool.rank.pool import Pool, use_servers
-from hf_distca.pool.transport.choice import Choice, make_memory
-from hf_distca.pool.transport.contract import Memory
-from hf_distca.pool.transport.nixl.agent import address_towards
-from hf_distca.pool.wire.address import parse_address
-from hf_distca.pool.wire.token import make_token, read_token, write_token
+from hf_distca.pool.token import make_token, parse_address, read_token, write_token
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ class Launch:
 
     Attributes:
         servers: how many.
-        store: where rank 0 leaves the address and the token for them; the store of the launcher.
+        store: the launcher's, where rank 0 leaves the address and the token for them.
         serves_on: device of this process if it is a server; None: it is a rank.
     """
 
@@ -62,8 +60,7 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
         cpu: servers compute on the CPU even where there is a GPU.
 
     Raises:
-        ValueError: this is no launch with more processes than that, or something has looked at the world already; or,
-            on every process, a server's host has no GPU left for it.
+        ValueError: on every process, where the launch has too few processes, or a server's host no GPU for it.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     ranks = world - servers
@@ -123,14 +120,9 @@ def _without_device(rank: int, device: str) -> str:
 
 
 def serve_if_server(launch: Launch | None, timeout_s: float) -> None:
-    """Serve until training ends if this process is a server of its launch; else return at once.
+    """Serve until training ends, then raise SystemExit, if this process is a server of its launch; else return.
 
-    Args:
-        launch: from `split_launch`; None: no process of this launch serves.
-        timeout_s: how long the server waits for the ranks once it knows their address.
-
-    Raises:
-        SystemExit: training has ended. Nothing else of the ranks' script is to run here.
+    `timeout_s` is how long the server waits for the ranks once it knows their address.
     """
     if launch is None or launch.serves_on is None:
         return
@@ -186,7 +178,7 @@ def open_pool(
     place: tuple[str, int] = ("", 0)
     if groups.rank == 0:
         try:
-            host, port = _address(address)
+            host, port = parse_address(address, setting="attention_server_address")
             token = make_token() if launch is not None else _file_token(Path(token_file))
             ended = partial(launch.store.set, "ended", "") if launch is not None and launch.store is not None else None
             directory = Directory(host, port, token, ended=ended)
@@ -224,13 +216,6 @@ def open_pool(
     if launch is not None:
         pool.wait_for(launch.servers, timeout_s)
     return pool
-
-
-def _address(text: str) -> tuple[str, int]:
-    try:
-        return parse_address(text)
-    except ValueError as error:
-        raise ValueError(f"attention_server_address {error}") from error
 
 
 def _file_token(path: Path) -> bytes:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_distca.patches.model import base_model
+from hf_distca.patches.tensor_parallel import is_divided_at_load
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -29,11 +30,6 @@ def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     if config.dp_dim_names:
         return mesh["dp"]
     return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"]
-
-
-def is_divided_at_load(model: Any) -> bool:
-    """Whether transformers has divided a model among ranks as it loaded it, by a DistributedConfig."""
-    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator) -> torch.dtype:

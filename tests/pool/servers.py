@@ -152,8 +152,8 @@ def _serve(port: int, fault: Fault | None, join_when: Path | None, transport: st
     import torch
 
     from hf_distca.kernels import get_kernel
+    from hf_distca.pool.memory import Choice
     from hf_distca.pool.server.server import AttentionServer
-    from hf_distca.pool.transport.choice import Choice
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

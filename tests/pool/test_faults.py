@@ -22,8 +22,8 @@ from hf_distca.planner.cost import Workers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
+from hf_distca.pool.memory import Choice
 from hf_distca.pool.rank.pool import use_servers
-from hf_distca.pool.transport.choice import Choice
 from tests.dispatch.test_equality import cut_rows
 from tests.logged import Messages
 from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model

@@ -21,9 +21,9 @@ from hf_distca import DistCATrainingArguments
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool import launch as launches
+from hf_distca.pool import nixl as nixl_agent
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
-from hf_distca.pool.transport.nixl import agent as nixl_agent
-from hf_distca.pool.wire.token import make_token, write_token
+from hf_distca.pool.token import make_token, write_token
 from tests.launch import LOG, ROOT, launch
 from tests.models import small_kinds
 from tests.pool.servers import wait_until

@@ -16,7 +16,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
-from hf_distca.pool.wire.errors import LinkLost
+from hf_distca.pool.wire import LinkLost
 from tests.dispatch.test_equality import planned_step
 from tests.models import SMALL_LLAMA4, random_documents, reference_step, relative_error, small_kinds, small_model
 from tests.pool.servers import TOKEN, Fault, ServerProcess, alike

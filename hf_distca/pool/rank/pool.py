@@ -3,32 +3,39 @@
 A server is a worker of the plan that holds no rows. Ranks send it query and K/V rows over one link per pair of rank
 and server, and collect the results after their own tasks. After every collection they tell one another which servers
 they lost: all of them go on without these, and compute what was lost.
+
+Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values, N
+rows; what follows a row's N is free.
 """
 
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.recorder import Recorder
+from hf_distca.dispatch.recorder import Recorder, Span, Work
+from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.rows import take
+from hf_distca.kernels import AttentionParams
 from hf_distca.kernels.speed import measure_speed
-from hf_distca.plan import MicroBatchPlan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
+from hf_distca.planner.lost import plan_lost
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.with_servers import plan_with_servers
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.messages.plan import encode_plan
-from hf_distca.pool.rank.call import PlanAtServers
-from hf_distca.pool.rank.members import Members
+from hf_distca.pool.memory import Memory
+from hf_distca.pool.messages import Call, plan_tables
+from hf_distca.pool.rank.members import Members, PendingReply
 from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
-from hf_distca.pool.transport.contract import Memory
-from hf_distca.pool.wire.errors import LinkLost
+from hf_distca.pool.wire import LinkLost
 
 POLL_S = 0.2
 SPANS = 1 << 16
@@ -53,10 +60,11 @@ class Pool:
     ) -> None:
         self.members = members
         self.ranks_serve = ranks_serve
+        self.recorder = recorder
+        self.speeds = Speeds(float(np.mean(groups.all_gather(own_speed))))
+        self.call_ids = itertools.count()  # the same on every rank
+        self._plan_ids = itertools.count()
         self._groups = groups
-        self._plan_ids, self._call_ids = itertools.count(), itertools.count()
-        self._speeds = Speeds(float(np.mean(groups.all_gather(own_speed))))
-        self._recorder = recorder
         self._recording = recorder.listen(*OBSERVED, most=SPANS)
 
     @property
@@ -67,11 +75,14 @@ class Pool:
     def refresh(self) -> None:
         """Let servers that have joined take part from now on, without those that left. A collective."""
         told = self._groups.all_gather((self.members.news(), observe(self._recording.take())))
-        self._speeds.learn([observed for _, observed in told])
+        self.speeds.learn([observed for _, observed in told])
         for info in self.members.update([news for news, _ in told]):
-            speed = self._speeds.joined(info.id, info.pairs_per_second)
-            name, carried_by = self.members.name(info.id), self.members.carried_by(info.id)
-            self.members.tell(f"attention server {name} takes part: speed {speed:.2f}, rows travel over {carried_by}")
+            speed, link = self.speeds.joined(info.id, info.pairs_per_second), self.members.link(info.id)
+            assert link is not None
+            name = self.members.name(info.id)
+            self.members.tell(
+                f"attention server {name} takes part: speed {speed:.2f}, rows travel over {link.carried_by}"
+            )
 
     def wait_for(self, servers: int, timeout_s: float) -> None:
         """Refresh until so many servers take part, or go on without the rest. A collective."""
@@ -90,10 +101,10 @@ class Pool:
             )
 
     def workers(self, nano_batches: int) -> Workers:
-        """Speeds and base loads of the ranks and, after them, of `servers`, for so many nano-batches."""
-        return self._speeds.workers(self._groups.ranks, self.servers, takes_turns=nano_batches > 1)
+        """Return speeds and base loads of the ranks and, after them, of `servers`, for so many nano-batches."""
+        return self.speeds.workers(self._groups.ranks, self.servers, takes_turns=nano_batches > 1)
 
-    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, PlanAtServers | None]:
+    def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, "PlanAtServers | None"]:
         """Plan tasks again for the workers that are there now, and send the plan to the servers; see `RemoteWorkers`.
 
         Servers are the plan's workers behind the ranks, in the order of `servers`.
@@ -111,20 +122,12 @@ class Pool:
         plan_id = next(self._plan_ids)
         if self._groups.rank == 0:
             for index, server in enumerate(servers):
-                header, tables = encode_plan(plan_id, self._groups.ranks + index, plan.nano_batches)
+                message, tables = plan_tables(plan_id, self._groups.ranks + index, plan.nano_batches)
                 link = self.members.link(server)
                 assert link is not None  # nobody is lost between two collectives
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
-                    link.send(Kind.PLAN, header, [table.data for table in tables])
-        return plan, PlanAtServers(
-            plan_id,
-            servers,
-            self.members,
-            self._call_ids,
-            self._recorder,
-            settings,
-            self._speeds.pairs_per_second,
-        )
+                    link.send(message, [table.data for table in tables])
+        return plan, PlanAtServers(self, plan_id, servers, settings)
 
     def _nodes(self, servers: Sequence[int], nodes: Sequence[int] | None) -> list[int | None] | None:
         """[servers] the node of the ranks that share a server's host; None for a server on a host of its own.
@@ -135,7 +138,7 @@ class Pool:
         """
         if nodes is None:
             return None
-        beside = (self.members.rank_beside(server) for server in servers)
+        beside = [self.members.rank_beside(server) for server in servers]
         return [None if rank is None else nodes[rank] for rank in beside]
 
     def close(self) -> None:
@@ -168,3 +171,101 @@ def use_servers(
     pool = Pool(dispatcher.groups, members, dispatcher.recorder, own_speed, ranks_serve=ranks_serve)
     dispatcher.remote = pool
     return pool
+
+
+class PlanAtServers:
+    """The plan of one micro-batch at its servers, whose ids stand in the order of the plan's workers."""
+
+    def __init__(self, pool: Pool, plan_id: int, servers: tuple[int, ...], settings: PlanSettings) -> None:
+        self._pool = pool
+        self._plan_id = plan_id
+        self._servers = servers
+        self._settings = settings
+
+    def start(
+        self,
+        work: Work,
+        servers: Sequence[ServerRows],
+        kind: AttentionKind,
+        params: AttentionParams,
+        rows: Mapping[str, Tensor],
+    ) -> "CallAtServers":
+        """See `hf_distca.dispatch.remote.RemotePlan.start`."""
+        q_THD, k_TGD, v_TGE = rows["q"], rows["k"], rows["v"]
+        dtype = str(q_THD.dtype).removeprefix("torch.")
+        call = Call(
+            plan_id=self._plan_id,
+            call_id=next(self._pool.call_ids),
+            nano_batch=work.nano_batch,
+            window=params.window,
+            direction=work.direction,
+            scale=params.scale,
+            softcap=params.softcap,
+            q_heads=q_THD.shape[1],
+            kv_heads=k_TGD.shape[1],
+            dim_qk=q_THD.shape[2],
+            dim_v=v_TGE.shape[2],
+            dtype=dtype,  # type: ignore[arg-type]  # the server refuses others
+            chunk=kind.chunk,
+        )
+        under_way = CallAtServers(self._pool, self._servers, servers, work, q_THD.device)
+        for asked in servers:
+            under_way.ask(asked, call, rows)
+        return under_way
+
+    def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
+        """See `hf_distca.dispatch.remote.RemotePlan.repair`."""
+        workers = [plan.layout.ranks + server for server in lost]
+        return plan_lost(plan, workers, kind, self._settings, self._pool.speeds.pairs_per_second)
+
+
+class CallAtServers:
+    """One core attention's tasks at the servers, from the sending of rows to the collection of results.
+
+    Args:
+        pool: the rank's.
+        ids: of the plan's servers.
+        servers: those that have tasks of it.
+        work: which core attention.
+        device: the rank's.
+    """
+
+    def __init__(
+        self, pool: Pool, ids: Sequence[int], servers: Sequence[ServerRows], work: Work, device: torch.device
+    ) -> None:
+        self._members, self._recorder = pool.members, pool.recorder
+        self._ids = {asked.server: ids[asked.server] for asked in servers}
+        self._work = work
+        self._device = device
+        self._replies: dict[int, tuple[PendingReply, dict[str, Tensor]]] = {}  # by server index
+
+    def ask(self, asked: ServerRows, call: Call, rows: Mapping[str, Tensor]) -> None:
+        """Send a server its part of all local rows, if it takes part and this rank has any for it."""
+        link = self._members.link(self._ids[asked.server])
+        if link is None or not asked.q_count + asked.k_count:
+            return
+        memory = self._members.memory
+        index = {"queries": asked.q_rows, "keys": asked.k_rows}
+        counts = {"queries": asked.q_count, "keys": asked.k_count}
+        staged, ready = memory.stage([take(rows[spec.name], index[spec.rows]) for spec in call.request()])
+        results = {spec.name: memory.empty(spec, counts[spec.rows]) for spec in call.reply()}
+        with suppress(LinkLost):  # the collection will find the link lost
+            self._replies[asked.server] = link.call(call, staged, list(results.values()), ready), results
+
+    def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
+        """See `hf_distca.dispatch.remote.RemoteCall.collect`."""
+        for server, (reply, _) in self._replies.items():
+            with suppress(LinkLost):
+                said = reply.wait(self._members.timeout_s)
+                name = str(self._ids[server])
+                self._recorder.add(Span("call", name, self._work, reply.departed, reply.arrived))
+                begin = reply.arrived - said.seconds
+                self._recorder.add(Span("server", name, self._work, begin, reply.arrived, said.pairs))
+        lost_ids = self._members.without_lost(list(self._ids.values()))
+        lost = frozenset(server for server, id in self._ids.items() if id in lost_ids)
+        results = {
+            server: {name: rows_N.to(self._device, non_blocking=True) for name, rows_N in columns.items()}
+            for server, (_, columns) in self._replies.items()
+            if server not in lost
+        }
+        return results, lost

@@ -56,12 +56,9 @@ OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "server")
 
 
 def observe(spans: Sequence[Span]) -> Observed:
-    """What spans of one rank, in the order in which they were recorded, say of the time that attention takes.
+    """Return what one rank's spans of `OBSERVED`, in the order of recording, say of the time that attention takes.
 
     Calls are on the host's clock and phases on the device's: they are told apart by what they were for.
-
-    Args:
-        spans: of the kinds of `OBSERVED`, since the speeds were last corrected.
     """
     phases = sorted((span for span in spans if span.kind == "phase"), key=lambda span: span.begin)
     observed, shared = _observe_phases(phases)
@@ -87,8 +84,7 @@ def observe(spans: Sequence[Span]) -> Observed:
 def _observe_phases(phases: Sequence[Span]) -> tuple[Observed, set[Work | None]]:
     """Calls, time between phases while calls are under way, and the core attentions whose calls were not alone.
 
-    Args:
-        phases: in the order of their beginnings; those of a repair lie within another one.
+    Phases are in the order of their beginnings; those of a repair lie within another one.
     """
     observed, shared = Observed(), set[Work | None]()
     under_way, until = 0, None
@@ -107,11 +103,7 @@ def _observe_phases(phases: Sequence[Span]) -> tuple[Observed, set[Work | None]]
 
 
 class Speeds:
-    """What is known of the speeds; the same on every rank.
-
-    Args:
-        own: the ranks' mean speed as `measure_speed` gives it, in pairs per second.
-    """
+    """What is known of the speeds, the same on every rank; `own` is the ranks' mean of `measure_speed`."""
 
     def __init__(self, own: float) -> None:
         self._own = DIRECTIONS * own  # as observed
@@ -125,12 +117,7 @@ class Speeds:
         return self._own / DIRECTIONS
 
     def joined(self, server: int, measured: float) -> float:
-        """A server takes part; returns its speed relative to a rank.
-
-        Args:
-            server: its id.
-            measured: its speed as `measure_speed` gives it, in pairs per second.
-        """
+        """Note a server that takes part, by its `measure_speed`, and return its speed relative to a rank."""
         self._relative[server] = DIRECTIONS * measured / self._own
         self._ways[server] = 0.0
         return self._relative[server]
@@ -159,15 +146,10 @@ class Speeds:
                 self._ways[server] *= 1 - FADING
 
     def workers(self, ranks: int, servers: Sequence[int], takes_turns: bool) -> Workers:
-        """Speeds and base loads of the ranks and of servers behind them.
+        """Return speeds and base loads of the ranks and of servers behind them.
 
         With two nano-batches in turns, a rank does its other work, and rows travel, while a server computes: the
         work is the rank's base load. Without turns a server does nothing while rows travel: its own base load.
-
-        Args:
-            ranks: number of ranks.
-            servers: ids.
-            takes_turns: whether two nano-batches take turns.
         """
         base_load = (self._base_load,) * ranks + (0.0,) * len(servers)
         if not takes_turns:

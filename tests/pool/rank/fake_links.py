@@ -1,8 +1,8 @@
 """Links to servers and a directory that do what a test says."""
 
 from hf_distca.pool.directory import ServerInfo
-from hf_distca.pool.messages.call import Reply
-from hf_distca.pool.wire.errors import LinkLost
+from hf_distca.pool.messages import Reply
+from hf_distca.pool.wire import LinkLost
 
 
 def server_info(server, port):
@@ -34,14 +34,14 @@ class FakeLink:
         closed: whether it is closed.
     """
 
-    def __init__(self, host, port, token, rank, ranks, connect_s, rows_s, memory):
+    def __init__(self, host, port, token, hello, connect_s, rows_s, memory):
         if port == 1:
             raise LinkLost("nobody answers")
         self.calls, self.sent, self.lost, self.closed = [], [], "", False
         self.within_host, self.carried_by = port == 4000, "TCP (TCP was asked for)"
 
-    def send(self, kind, header, buffers):
-        self.sent.append((kind, header))
+    def send(self, message, payload):
+        self.sent.append(message)
 
     def call(self, call, rows, results, ready):
         self.calls.append(call)

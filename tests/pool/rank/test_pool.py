@@ -16,10 +16,10 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.pool.messages.kinds import Kind
+from hf_distca.pool.memory import HostMemory
+from hf_distca.pool.messages import RankHello
 from hf_distca.pool.rank.members import Members, News
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.pool.transport.tcp import HostMemory
 from tests.pool.rank.fake_links import FakeDirectory, FakeLink, server_info
 
 CPU = torch.device("cpu")
@@ -70,8 +70,8 @@ def test_a_plan_is_sent_to_the_servers_that_are_there(pool, directory):
     assert plan.nano_batches[0].plans[KIND].workers == 3
     assert at_servers is not None
     for server, worker in ((7, 1), (9, 2)):
-        ((kind, header),) = pool.members.link(server).sent
-        assert (kind, header["plan_id"], header["worker"]) == (Kind.PLAN, 0, worker)
+        (message,) = pool.members.link(server).sent
+        assert (message.plan_id, message.worker) == (0, worker)
     directory.infos = ()
     pool.refresh()
     plan = plan_micro_batch([64], SETTINGS)
@@ -122,13 +122,13 @@ def test_members_of_the_directory_take_part_until_they_leave_it(pool, directory)
     assert later.closed
 
 
-@pytest.mark.parametrize(("final", "refusal"), [(set(), ""), ({8}, "nobody answers")])
+@pytest.mark.parametrize(("final", "refusal"), [(False, ""), (True, "nobody answers")])
 def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monkeypatch, final, refusal):
     made = []
     monkeypatch.setattr(
         "hf_distca.pool.rank.members.ServerLink", lambda *args: made.append(FakeLink(*args)) or made[-1]
     )
-    told = iter([({}, set(), set()), ({8: "nobody answers"}, final, set())])
+    told = iter([({}, set()), ({8: ("nobody answers", final)}, set())])
     groups = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value, next(told)])
     members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
     seven, eight = server_info(7, 4000), server_info(8, 4001)
@@ -145,7 +145,7 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeyp
     groups = SimpleNamespace(
         rank=0,
         ranks=2,
-        all_gather=lambda value: [value, ({}, set(), set())],
+        all_gather=lambda value: [value, ({}, set())],
         any_of=lambda flags: asked.append(flags) or [False, True],
     )
     members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
@@ -177,7 +177,7 @@ def test_what_a_link_is_made_with(directory, monkeypatch, timeout_s, connect_s):
     groups, memory = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value] * 2), HostMemory(CPU)
     members = Members(groups, memory, b"token", directory, timeout_s)
     members.update([News((server_info(7, 4000),), ()), News((), ())])
-    assert made == [("127.0.0.1", 4000, b"token", 0, 2, connect_s, timeout_s, memory)]
+    assert made == [("127.0.0.1", 4000, b"token", RankHello(0, 2), connect_s, timeout_s, memory)]
 
 
 def test_all_links_and_the_directory_end_with_the_training(pool, directory):
@@ -208,7 +208,7 @@ def test_servers_are_on_the_node_of_ranks_of_their_host(directory, monkeypatch, 
 
     def gathered(value):
         reached = isinstance(value, tuple) and isinstance(value[0], dict)
-        return [value, ({}, set(), set()), ({}, set(), {7, 8})] if reached else [value] * 3
+        return [value, ({}, set()), ({}, {7, 8})] if reached else [value] * 3
 
     groups = SimpleNamespace(rank=0, ranks=3, all_gather=gathered)
     pool = Pool(groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), Recorder(CPU), 50.0)

@@ -16,12 +16,11 @@ from hf_distca.planner.chunks import layout_of_kind
 from hf_distca.planner.layout import packed_layout
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.shifted import merged
-from hf_distca.pool.messages.call import Call
-from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.messages.plan import encode_plan
-from hf_distca.pool.rank.link import ServerLink
-from hf_distca.pool.server.compute import params_of
-from hf_distca.pool.transport.tcp import HostMemory
+from hf_distca.pool.memory import HostMemory
+from hf_distca.pool.messages import Call, RankHello, plan_tables
+from hf_distca.pool.rank.members import ServerLink
+from hf_distca.pool.server.calls import params_of
+from hf_distca.pool.transport import offer
 
 FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
 KINDS = (FULL, replace(FULL, window=40), replace(FULL, chunk=32))
@@ -49,6 +48,14 @@ def make_nano_batch(lengths, ranks, servers, seed, kinds=KINDS):
 def make_call(plan_id, call_id, nano_batch, kind, direction, *, dtype="float32", softcap=None):
     heads, dims = (kind.q_heads, kind.kv_heads), (kind.dim_qk, kind.dim_v)
     return Call(plan_id, call_id, nano_batch, kind.window, direction, 0.3, softcap, *heads, *dims, dtype, kind.chunk)
+
+
+def unchecked(message, fields):
+    """A message with other fields, none of which is checked."""
+    changed = object.__new__(type(message))
+    for name, value in {**vars(message), **fields}.items():
+        object.__setattr__(changed, name, value)
+    return changed
 
 
 class Data:
@@ -107,20 +114,6 @@ class Data:
             )
 
 
-class Said:
-    """A call that says anything.
-
-    Args:
-        fields: of its header.
-    """
-
-    def __init__(self, **fields):
-        self.fields = fields
-
-    def header(self):
-        return self.fields
-
-
 class FakeRank:
     """One rank and its link to a server.
 
@@ -133,11 +126,13 @@ class FakeRank:
         self.rank = rank
         self.worker = worker
         self._memory = memory or HostMemory(torch.device("cpu"))
-        self.link = ServerLink("127.0.0.1", port, token, rank, ranks, 10, 60, self._memory)
+        self.link = ServerLink(
+            "127.0.0.1", port, token, RankHello(rank, ranks, offer(self._memory)), 10, 60, self._memory
+        )
         self.replies = []
 
     def send_plan(self, plan_id, nano_batches):
-        self.link.send(Kind.PLAN, *encode_plan(plan_id, self.worker, nano_batches))
+        self.link.send(*plan_tables(plan_id, self.worker, nano_batches))
 
     def start(self, call, plan, data):
         """Send the rows that the server needs of this rank; None if there are none."""

@@ -9,9 +9,10 @@ import pytest
 from hf_distca.cli.main import main
 from hf_distca.dispatch.groups import Groups
 from hf_distca.pool.directory import Directory
+from hf_distca.pool.memory import Choice
 from hf_distca.pool.rank.members import Members
-from hf_distca.pool.transport.choice import Choice
-from hf_distca.pool.wire import LinkLost, make_token, write_token
+from hf_distca.pool.token import make_token, write_token
+from hf_distca.pool.wire import LinkLost
 from tests.pool.server.fake_ranks import FULL, Data, FakeRank, make_call, make_nano_batch, run_calls
 from tests.pool.server.processes import ServerProcess
 from tests.pool.servers import alike, wait_until

@@ -7,16 +7,14 @@ import torch
 
 from hf_distca.kernels import get_kernel
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.plan import TASK
 from hf_distca.planner.routes import make_routes
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.messages.plan import encode_plan
+from hf_distca.pool.messages import End, plan_tables
 from hf_distca.pool.server import AttentionServer
-from hf_distca.pool.server.calls import IN_FLIGHT
-from hf_distca.pool.server.plans import KEPT
-from hf_distca.pool.wire import LinkLost, make_token
-from tests.pool.server.fake_ranks import FULL, SLIM, Data, FakeRank, Said, make_call, make_nano_batch, run_calls
+from hf_distca.pool.server.calls import IN_FLIGHT, KEPT
+from hf_distca.pool.token import make_token
+from hf_distca.pool.wire import LinkLost
+from tests.pool.server.fake_ranks import FULL, SLIM, Data, FakeRank, make_call, make_nano_batch, run_calls, unchecked
 from tests.pool.servers import wait_until
 
 CPU = torch.device("cpu")
@@ -67,8 +65,8 @@ def test_results_are_those_of_the_reference(server, ranks, nano_batches):
 
 
 class WithoutSoftcap(CpuKernel):
-    def check(self, *, params, **kwargs):
-        if params.softcap is not None:
+    def check(self, need, device):
+        if need.params.softcap is not None:
             raise ValueError("no softcap")
 
 
@@ -130,8 +128,8 @@ def test_many_random_plans(ranks):
 
 
 def test_a_call_may_overtake_its_plan(server, ranks, nano_batches, monkeypatch):
-    asked, get = threading.Event(), server._plans.get
-    monkeypatch.setattr(server._plans, "get", lambda *args: asked.set() or get(*args))
+    asked, get = threading.Event(), server._calls.plan
+    monkeypatch.setattr(server._calls, "plan", lambda *args: asked.set() or get(*args))
     plan = nano_batches[0].plans[FULL]
     call = make_call(0, 0, 0, FULL, "forward")
     data = Data(plan, call, 2)
@@ -243,33 +241,20 @@ def test_a_rank_that_connects_again_replaces_its_older_connection(server, token,
     again.link.close()
 
 
-def changed(call, **fields):
-    return {**call.header(), **fields}
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"plan_id": "0"}, "plan_id of a call"),
-        ({"call_id": -1}, "call_id of a call"),
+        ({"plan_id": "0"}, "'0' is no <class 'int'>"),
         ({"nano_batch": 2}, "no tasks of nano-batch 2"),
         ({"window": 41}, "no tasks of nano-batch 0, a window of 41"),
-        ({"window": 0}, "window of a call"),
-        ({"direction": "sideways"}, "direction of a call"),
-        ({"direction": "backward"}, "bytes"),
-        ({"scale": None}, "scale of a call"),
-        ({"scale": 1e40}, "scale of a call"),
-        ({"softcap": -1.0}, "softcap of a call"),
-        ({"softcap": 0.0}, "softcap of a call"),
-        ({"q_heads": "4"}, "q_heads of a call"),
-        ({"q_heads": 5}, "kv_heads of a call"),
-        ({"kv_heads": 0}, "kv_heads of a call"),
-        ({"kv_heads": None}, "kv_heads of a call"),
-        ({"dim_qk": 2**40}, "dim_qk of a call"),
-        ({"dim_v": 25}, "values of 25"),
-        ({"dtype": "int8"}, "dtype of a call"),
-        ({"dtype": ["float32"]}, "dtype of a call"),
-        ({"dtype": "float64"}, "bytes"),
+        ({"direction": "sideways"}, "'sideways' is no"),
+        ({"direction": "backward"}, "bytes, expected"),
+        ({"scale": None}, "None is no <class 'float'>"),
+        ({"q_heads": 5}, "kv_heads must divide"),
+        ({"dim_qk": 2**40}, "no tasks of nano-batch 0"),
+        ({"dtype": "int8"}, "'int8' is no"),
+        ({"dtype": ["float32"]}, "is no"),
+        ({"dtype": "float64"}, "bytes, expected"),
     ],
 )
 def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token, fields, said):
@@ -283,80 +268,53 @@ def test_a_call_that_does_not_fit_is_refused_and_others_are_served(server, token
     bad = FakeRank(server.port, token, 1, 2, 1)
     started = good.start(call, plan, Data(plan, call, 1))
     with pytest.raises(LinkLost, match=f"{said}|has no tasks of"):
-        bad.link.call(Said(**changed(call, **fields)), [torch.zeros(10)], []).wait(30)
+        bad.link.call(replace(call, **fields), [torch.zeros(10)], []).wait(30)
     good.finish(started, 2e-4)
     with pytest.raises(LinkLost, match=said):
-        good.link.call(Said(**changed(call, call_id=11) | fields), [torch.zeros(100)], []).wait(30)
+        good.link.call(replace(call, **{"call_id": 11} | fields), [torch.zeros(100)], []).wait(30)
     bad.link.close()
     good.link.close()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("fields", "said"),
     [
-        (lambda header, tables: header.update(plan_id=-1), "plan_id of a plan"),
-        (lambda header, tables: header.update(workers=2), "workers of a plan"),
-        (lambda header, tables: header.update(worker=1), "worker of a plan"),
-        (lambda header, tables: header.update(kinds=[]), "kinds of a plan must be"),
-        (lambda header, tables: header.update(kinds=[[None, 4, 2, 16, 24, None]] * 2), "kinds of a plan must be"),
-        (lambda header, tables: header.update(kinds=[None, 40]), "kinds of a plan must be"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16, 24]), "kinds of a plan must be"),
-        (lambda header, tables: header["kinds"].__setitem__(0, [0, 4, 2, 16, 24, None]), "kinds of a plan must be"),
-        (
-            lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16, 1025, None]),
-            "kinds of a plan must be",
-        ),
-        (
-            lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 2, 16.0, 24, None]),
-            "kinds of a plan must be",
-        ),
-        (
-            lambda header, tables: header["kinds"].__setitem__(0, [None, 4, 3, 16, 24, None]),
-            "key-value heads that divide them",
-        ),
-        (lambda header, tables: header.update(tables=[[1, 2]]), "tables of a plan must be"),
-        (lambda header, tables: header.update(tables=[[2**40] * 4]), "tables of a plan must be"),
-        (lambda header, tables: header["tables"][0].__setitem__(0, 3), "bytes of tables"),
-        (lambda header, tables: tables[0].view(np.int64).__setitem__(0, 2**62), "1 token or more"),
-        (lambda header, tables: tables[0].view(np.int64).__setitem__(0, 0), "1 token or more"),
-        (lambda header, tables: tables[0].view(np.int64).__setitem__(0, 299), "cover each document once"),
-        (lambda header, tables: tables[1].view(np.int64).__setitem__(0, 4), "a document is not among"),
-        (lambda header, tables: tables[1].view(np.int64).__setitem__(1, -5), "cover each document once"),
-        (lambda header, tables: tables[1].view(np.int64).__setitem__(3, 2), "a rank is not among"),
-        (lambda header, tables: tables[1].view(np.int64).__setitem__(4, 7), "do not lie one after another"),
-        (lambda header, tables: tables[2].view(np.int64).__setitem__(3, 3), "a worker is not among"),
-        (lambda header, tables: tables[2].view(np.int64).__setitem__(2, 2**62), "cover each document once"),
-        (lambda header, tables: tables[3].view(np.int64).__setitem__(0, -1), "a document is not among"),
+        ({"workers": 2}, "worker 2 is no server"),
+        ({"worker": 1}, "worker 1 is no server"),
+        ({"ranks": 2**60, "worker": 2**60, "workers": 2**61}, "is no server"),
+        ({"tables": ((1, 2),)}, "each nano-batch has documents"),
+        ({"tables": ((2**40,) * 5,)}, "tables of .* bytes are more than"),
+        ({"tables": ((1,) * 5,)}, "must not send this PlanTables with"),
+        ({"kinds": ((None, 4),) * 3}, "cannot use this PlanTables"),
     ],
 )
-def test_a_plan_that_is_none_is_refused(ranks, nano_batches, change, said):
-    header, tables = encode_plan(0, 2, nano_batches)
-    tables = [table.copy() for table in tables]
-    change(header, tables)
-    ranks[0].link.send(Kind.PLAN, header, tables)
+def test_a_plan_that_does_not_fit_is_refused(ranks, nano_batches, fields, said):
+    message, tables = plan_tables(0, 2, nano_batches)
+    ranks[0].link.send(unchecked(message, fields), tables)
     with pytest.raises(LinkLost, match=said):
-        ranks[0].link.call(Said(), [], []).wait(30)
+        ranks[0].link.call(make_call(0, 0, 0, FULL, "forward"), [], []).wait(30)
 
 
-def test_tasks_that_read_far_too_many_keys_are_refused(ranks):
-    # 4096 rows of the longest document, each a task of the same server: more rows of keys than it can hold.
-    nano = make_nano_batch([2**23], 1, 1, 0, kinds=(FULL,))
-    tasks = [(0, 0, 2**23 - 4096, 0)] + [(0, 2**23 - n, 2**23 - n + 1, 1) for n in range(4096, 0, -1)]
-    plan = nano.plans[FULL]
-    nano.plans[FULL] = type(plan)(plan.layout, np.array(tasks, TASK), 2, None)
-    ranks[0].link.send(Kind.PLAN, *encode_plan(0, 1, [nano]))
-    with pytest.raises(LinkLost, match="read more than"):
-        ranks[0].link.call(Said(), [], []).wait(30)
+def test_tables_that_are_no_plan_end_the_connection_alone(server, token, ranks, nano_batches):
+    message, tables = plan_tables(0, 2, nano_batches)
+    tables = [table.copy() for table in tables]
+    tables[1].view(np.int64)[0] = 4  # a document that does not exist
+    ranks[0].link.send(message, tables)
+    with pytest.raises(LinkLost, match="the server cannot use this PlanTables"):
+        ranks[0].link.call(make_call(0, 0, 0, FULL, "forward"), [], []).wait(30)
+    again = FakeRank(server.port, token, 0, 2, 2)
+    again.send_plan(0, nano_batches)
+    run_calls([again, ranks[1]], 0, nano_batches)
+    again.link.close()
 
 
-def test_only_rank_0_sends_plans_and_ids_rise(ranks, nano_batches):
-    ranks[1].link.send(Kind.PLAN, *encode_plan(0, 2, nano_batches))
-    with pytest.raises(LinkLost, match="must not send this PLAN"):
-        ranks[1].link.call(Said(), [], []).wait(30)
-    ranks[0].send_plan(3, nano_batches)
-    ranks[0].send_plan(3, nano_batches)
-    with pytest.raises(LinkLost, match="ids must rise"):
-        ranks[0].link.call(Said(), [], []).wait(30)
+def test_only_rank_0_sends_plans(ranks, nano_batches):
+    ranks[1].send_plan(0, nano_batches)
+    with pytest.raises(LinkLost, match="rank 1 must not send this PlanTables"):
+        ranks[1].link.call(make_call(0, 0, 0, FULL, "forward"), [], []).wait(30)
+    ranks[0].link.send(End())
+    with pytest.raises(LinkLost, match="rank 0 must not send this End"):
+        ranks[0].link.call(make_call(0, 0, 0, FULL, "forward"), [], []).wait(30)
 
 
 def test_a_rank_without_rows_for_the_server_makes_no_call(server, token):
@@ -366,16 +324,10 @@ def test_a_rank_without_rows_for_the_server_makes_no_call(server, token):
     assert set(plan.layout.of_rank(1)["document"].tolist()) == {1}
     ranks = [FakeRank(server.port, token, rank, 2, 2) for rank in range(2)]
     ranks[0].send_plan(0, nano_batches)
-    with pytest.raises(LinkLost, match="call 0 has 0 bytes, by plan 0 it has 0"):
+    with pytest.raises(LinkLost, match=r"no tasks of nano-batch 0, .*, for rank 1"):
         ranks[1].link.call(make_call(0, 0, 0, FULL, "forward"), [], []).wait(30)
     for rank in ranks:
         rank.link.close()
-
-
-@pytest.mark.parametrize("hello", [(2, 2), (-1, 2), (0, 2**20), ("0", 2), (None, None)])
-def test_a_rank_must_say_which_one_it_is(server, token, hello):
-    with pytest.raises(LinkLost, match="of a rank's hello must be a whole number from"):
-        FakeRank(server.port, token, *hello, 2)
 
 
 def test_a_kernel_that_fails_is_told_and_the_server_goes_on(token, nano_batches):

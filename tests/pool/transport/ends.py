@@ -9,12 +9,10 @@ from functools import cache
 import pytest
 import torch
 
-from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.transport.choice import Choice, make_memory
-from hf_distca.pool.transport.contract import Memory, Transport
-from hf_distca.pool.transport.negotiation import accept, offer, taken
-from hf_distca.pool.transport.nixl.agent import is_installed
-from hf_distca.pool.wire.channel import Channel
+from hf_distca.pool.memory import Choice, Memory, make_memory
+from hf_distca.pool.nixl import is_installed
+from hf_distca.pool.transport import Transport, choose, chosen, offer
+from hf_distca.pool.wire import Channel
 
 CPU = torch.device("cpu")
 needs_nixl = pytest.mark.skipif(not is_installed(), reason="needs nixl-cu12 or nixl-cu13")
@@ -48,7 +46,7 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         left = socket.create_connection(server.getsockname())
         right, _ = server.accept()
-    both = Channel(left, Kind), Channel(right, Kind)
+    both = Channel(left), Channel(right)
     yield both
     for channel in both:
         channel.close()
@@ -59,8 +57,8 @@ def ends(choice: Choice) -> Iterator[tuple[End, End]]:
     """A rank's and a server's end."""
     left, right = memory_of(choice, "rank"), memory_of(choice, "server")
     with channels() as (near, far):
-        server, welcome = accept(far, right, offer(left))
-        rank, carried_by = taken(near, left, welcome)
+        server, welcome = choose(far, right, offer(left))
+        rank, carried_by = chosen(near, left, welcome)
         assert carried_by.startswith(choice.upper())
         yield End(left, near, rank), End(right, far, server)
         for channel in (near, far):

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from hf_distca.pool.transport.nixl import agent as nixl_agent
-from hf_distca.pool.transport.nixl.agent import HOST, NixlAgent, Piece, Region, address_towards, has_rdma
-from hf_distca.pool.wire.errors import LinkLost
+from hf_distca.pool import nixl as nixl_agent
+from hf_distca.pool.nixl import HOST, NixlAgent, Piece, Region, address_towards, has_rdma
+from hf_distca.pool.wire import LinkLost
 
 
 class Library:

@@ -1,13 +1,13 @@
-"""What every transport must do, see `hf_distca.pool.transport.contract`."""
+"""What every transport must do, see `hf_distca.pool.transport.TcpTransport`."""
 
 import threading
 
 import pytest
 import torch
 
-from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.messages.tensor_spec import TensorSpec
-from hf_distca.pool.wire.errors import ProtocolError
+from hf_distca.pool.messages import Alive, Reply, TensorSpec
+from hf_distca.pool.wire import ProtocolError
+from tests.pool.server.fake_ranks import FULL, make_call
 from tests.pool.transport.ends import MAKERS, TRANSPORTS
 
 Q = TensorSpec("q", "queries", (4, 16), "bfloat16")
@@ -32,9 +32,13 @@ def dtype_of(spec):
     return getattr(torch, spec.dtype)
 
 
-def send_apart(end, header, rows, sequence=0, timeout_s=60):
-    """Send on a thread, as a sender does."""
-    thread = threading.Thread(target=end.transport.send, args=(Kind.CALL, header, rows, sequence, timeout_s))
+def call(number=0):
+    return make_call(0, number, 0, FULL, "forward")
+
+
+def send_apart(end, rows, number=0, timeout_s=60):
+    """Send a call on a thread, as a sender does."""
+    thread = threading.Thread(target=end.transport.send, args=(call(number), rows, timeout_s))
     thread.start()
     return thread
 
@@ -62,12 +66,11 @@ def test_what_is_staged_is_what_was_given(ends, own):
 def test_rows_arrive_with_their_message(ends):
     left, right = ends
     sent = [random_rows(left, Q, 5), random_rows(left, LSE, 3)]
-    thread = send_apart(left, {"n": 1}, sent, sequence=9)
-    message = right.channel.receive()
-    assert (message.kind, message.header["n"], message.sequence) == (Kind.CALL, 1, 9)
-    assert right.transport.size(message) == 5 * 4 * 16 * 2 + 3 * 4 * 4
+    thread = send_apart(left, sent, 9)
+    frame = right.channel.receive()
+    assert frame.message == call(9)
     came = [right.memory.empty(Q, 5), right.memory.empty(LSE, 3)]
-    right.transport.receive(message, came, 60)
+    right.transport.receive(frame, came, 60)
     thread.join()
     assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(sent, came, strict=True))
 
@@ -76,7 +79,7 @@ def test_rows_may_come_into_slices_and_be_sent_from_them(ends):
     left, right = ends
     sent, came = random_rows(left, Q, 10), right.memory.empty(Q, 10)
     came.zero_()
-    thread = send_apart(left, {}, [sent[2:5], sent[7:9]])
+    thread = send_apart(left, [sent[2:5], sent[7:9]])
     right.transport.receive(right.channel.receive(), [came[0:3], came[8:10]], 60)
     thread.join()
     assert torch.equal(torch.cat([came[0:3], came[8:10]]).cpu(), torch.cat([sent[2:5], sent[7:9]]).cpu())
@@ -85,10 +88,8 @@ def test_rows_may_come_into_slices_and_be_sent_from_them(ends):
 
 def test_no_rows_are_nothing_to_send(ends):
     left, right = ends
-    left.transport.send(Kind.REPLY, {}, [random_rows(left, Q, 0)], 0, 60)
-    message = right.channel.receive()
-    assert right.transport.size(message) == 0
-    right.transport.receive(message, [right.memory.empty(Q, 0)], 60)
+    left.transport.send(call(), [random_rows(left, Q, 0)], 60)
+    right.transport.receive(right.channel.receive(), [right.memory.empty(Q, 0)], 60)
 
 
 def test_messages_and_words_keep_their_order_and_both_ways_go_at_once(ends):
@@ -98,38 +99,37 @@ def test_messages_and_words_keep_their_order_and_both_ways_go_at_once(ends):
 
     def make_calls():
         for n, rows in enumerate(calls):
-            rank.transport.send(Kind.CALL, {"n": n}, [rows], n, 60, [came[n]])
-            rank.channel.send(Kind.ALIVE, {})
+            rank.transport.send(call(n), [rows], 60, [came[n]])
+            rank.channel.send(Alive())
 
     def answer():
         for n, rows in enumerate(results):
-            message = server.channel.receive()
+            frame = server.channel.receive()
             got = server.memory.empty(Q, 3000)
-            server.transport.receive(message, [got], 60)
-            right.append((message.header["n"], torch.equal(got.cpu(), calls[n].cpu())))
-            right.append(server.channel.receive().kind)
-            server.transport.send(Kind.REPLY, {"n": n}, [rows], message.sequence, 60)
-            server.channel.send(Kind.ALIVE, {})
+            server.transport.receive(frame, [got], 60)
+            right.append((frame.message.call_id, torch.equal(got.cpu(), calls[n].cpu())))
+            right.append(server.channel.receive().message)
+            server.transport.send(Reply(n, 0.5, 7), [rows], 60)
+            server.channel.send(Alive())
 
     right = []
     threads = [threading.Thread(target=run) for run in (make_calls, answer)]
     for thread in threads:
         thread.start()
     for n in range(4):
-        message = rank.channel.receive()
-        assert rank.transport.size(message) == came[n].nbytes
-        rank.transport.receive(message, [came[n]], 60)
-        assert (message.header["n"], message.sequence) == (n, n)
+        frame = rank.channel.receive()
+        rank.transport.receive(frame, [came[n]], 60)
+        assert frame.message == Reply(n, 0.5, 7)
         assert torch.equal(came[n].cpu(), results[n].cpu())
-        assert rank.channel.receive().kind is Kind.ALIVE
+        assert rank.channel.receive().message == Alive()
     for thread in threads:
         thread.join()
-    assert right == [said for n in range(4) for said in ((n, True), Kind.ALIVE)]
+    assert right == [said for n in range(4) for said in ((n, True), Alive())]
 
 
 def test_another_number_of_bytes_is_refused_and_nothing_is_written(ends):
     left, right = ends
-    left.transport.send(Kind.CALL, {}, [random_rows(left, Q, 2)], 0, 60)
+    left.transport.send(call(), [random_rows(left, Q, 2)], 60)
     came = right.memory.empty(Q, 3)
     came.fill_(7.0)
     with pytest.raises(ProtocolError, match="256 bytes, expected 384"):

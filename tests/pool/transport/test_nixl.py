@@ -8,27 +8,33 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_distca.pool.messages.kinds import Kind
-from hf_distca.pool.messages.tensor_spec import TensorSpec
-from hf_distca.pool.transport.choice import Choice, make_memory
-from hf_distca.pool.transport.negotiation import accept, offer, taken
-from hf_distca.pool.transport.nixl import agent as nixl_agent
-from hf_distca.pool.transport.nixl import ends as nixl_ends
-from hf_distca.pool.transport.nixl.arena import SLAB_BYTES, Arena
-from hf_distca.pool.transport.nixl.process import Process
-from hf_distca.pool.transport.tcp import HostMemory
-from hf_distca.pool.wire.channel import Channel
-from hf_distca.pool.wire.errors import LinkLost, MismatchError, ProtocolError
+from hf_distca.pool import nixl as nixl_agent
+from hf_distca.pool import transport as transports
+from hf_distca.pool.memory import SLAB_BYTES, Arena, Choice, HostMemory, make_memory
+from hf_distca.pool.messages import Places, Process, RankHello, RankWelcome, Reply, TensorSpec
+from hf_distca.pool.nixl import has_ended, own_process
+from hf_distca.pool.transport import choose, chosen, offer
+from hf_distca.pool.wire import Channel, LinkLost, MismatchError, ProtocolError
+from tests.pool.server.fake_ranks import FULL, make_call
 from tests.pool.servers import wait_until
 from tests.pool.transport.ends import CPU, MAKERS, channels, memory_of, needs_nixl
 
 ROWS = TensorSpec("q", "queries", (1024,), "float32")
 """4096 bytes a row."""
+
+
+def call(number):
+    return make_call(0, number, 0, FULL, "forward")
+
+
+def reply(number):
+    return Reply(number, 0.5, 7)
 
 
 @pytest.fixture
@@ -70,16 +76,16 @@ def test_blocks_do_not_overlap_and_larger_ones_are_registered_as_needed():
 def test_memory_registered_since_the_ends_met_is_reached_too(memory):
     of_rank = Arena(memory_of(Choice.NIXL, "rank").agent, CPU, None, required=True)
     with channels() as (near, far):
-        server, welcome = accept(far, memory, offer(of_rank))
-        rank, _ = taken(near, of_rank, welcome)
+        server, welcome = choose(far, memory, offer(of_rank))
+        rank, _ = chosen(near, of_rank, welcome)
         more = of_rank.empty(ROWS, SLAB_BYTES // 4096)  # the probe lies in the first slab
         assert of_rank.slabs == 2
         sent, answer = more[:1].fill_(3), more[1:2]
-        rank.send(Kind.CALL, {}, [sent], 1, 5, [answer])
+        rank.send(call(1), [sent], 5, [answer])
         came = memory.empty(ROWS, 1)
         server.receive(far.receive(), [came], 5)
         assert (came == 3).all()
-        server.send(Kind.REPLY, {}, [came.add_(1)], 1, 5)
+        server.send(reply(1), [came.add_(1)], 5)
         rank.receive(near.receive(), [answer], 5)
         assert (answer == 4).all()
         rank.close()
@@ -116,31 +122,31 @@ def test_an_agent_takes_no_core_while_nothing_moves(ends):
 @needs_nixl
 def test_rows_of_a_failed_transfer_are_kept_until_the_peer_has_ended(memory):
     peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    own = Process.own()
+    own = own_process()
     started = int(Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[19])
     process = Process(own.system, peer.pid, started)
     rows = memory.empty(ROWS, 9)
     place = rows.data_ptr()
     memory.keep([rows], process)
     del rows
-    assert not process.has_ended()
+    assert not has_ended(process)
     assert memory.empty(ROWS, 9).data_ptr() != place
     peer.kill()
     peer.wait()
-    assert process.has_ended()
-    assert not own.has_ended()
-    assert not Process("elsewhere", 1, 1).has_ended()  # cannot be seen
+    assert has_ended(process)
+    assert not has_ended(own)
+    assert not has_ended(Process("elsewhere", 1, 1))  # cannot be seen
     memory.empty(ROWS, 1)  # lets go of what was kept
     assert memory.empty(ROWS, 9).data_ptr() == place
 
 
 def test_a_process_whose_number_another_has_or_that_nobody_has_waited_for_has_ended():
-    own = Process.own()
-    assert Process(own.system, own.number, own.started - 1).has_ended()
+    own = own_process()
+    assert has_ended(Process(own.system, own.number, own.started - 1))
     peer = subprocess.Popen([sys.executable, "-c", ""])
     started = int(Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[19])
     os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)  # it still has its number
-    assert Process(own.system, peer.pid, started).has_ended()
+    assert has_ended(Process(own.system, peer.pid, started))
     assert peer.wait() == 0
 
 
@@ -149,7 +155,7 @@ def test_rows_of_calls_under_way_are_kept_when_their_link_ends():
     with MAKERS[Choice.NIXL]() as (rank, _):
         rows, answer, replied = (rank.memory.empty(ROWS, 9) for _ in range(3))
         places = [block.data_ptr() for block in (rows, answer)]
-        rank.transport.send(Kind.CALL, {}, [rows], 1, 5, [answer])
+        rank.transport.send(call(1), [rows], 5, [answer])
         del rows, answer
     del replied
     free = [rank.memory.empty(ROWS, 9) for _ in range(4)]
@@ -160,41 +166,33 @@ def test_rows_of_calls_under_way_are_kept_when_their_link_ends():
 def test_an_end_that_closes_leaves_another_one_of_the_same_rank_alone(ends):
     rank, server = ends
     with channels() as (_, far):
-        older, _ = accept(far, server.memory, offer(rank.memory))
+        older, _ = choose(far, server.memory, offer(rank.memory))
         older.close()
     (rows,), ready = rank.memory.stage([torch.ones(2, 1024)])
     ready()
-    rank.transport.send(Kind.CALL, {}, [rows], 1, 5)
+    rank.transport.send(call(1), [rows], 5)
     came = server.memory.empty(ROWS, 2)
     server.transport.receive(server.channel.receive(), [came], 5)
     assert (came == 1).all()
 
 
 @needs_nixl
-def test_a_reply_of_another_size_is_refused(ends):
-    rank, server = ends
-    server.channel.send(Kind.REPLY, {"nixl_bytes": 4095}, sequence=1)
-    with pytest.raises(ProtocolError, match="4095 bytes, expected 4096"):
-        rank.transport.receive(rank.channel.receive(), [rank.memory.empty(ROWS, 1)], 5)
-
-
-@needs_nixl
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        (None, "nixl_rows"),
-        ([[1]], "addresses and sizes"),
-        ([[0, 4096]], "addresses and sizes"),
-        ([[4096, -1]], "addresses and sizes"),
-        ([["x", 4096]], "addresses and sizes"),
-        ([[4096, 1]] * 17, "a list of 0 to 16 lists"),
-        ([[4096, 4095]], "4095 bytes, expected 4096"),
-        ([[4096, 2048], [8192, 2048]], "cut in another way"),
+        (None, "does not say where its rows lie"),
+        ([(1,)], "is no address and size"),
+        ([(0, 4096)], "is no address and size"),
+        ([(2**63, 4096)], "is no address and size"),
+        ([(4096, 4095)], "4095 bytes, expected 4096"),
+        ([(4096, 2048), (8192, 2048)], "other sizes than the tensors"),
     ],
 )
 def test_places_that_are_not_sane_are_refused(ends, pieces, message):
     rank, server = ends
-    rank.channel.send(Kind.CALL, {"nixl_rows": pieces, "nixl_answer": []})
+    places = object.__new__(Places)
+    vars(places).update(rows=pieces, answer=(), metadata="")
+    rank.channel.send(replace(call(1), places=None if pieces is None else places))
     with pytest.raises(ProtocolError, match=message):
         server.transport.receive(server.channel.receive(), [server.memory.empty(ROWS, 1)], 5)
 
@@ -203,12 +201,12 @@ def test_places_that_are_not_sane_are_refused(ends, pieces, message):
 def test_places_that_the_rank_has_not_registered_are_refused(ends):
     rank, server = ends
     wild = torch.zeros(1024).data_ptr()
-    rank.channel.send(Kind.CALL, {"nixl_rows": [[wild, 4096]], "nixl_answer": [[wild, 4096]]}, sequence=3)
+    rank.channel.send(replace(call(3), places=Places(((wild, 4096),), ((wild, 4096),), "")))
     message, rows = server.channel.receive(), server.memory.empty(ROWS, 1)
     with pytest.raises(LinkLost, match="read failed"):
         server.transport.receive(message, [rows], 5)
     with pytest.raises(LinkLost, match="write failed"):
-        server.transport.send(Kind.REPLY, {}, [rows], 3, 5)
+        server.transport.send(reply(3), [rows], 5)
     place = rows.data_ptr()
     del rows
     gc.collect()  # of what the errors hold
@@ -217,25 +215,22 @@ def test_places_that_the_rank_has_not_registered_are_refused(ends):
 
 @needs_nixl
 def test_a_reply_without_a_place_is_refused(ends):
-    with pytest.raises(ProtocolError, match="room for other rows"):
-        ends[1].transport.send(Kind.REPLY, {}, [ends[1].memory.empty(ROWS, 1)], 1, 5)
+    with pytest.raises(ProtocolError, match="other sizes than the tensors"):
+        ends[1].transport.send(reply(1), [ends[1].memory.empty(ROWS, 1)], 5)
 
 
 @needs_nixl
 def test_metadata_of_nobody_is_refused(memory):
-    hello = offer(memory_of(Choice.NIXL, "rank"))
+    peer = offer(memory_of(Choice.NIXL, "rank"))
     with channels() as (_, far):
         for name, value, message in (
             ("metadata", "", "metadata"),
             ("metadata", "?", "not base64"),
-            ("metadata", "x" * 2**20, "at most"),
-            ("metadata", hello["nixl"]["metadata"][:200], "metadata"),
+            ("metadata", peer.metadata[:200], "metadata"),
             ("name", "another", "another name"),
-            ("process", None, "a process"),
-            ("space", {"kind": "FILE", "device": 0}, "one of DRAM, VRAM"),
         ):
-            with pytest.raises(ProtocolError, match=message):
-                accept(far, memory, {"nixl": {**hello["nixl"], name: value}})
+            with pytest.raises(MismatchError, match=message):
+                choose(far, memory, replace(peer, **{name: value}))
 
 
 @needs_nixl
@@ -243,12 +238,12 @@ def test_ends_agree_or_say_why_not(memory):
     host = HostMemory(CPU, "no RDMA")
     with channels() as (near, far):
         with pytest.raises(MismatchError, match="over NIXL only: the rank does without NIXL"):
-            accept(far, memory, offer(host))
-        _, welcome = accept(far, host, offer(memory))
+            choose(far, memory, offer(host))
+        _, welcome = choose(far, host, offer(memory))
         with pytest.raises(MismatchError, match="does without NIXL, which was asked for: at the server: no RDMA"):
-            taken(near, memory, welcome)
-        _, welcome = accept(far, host, offer(host))
-        assert taken(near, host, welcome)[1] == "TCP (no RDMA)"
+            chosen(near, memory, welcome)
+        _, welcome = choose(far, host, offer(host))
+        assert chosen(near, host, welcome)[1] == "TCP (no RDMA)"
 
 
 def test_what_was_asked_for_and_is_not_there_is_said(monkeypatch):
@@ -286,44 +281,43 @@ def _is_link(number):
 def be_a_rank(port):
     """A rank that makes two calls of 20 MB each and does nothing more."""
     memory = make_memory(Choice.NIXL, CPU, "127.0.0.1")
-    channel = Channel(socket.create_connection(("127.0.0.1", port)), Kind)
-    channel.send(Kind.HELLO, offer(memory))
-    end, _ = taken(channel, memory, channel.receive().header)
+    channel = Channel(socket.create_connection(("127.0.0.1", port)))
+    end, _ = chosen(channel, memory, channel.ask(RankHello(0, 1, offer(memory)), RankWelcome, 60))
     (rows,), ready = memory.stage([torch.full((5000, 1024), 3.0)])
     ready()
-    for sequence in (1, 2):
-        end.send(Kind.CALL, {}, [rows], sequence, 60, [memory.empty(ROWS, 5000)])
+    for number in (1, 2):
+        end.send(call(number), [rows], 60, [memory.empty(ROWS, 5000)])
     time.sleep(600)
 
 
 @needs_nixl
 def test_a_rank_that_stands_still_or_dies_costs_its_time_out(memory, monkeypatch):
-    monkeypatch.setattr(nixl_ends, "PROBE_S", 0.2)
+    monkeypatch.setattr(transports, "PROBE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = multiprocessing.get_context("forkserver").Process(
             target=be_a_rank, args=listener.getsockname()[1:2], daemon=True
         )
         process.start()
         try:
-            channel = Channel(listener.accept()[0], Kind)
-            hello = channel.receive().header
+            channel = Channel(listener.accept()[0])
+            hello = channel.receive().message.nixl
             os.kill(process.pid, signal.SIGSTOP)
             begin = time.monotonic()
             with monkeypatch.context() as patched:
                 patched.setattr(channel, "hung_up", lambda: True)
                 with pytest.raises(ProtocolError, match="the peer left"):
-                    accept(channel, memory, hello)
+                    choose(channel, memory, hello)
             with pytest.raises(ProtocolError, match=r"no rows moved for 0\.2 s"):
-                accept(channel, memory, hello)
+                choose(channel, memory, hello)
             assert time.monotonic() - begin < 10
             os.kill(process.pid, signal.SIGCONT)
-            monkeypatch.setattr(nixl_ends, "PROBE_S", 20.0)
-            end, welcome = accept(channel, memory, hello)
-            channel.send(Kind.WELCOME, welcome)
+            monkeypatch.setattr(transports, "PROBE_S", 20.0)
+            end, welcome = choose(channel, memory, hello)
+            channel.send(welcome)
             first, rows = channel.receive(), memory.empty(ROWS, 5000)
             end.receive(first, [rows], 20)
             assert (rows == 3).all()
-            end.send(Kind.REPLY, {}, [rows], 1, 20)
+            end.send(reply(1), [rows], 20)
             second = channel.receive()
             process.kill()
             wait_until(channel.hung_up)

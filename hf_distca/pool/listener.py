@@ -1,0 +1,172 @@
+"""The two threads of a connection: an outbox that sends, and a listener that serves whoever knows the run's token."""
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from hf_distca.pool.messages import Message
+from hf_distca.pool.wire import Channel, LinkLost, MismatchError, PeerLeft, ProtocolError
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKES = 64
+"""Handshakes under way at once; one more ends the oldest, which a peer that knows the token has long finished."""
+
+_TICK_S = 0.2
+
+
+class Outbox:
+    """Sends messages in order on a thread of its own, so that nobody waits for a slow connection.
+
+    After a failed send it only empties its queue: the channel's receiver notices the loss and knows better why.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None] | None] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"send {channel.name}", daemon=True)
+        self._thread.start()
+
+    def put(self, send: Callable[[], None], sent: Callable[[], None] | None = None) -> None:
+        """Queue a function that sends, and one that is called afterwards, also where sending failed."""
+        self._queue.put((send, sent))
+
+    def finish(self, timeout_s: float) -> None:
+        """Send what is queued, for so long at most; then end the connection and the thread."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+        self._channel.shut_down()
+        self._thread.join()
+
+    def _run(self) -> None:
+        lost = False
+        while (item := self._queue.get()) is not None:
+            send, sent = item
+            try:
+                if not lost:
+                    send()
+            except LinkLost:
+                lost = True
+            if sent is not None:
+                sent()
+            del item, send, sent  # nothing is kept while the queue is empty
+
+
+class Listener:
+    """Accepts connections and gives each a thread, which serves it once its peer has proved to know the token.
+
+    Strangers cost at most HANDSHAKES threads for `handshake_s` each. Nothing that a peer sends ends the listener.
+
+    Args:
+        host: address of the interface to listen on.
+        port: TCP port; 0 for any that is free.
+        token: the run's token.
+        service: name of what listens here.
+        serve: called on the peer's thread with the connection, which is closed afterwards, and its first message.
+            LinkLost that it raises is logged, and ProtocolError is told to the peer too; MismatchError is told to the
+            peer alone.
+        handshake_s: time that a peer has to prove itself, and again for its first message.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: bytes,
+        service: str,
+        serve: Callable[[Channel, Message], None],
+        handshake_s: float = 5.0,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=256)
+        self._socket.settimeout(_TICK_S)
+        self.host, self.port = self._socket.getsockname()[:2]
+        self._token, self._service, self._serve, self._handshake_s = token, service, serve, handshake_s
+        self._refusals = 0
+        self._lock = threading.Lock()
+        self._peers: dict[threading.Thread, Channel] = {}
+        self._strangers: dict[Channel, float] = {}  # when their time is over; oldest first
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept_all, name=f"listen {self.port}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no more, end all connections, and wait for the peers' threads."""
+        self._closed = True
+        self._thread.join()
+        with self._lock:
+            peers = dict(self._peers)
+        for thread, channel in peers.items():
+            channel.shut_down()
+            thread.join()
+
+    def _accept_all(self) -> None:
+        while not self._closed:
+            try:
+                self._accept(self._socket.accept()[0])
+            except TimeoutError:
+                pass
+            except (OSError, RuntimeError) as error:  # also when there are no more file descriptors or threads
+                self._warn(f"a connection could not be accepted: {error}")
+                time.sleep(0.01)
+            with self._lock:
+                for channel in [one for one, end in self._strangers.items() if end < time.monotonic()]:
+                    channel.shut_down(f"no handshake within {self._handshake_s:g} s")
+        self._socket.close()
+
+    def _accept(self, sock: socket.socket) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            channel = Channel(sock)
+            undo.callback(channel.close)
+            thread = threading.Thread(target=self._meet, args=(channel,), name=f"peer {channel.name}", daemon=True)
+            with self._lock:
+                if len(self._strangers) >= HANDSHAKES:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    oldest.shut_down("too many handshakes at once")
+                thread.start()  # it waits for the lock before it ends
+                self._peers[thread] = channel
+                self._strangers[channel] = time.monotonic() + self._handshake_s
+            undo.pop_all()
+
+    def _meet(self, channel: Channel) -> None:
+        """The thread of one peer."""
+        try:
+            try:
+                channel.prove(self._token, self._service, connects=False)
+            except LinkLost as error:
+                self._warn(f"refused {channel.name}: {error}")
+                return
+            finally:
+                with self._lock:
+                    self._strangers.pop(channel, None)
+            self._serve(channel, channel.receive(self._handshake_s).message)
+        except PeerLeft:
+            logger.info("%s left", channel.name)
+        except LinkLost as error:
+            if not self._closed and not isinstance(error, MismatchError):  # the peer is told, and knows what to do
+                self._warn(f"ended {channel.name}: {error}")
+            if isinstance(error, ProtocolError):
+                with contextlib.suppress(LinkLost):
+                    channel.refuse(str(error), self._handshake_s)
+        finally:
+            with self._lock:
+                self._strangers.pop(channel, None)
+                del self._peers[threading.current_thread()]
+            channel.close()
+
+    def _warn(self, message: str) -> None:
+        """Log a refusal; of many the first ten, and then one whenever their number has doubled."""
+        with self._lock:
+            self._refusals += 1
+            count = self._refusals
+        if count <= 10:
+            logger.warning("%s", message)
+        elif count & (count - 1) == 0:
+            logger.warning("%d refusals so far, the latest: %s", count, message)

@@ -1,0 +1,252 @@
+"""Memory that rows are sent from and received into: plain memory of the host for TCP, registered memory for NIXL.
+
+Shape suffixes: N rows; what follows a row's N is free.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_distca.pool.messages import Process, TensorSpec
+from hf_distca.pool.nixl import HOST, NixlAgent, Piece, Space, has_ended, has_rdma, is_installed
+from hf_distca.pool.wire import LinkLost
+
+SLAB_BYTES = 64 << 20
+"""Of the first slab; every further one is as large as all before it, so that there are few."""
+
+PROBE_BYTES = 16
+
+_ALIGNMENT = 4096
+
+
+class Choice(StrEnum):
+    """Setting that says what carries rows."""
+
+    AUTO = "auto"
+    TCP = "tcp"
+    NIXL = "nixl"
+
+
+class SideCopies:
+    """Copies from and into a GPU's memory on a stream of their own, beside what the GPU computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Copy rows as they are when the current stream has come here.
+
+        Args:
+            copies: [N, …] where rows go and [N, …] the rows, which may be dropped at once.
+
+        Returns:
+            A callable that returns when the rows are in their place; any thread may call it.
+        """
+        self._follow()
+        with torch.cuda.stream(self._stream):
+            for to_N, x_N in copies:
+                to_N.copy_(x_N, non_blocking=True)
+                x_N.record_stream(self._stream)
+        wait: Callable[[], None] = self._stream.record_event().synchronize
+        return wait
+
+    def fence(self) -> Callable[[], bool]:
+        """Return a callable that polls whether the GPU has done all work queued here and on the current stream."""
+        self._follow()
+        is_done: Callable[[], bool] = self._stream.record_event().query
+        return is_done
+
+    def _follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+
+class HostMemory:
+    """Memory of the host, pinned where rows are computed on a GPU; `why` says why rows travel over TCP."""
+
+    def __init__(self, device: torch.device, why: str = "TCP was asked for") -> None:
+        self.why = why
+        self._copies = SideCopies(device) if device.type == "cuda" else None
+
+    def empty(self, spec: TensorSpec, rows: int) -> Tensor:
+        """Return [rows, *spec.shape] with undefined contents, contiguous, to receive into."""
+        dtype, pinned = getattr(torch, spec.dtype), self._copies is not None
+        return torch.empty((rows, *spec.shape), dtype=dtype, pin_memory=pinned)
+
+    def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """Put rows where they can be sent from; [N, …] each, on the device, and may be dropped afterwards.
+
+        Returns:
+            staged: the rows, contiguous; themselves where they can be sent as they are.
+            ready: returns when the rows are in their place; may be called by another thread.
+        """
+        given = [x_N.detach().contiguous() for x_N in tensors]
+        if self._copies is None:
+            return given, lambda: None
+        staged = [torch.empty(x_N.shape, dtype=x_N.dtype, pin_memory=True) for x_N in given]
+        return staged, self._copies.start(zip(staged, given, strict=True))
+
+
+class _Block(NamedTuple):
+    slab: int
+    start: int
+    stop: int
+
+
+class _Loan:
+    """A block that a tensor can be made of; the tensor keeps this object alive."""
+
+    def __init__(self, address: int, size: int, space: Space) -> None:
+        described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+        setattr(self, "__array_interface__" if space == HOST else "__cuda_array_interface__", described)
+
+
+class Arena:
+    """Memory registered with NIXL: of the GPU that computes, where NIXL can reach it, else of the host.
+
+    Registering costs too much for every call. Memory comes in few large slabs, each registered once and kept until the
+    process ends. A block of a slab is free again when the last tensor that shares it is dropped; on a GPU, when the
+    work queued until then is done.
+
+    Args:
+        agent: with which it is registered; LinkLost where it can register none.
+        device: where rows are computed with.
+        copies: made by the device; None where that is the host.
+        required: whether rows may travel in no other way.
+    """
+
+    def __init__(self, agent: NixlAgent, device: torch.device, copies: SideCopies | None, *, required: bool) -> None:
+        self.agent = agent
+        self.required = required
+        self._copies = copies
+        self._lock = threading.Lock()
+        self._slabs: list[Tensor] = []
+        self._free: list[_Block] = []  # in order, neighbours merged
+        self._returned: deque[_Block] = deque()  # by finalizers, which must not lock
+        self._cooling: deque[tuple[Callable[[], bool], list[_Block]]] = deque()
+        self._kept: list[tuple[Process | None, Sequence[Tensor]]] = []
+        self._serves_gpu = device.type == "cuda"
+        if self._serves_gpu:
+            self._device, self.space = device, Space("VRAM", device.index or 0)
+            with suppress(LinkLost):  # UCX without CUDA
+                self._grow(SLAB_BYTES)
+        if not self._slabs:
+            self._device, self.space = torch.device("cpu"), HOST
+            self._grow(SLAB_BYTES)
+        self.probe = self._tensor((PROBE_BYTES,), torch.uint8)
+
+    @property
+    def slabs(self) -> int:
+        """Registered so far; more of them are new to peers."""
+        return len(self._slabs)
+
+    def empty(self, spec: TensorSpec, rows: int) -> Tensor:
+        """See `HostMemory.empty`."""
+        return self._tensor((rows, *spec.shape), getattr(torch, spec.dtype))
+
+    def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+        """See `HostMemory.stage`: rows that are not in registered memory are copied there, on the host by `ready`."""
+        given = [x_N.detach() for x_N in tensors]
+        staged = [x_N if self.holds(x_N) else self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in given]
+        copies = [(to_N, x_N) for to_N, x_N in zip(staged, given, strict=True) if to_N is not x_N]
+        if self._copies is not None:
+            return staged, self._copies.start(copies)
+
+        def ready() -> None:
+            while copies:
+                to_N, x_N = copies.pop()
+                to_N.copy_(x_N)
+
+        return staged, ready
+
+    def holds(self, rows_N: Tensor) -> bool:
+        """Whether rows lie in registered memory, contiguous."""
+        if rows_N.device != self._slabs[0].device or not rows_N.is_contiguous():
+            return False
+        begin, end = rows_N.data_ptr(), rows_N.data_ptr() + rows_N.nbytes
+        return any(slab.data_ptr() <= begin and end <= slab.data_ptr() + slab.nbytes for slab in tuple(self._slabs))
+
+    def keep(self, rows: Sequence[Tensor], peer: Process | None) -> None:
+        """Let nobody use rows again that a failed transfer may still write or read, before the peer has ended."""
+        with self._lock:
+            self._kept.append((peer, tuple(rows)))
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not size:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        with self._lock:
+            block = self._take(-(-size // _ALIGNMENT) * _ALIGNMENT)
+        loan = _Loan(self._slabs[block.slab].data_ptr() + block.start, size, self.space)
+        weakref.finalize(loan, self._returned.append, block).atexit = False
+        on_host = self.space == HOST
+        raw = torch.from_numpy(np.asarray(loan)) if on_host else torch.as_tensor(loan, device=self._device)
+        return raw.view(dtype).view(shape)
+
+    def _take(self, size: int) -> _Block:
+        """A free block, from the slabs there are if possible."""
+        self._kept = [(peer, rows) for peer, rows in self._kept if peer is None or not has_ended(peer)]
+        self._merge()
+        fitting = next((place for place, free in enumerate(self._free) if free.stop - free.start >= size), None)
+        if fitting is None:
+            self._grow(max(size, sum(slab.nbytes for slab in self._slabs)))
+            fitting = len(self._free) - 1
+        slab, start, stop = self._free.pop(fitting)
+        if start + size < stop:
+            self._free.insert(fitting, _Block(slab, start + size, stop))
+        return _Block(slab, start, start + size)
+
+    def _merge(self) -> None:
+        """Take back what was returned, once no GPU reads it any more: peers do not wait for its streams."""
+        returned = [self._returned.popleft() for _ in range(len(self._returned))]
+        if returned:
+            # What the host has dropped nobody reads.
+            self._cooling.append(((lambda: True) if self._copies is None else self._copies.fence(), returned))
+        while self._cooling and self._cooling[0][0]():
+            self._free += self._cooling.popleft()[1]
+        merged: list[_Block] = []
+        for block in sorted(self._free):
+            if merged and (merged[-1].slab, merged[-1].stop) == (block.slab, block.start):
+                merged[-1] = merged[-1]._replace(stop=block.stop)
+            else:
+                merged.append(block)
+        self._free = merged
+
+    def _grow(self, size: int) -> None:
+        pinned = self._serves_gpu and self.space == HOST
+        slab = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
+        self.agent.register(Piece(slab.data_ptr(), size), self.space)
+        self._slabs.append(slab)
+        self._free.append(_Block(len(self._slabs) - 1, 0, size))
+
+
+Memory = HostMemory | Arena
+"""Where rows lie that a transport sends and receives; one for a process and its device, for all its links."""
+
+
+def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
+    """Choose what carries this process's rows: an `Arena` means NIXL, `HostMemory` means TCP and says why.
+
+    Args:
+        choice: AUTO takes NIXL where that needs no open port of UCX: with RDMA devices. ValueError where it cannot be.
+        device: where rows are computed with.
+        address: of the interface that UCX may listen on, where it must.
+    """
+    if choice is Choice.TCP:
+        return HostMemory(device)
+    if choice is Choice.AUTO and not (is_installed() and has_rdma()):
+        return HostMemory(device, "the host has no RDMA device" if is_installed() else "NIXL is not installed")
+    try:
+        copies = SideCopies(device) if device.type == "cuda" else None
+        return Arena(NixlAgent(address), device, copies, required=choice is Choice.NIXL)
+    except (ImportError, ValueError, LinkLost) as error:
+        if choice is Choice.AUTO:
+            return HostMemory(device, str(error))
+        raise ValueError(f"attention_server_transport='nixl' cannot be used: {error}") from error

@@ -1,1 +1,0 @@
-"""What ranks, servers and the directory say to one another: every message, and how it is checked."""

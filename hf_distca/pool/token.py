@@ -1,0 +1,69 @@
+"""The run's token, a secret that ranks and servers of one run share, and addresses as users write them."""
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+TOKEN_BYTES = 32
+
+
+class TokenError(ValueError):
+    """A token that cannot be used."""
+
+
+def make_token() -> bytes:
+    """Return a new random token."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+def parse_token(text: str) -> bytes:
+    """Return the token that 64 hexadecimal digits write; a TokenError does not show other text."""
+    digits = text.strip()
+    with contextlib.suppress(ValueError):
+        token = bytes.fromhex(digits)
+        if 2 * len(token) == len(digits) == 2 * TOKEN_BYTES:
+            return token
+    raise TokenError(
+        f"a token is {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters that are not that; use the "
+        "token that the training run wrote"
+    )
+
+
+def write_token(path: str | Path, token: bytes) -> None:
+    """Write a token to a file that only its owner can read, replacing a file of that name."""
+    path = Path(path)
+    # A new file, renamed: an old one might be open elsewhere, or be readable by others.
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        fresh.touch(0o600, exist_ok=False)
+        fresh.write_text(token.hex() + "\n")
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def read_token(path: str | Path) -> bytes:
+    """Read a token from a file that only its owner can read, or raise TokenError."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise TokenError(
+                    f"{path} can be read or written by others (mode {mode:04o}); make it yours alone with chmod 600, "
+                    "or make a new token"
+                )
+            return parse_token(file.read(4 * TOKEN_BYTES))
+    except OSError as error:
+        raise TokenError(f"cannot read the token file {path}: {error.strerror}") from error
+
+
+def parse_address(text: str, least_port: int = 0, setting: str = "an address") -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [HOST]:PORT."""
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or not least_port <= int(port) <= 65535:
+        raise ValueError(f"{setting} must be HOST:PORT with a port from {least_port} to 65535, got {text!r}")
+    return host, int(port)

@@ -3,7 +3,7 @@
 A kind of attention for which nothing moves is one node: one kernel call on all rows, in each direction. Other kinds
 take three nodes, so that two nano-batches can take turns between them. Send, Compute and Receive run the forward's
 phases up to the first pause, the second pause and the end. The backward runs in reverse order: Receive up to the first
-pause, Compute up to the second, Send to the end. The phases stand in `hf_distca.planner.schedule`.
+pause, Compute up to the second, Send to the end. See `hf_distca.planner.schedule` for the phases.
 
 The engine runs backward nodes in the reverse order of their creation. The backward's exchanges therefore follow from
 the forward's order on every rank alike. Only an empty token travels between nodes: forward and backward hand over
@@ -46,7 +46,6 @@ def disaggregated_attention(
     Args:
         q_THD: queries after position embedding; q, k and v have one dtype.
         sinks_H: learned attention sinks, one logit per query head (gpt-oss), or None.
-        module: the attention layer, the key of results kept through a checkpoint.
         chunk: rows of the layer's attention chunks; None for no chunks.
 
     Returns:
@@ -278,5 +277,5 @@ def _with_sinks(o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> tuple[
 
 def _sink_gradient(do_THE: Tensor, o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient of learned sinks from O and LSE that include the sinks."""
-    share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # of the softmax that lies on the sink
+    share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # the sink's share of the softmax
     return -(share_TH * (do_THE.float() * o_THE.float()).sum(-1)).sum(0).to(sinks_H.dtype)

@@ -66,8 +66,6 @@ class BoundMessages:
 
     Attributes:
         rows: local rows to send, ordered by receiving rank.
-        traffic: rows sent to and received from each rank.
-        way_back: the traffic of the same rows on their way back.
     """
 
     def __init__(self, messages: Messages, ranks: int, buffer: IndexBuffer, passed_on: Traffic | None = None) -> None:
@@ -85,13 +83,11 @@ class BoundStage:
 
     Args:
         rows: rows of the nano-batch that the rank holds.
-        divided: whether there are several stages.
         peers: ranks of this rank's node, this rank included; None if no rank forwards rows in any stage.
 
     Attributes:
         passed_on: received rows to forward inside the node, ordered by receiving rank.
         passed_back: sum that adds dK and dV of forwarded rows to the gateway's copies.
-        tasks: groups of tasks that read the received rows.
         received_sums: sum of dK and dV of received rows over these groups.
         key_sums: sum that adds returned dK and dV of local rows to earlier stages' totals; None for a single stage.
     """
@@ -182,7 +178,7 @@ class BoundRoutes:
         self.own_in_backward: tuple[Tasks, ...] = ("own",)
         if turn == "alone" and groups:
             self.own_in_backward = ("own 1/2", "own 2/2")
-            # The later rows first: they see more keys, and most memory is taken before there are sums to add to.
+            # Later rows first: they see more keys, so that their memory use peaks before the sums exist.
             earlier, later = routes.own.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
             own.update(zip(self.own_in_backward, halves, strict=True))
@@ -298,7 +294,6 @@ class Ran:
     """Counts of what a model's layers did in a planned step, recomputations included.
 
     Attributes:
-        attentions: calls of the attention function.
         layers: decoder layers prepared by `plan_layers`.
         layers_in_turns: layers that ran their nano-batches in turns.
         mixing: calls of modules that mix along the row without attention, each for all documents.

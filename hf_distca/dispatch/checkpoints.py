@@ -14,8 +14,10 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Hooks that pack and unpack a tensor that autograd saves."""
 
 Checkpoints = tuple[int, bool]
-"""Number of checkpoints around a place in a forward, and whether gradients are on; reentrant checkpoints turn them
-off."""
+"""Number of checkpoints around a place in a forward, and whether gradients are on.
+
+Reentrant checkpoints turn gradients off.
+"""
 
 
 class KeptResults:

@@ -185,7 +185,7 @@ class Message:
 
 def _started(hop: tuple[Tensor, Tensor], traffic: Traffic, group: dist.ProcessGroup | None) -> dist.Work | None:
     """Start an exchange of rows as bytes; None if nothing crosses a link."""
-    if not traffic.crossing:  # every rank of the group sees that no row moves, and issues nothing
+    if not traffic.crossing:  # no rank of the group issues a collective
         return None
     received_RB, sent_SB = hop
     work: dist.Work = dist.all_to_all_single(
@@ -205,7 +205,7 @@ class Exchange:
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._arena = Arena()
-        self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one a size
+        self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one per size
 
     def start(
         self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex = ALL_ROWS

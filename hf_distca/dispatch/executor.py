@@ -56,13 +56,7 @@ class CoreAttention:
 
     Args:
         layer: index of the layer, for the recorder; None if the model does not give one.
-        kept: what the forward leaves to the backward.
         lost: lost servers of the plan: the ranks compute these servers' tasks, and no others.
-
-    Attributes:
-        routes: the routes of this rank.
-        forward: the forward while under way.
-        backward: the backward while under way.
     """
 
     def __init__(
@@ -92,11 +86,7 @@ class CoreAttention:
 
 
 class Pass(ABC):
-    """One direction of a core attention, run phase by phase.
-
-    Args:
-        local: columns of the rank's own rows.
-    """
+    """One direction of a core attention, run phase by phase."""
 
     def __init__(self, attention: CoreAttention, direction: Direction, schedule: Schedule, local: Columns) -> None:
         self.attention, self.routes = attention, attention.routes
@@ -224,7 +214,7 @@ class Pass(ABC):
 
     @abstractmethod
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
-        """Make a kernel call and store its results with the rows' place."""
+        """Make a kernel call and store its results."""
 
     @abstractmethod
     def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
@@ -252,7 +242,7 @@ class Forward(Pass):
         return self._final("local")
 
     def kept(self) -> KeptRows:
-        """Return the received rows that the backward needs, once their tasks are computed."""
+        """Return the received rows, O and LSE that the backward needs, once their tasks are computed."""
         if self.attention.kept == "nothing":
             return {}
         kept = {(name, 0): rows_R for name, rows_R in self.columns["received"].items()}
@@ -335,13 +325,7 @@ def _put(results: Results, index: RowIndex, part: Results) -> None:
 
 
 class Backward(Pass):
-    """Backward pass: gradients of the rank's rows.
-
-    Args:
-        do_THE: gradient of O.
-        o_THE: O of the forward.
-        lse_TH: LSE of the forward.
-    """
+    """Backward pass: gradients of the rank's rows."""
 
     def __init__(
         self,
@@ -357,7 +341,7 @@ class Backward(Pass):
         super().__init__(attention, "backward", attention.routes.backward[attention.kept], local)
         self._dtype = q_THD.dtype
         self._of_groups: dict[Group, Columns] = {}
-        self._totals: dict[tuple[Place, str], Tensor] = {}  # of all stages so far
+        self._totals: dict[tuple[Place, str], Tensor] = {}  # over the stages so far
         self._from_ranks: Columns = {}
         self._from_servers: list[Columns] = []
         self._repaired: tuple[Tensor, ...] | None = None

@@ -38,7 +38,6 @@ class Failures:
 
     Args:
         store: a store that every rank reaches, with keys of these ranks alone; None with one rank.
-        wait_s: seconds to look for the errors of lost partners.
     """
 
     def __init__(self, store: Store | None, rank: int, ranks: int, wait_s: float = WAIT_S) -> None:

@@ -64,8 +64,6 @@ class Groups:
             none does, and a rank is in one mesh only.
 
     Attributes:
-        rank: this rank's index in the mesh.
-        ranks: number of ranks of the mesh.
         members: world ranks of the mesh.
         exchange: group of the exchanges; None with one rank.
         node: group of the exchanges inside this rank's node, see `connect_nodes`; None if the node has one rank.
@@ -129,12 +127,9 @@ class Groups:
             self.node = self._connected(of_world, len(mine), "distca node")
 
     def _connected(self, meshes: list[list[int]] | None, ranks: int, name: str) -> dist.ProcessGroup | None:
-        """Return a connected group for exchanges; None for a single rank.
+        """Return a group for exchanges, with all pairs of ranks connected; None for a single rank.
 
-        A row goes from every rank to every other: NCCL connects a pair, and takes memory for it, at the first send.
-
-        Args:
-            ranks: number of ranks of this process's group.
+        NCCL connects a pair, and takes memory for it, at the first send: send one row each.
         """
         backend = exchange_backend(self._device)
         sent, received = (torch.zeros(ranks, dtype=torch.uint8, device=self._device) for _ in range(2))
@@ -176,11 +171,7 @@ class Groups:
         self.closed = True
 
     def check_open(self) -> None:
-        """Raise if the groups are closed: torch would take a group of None for all processes of the world.
-
-        Raises:
-            RuntimeError: the groups are closed.
-        """
+        """Raise if the groups are closed: torch would take a group of None for all processes of the world."""
         if self.closed:
             raise RuntimeError("the groups of this dispatcher are closed; make a new trainer or dispatcher to go on")
 
@@ -220,7 +211,6 @@ class Groups:
         """Raise on every rank if any rank has an error, so that no rank waits for a failed one.
 
         Args:
-            error: error of this rank.
             in_world: include all processes of the world instead of this mesh.
 
         Raises:
@@ -236,9 +226,6 @@ def raised_together(timeout_s: float) -> Iterator[None]:
 
     This is a collective of the world.
 
-    Args:
-        timeout_s: seconds after which a silent process is an error.
-
     Raises:
         ValueError: some process has an error; the message names the ranks and their errors.
     """
@@ -252,11 +239,7 @@ def raised_together(timeout_s: float) -> Iterator[None]:
 
 
 def _raise_any(error: Exception | None, errors: Sequence[str | None]) -> None:
-    """Raise if any rank has an error: this rank's own if all are the same, else all messages.
-
-    Args:
-        errors: [ranks] message of each rank.
-    """
+    """Raise if any rank has an error: this rank's own if all are the same, else all messages."""
     failed = {rank: message for rank, message in enumerate(errors) if message is not None}
     if not failed:
         return
@@ -282,10 +265,6 @@ def _groups_of(members: list[list[int]]) -> list[list[int]]:
 def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
     """Return every process's value, in the order of their world ranks. A collective of the world, on the CPU.
 
-    Args:
-        value: a small Python object.
-        timeout_s: seconds after which a silent process is an error.
-
     Raises:
         RuntimeError: this process cannot reach the others, or not in time.
     """
@@ -306,7 +285,6 @@ def _new_group(meshes: list[list[int]] | None, **options: Any) -> dist.ProcessGr
 
     Args:
         meshes: ranks of every mesh or node; None if all ranks of the world are one group.
-        options: options of `torch.distributed.new_group`.
     """
     if meshes is None:
         own: dist.ProcessGroup = dist.new_group(**options)

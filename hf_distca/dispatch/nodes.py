@@ -23,13 +23,9 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
 
     Args:
         mesh: the ranks that train together; None for all ranks of the world.
-        timeout_s: seconds after which a silent process is an error.
 
     Returns:
         One number for all nodes, or one for each, as `PlanSettings.ranks_per_node`.
-
-    Raises:
-        RuntimeError: this process cannot reach the others, or not in time.
     """
     if not in_world():
         return 1

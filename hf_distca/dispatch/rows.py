@@ -72,10 +72,6 @@ def merge_rows(o_THE: Tensor, lse_TH: Tensor, index: RowIndex, o_part_QHE: Tenso
     """Merge attention over further keys into the indexed rows of O and LSE, see `merge_into`.
 
     The index names no row twice.
-
-    Args:
-        o_THE: output so far (T rows, H query heads, E head dim of values).
-        o_part_QHE: output over the further keys.
     """
     if isinstance(index, Tensor):
         merge_into(o_THE, lse_TH, o_part_QHE, lse_part_QH, index)

@@ -30,7 +30,6 @@ class RowSum:
 
     Args:
         sources_S: for each source, the row of the sum to which each of its rows is added.
-        rows: number of rows of the sum.
         buffer: to be sent before the sum is used.
         in_place: whether the first source may be overwritten.
 
@@ -100,7 +99,6 @@ class _Step:
     """Rows of one source, each added to another row of the sum.
 
     Attributes:
-        rows: rows of the sum.
         members: rows of the source, in the same order.
         first: whether these rows of the sum have no earlier addend.
     """

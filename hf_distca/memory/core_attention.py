@@ -32,8 +32,6 @@ class Use:
     Attributes:
         autocast: dtype of computation if the weights have another; None without autocast.
         checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
-        keep_received: see `DistCAConfig`.
-        keep_core_attention: see `DistCAConfig`.
     """
 
     kernel: Kernel
@@ -56,10 +54,6 @@ def count_core_attention(
     """Return peak bytes by part while one layer's core attention of a plan runs on its own.
 
     "exchange buffers" holds all buffers of this kind of layer, also those unused at the peak.
-
-    Args:
-        dtype: dtype of Q, K and V.
-        rank: rank whose memory is counted.
     """
     live = LiveMemory()
     bound = bound_plan(plan, rank, use, live)

@@ -36,7 +36,6 @@ class Training:
     Attributes:
         mixed: compute in bfloat16, else in float32.
         checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
-        shards: number of shards of the state; None for one per rank.
     """
 
     strategy: Strategy
@@ -166,12 +165,9 @@ def longest_documents(settings: PlanSettings) -> list[int]:
 
 
 def longest_tokens(needed: Callable[[int], int], available: int) -> int:
-    """Return the most tokens, a multiple of STEP, that fit into the available bytes; 0 if STEP does not fit.
+    """Return the most tokens, a multiple of STEP, whose needed bytes are available; 0 if STEP does not fit.
 
     Memory is counted at STEP times powers of two and interpolated linearly.
-
-    Args:
-        needed: bytes for a number of tokens.
     """
     low = 0
     high = STEP

@@ -31,8 +31,6 @@ def count_micro_batch(
     Args:
         model: a model of fake tensors, its decoder layers prepared for ping-pong if the plan needs it. Its
             checkpointing is changed as `use` says.
-        rank: rank whose memory is counted.
-        mode: mode in which the model was made.
     """
     live = LiveMemory()
     live.belong([*model.parameters(), *model.buffers()], "weights")

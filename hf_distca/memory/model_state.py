@@ -89,7 +89,6 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
 
     Args:
         ranks: number of ranks that share the state.
-        mixed: whether the model computes in bfloat16, else in float32.
     """
     width = BFLOAT16 if mixed else FLOAT32
     whole = Parameters.of([model])

@@ -79,14 +79,10 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 def count_by_layers(
     count: Callable[[PreTrainedConfig], dict[Part, int]], config: PreTrainedConfig, period: int | None
 ) -> dict[Part, int]:
-    """Return peak bytes by part of a model, counted on shallow models.
+    """Return peak bytes by part of a model whose layers repeat every `period` layers, counted on shallow models.
 
     The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes therefore grow
     linearly with the number of layers.
-
-    Args:
-        count: peak bytes by part of a config's model, see `count_micro_batch`.
-        period: see `repeated_layers`.
     """
     depth = config.get_text_config(decoder=True).num_hidden_layers
     if period is None:

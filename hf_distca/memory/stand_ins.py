@@ -25,9 +25,6 @@ class FlashMemory:
     Its backward accumulates dQ in float32. With fewer key/value heads than query heads it makes dK and dV for every
     query head before it adds them up (flash_api.cpp, `mha_varlen_bwd`). FlashAttention-3 and 4 take no more. See
     `Kernel` for the methods.
-
-    Args:
-        name: name of the kernel that it replaces.
     """
 
     def __init__(self, name: str) -> None:

@@ -39,13 +39,10 @@ def distca_attention(
         query: [B, H, T, D], after position embedding.
         key: [B, G, S, D].
         value: [B, G, S, E].
-        attention_mask: result of `distca_mask`.
         scaling: factor on the scores; None for 1/√D.
         sliding_window: rows of the layer's window; None for full attention.
-        softcap: soft cap of the scores (Gemma2).
         s_aux: [H] learned attention sinks (gpt-oss).
         distca_plan: the micro-batch's plan, under PLAN_KEY; None outside a planned step.
-        kwargs: further arguments for "sdpa".
 
     Returns:
         [B, T, H, E], and None for the attention weights, which are never materialised.

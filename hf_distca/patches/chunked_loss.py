@@ -53,9 +53,6 @@ class ChunkedSum:
 
         The gradients are computed in the forward, and the backward can run once.
 
-        Args:
-            hidden_TD: input of the head.
-
         Returns:
             Scalar, in the dtype that `torch.nn.functional.cross_entropy` gives.
         """
@@ -69,7 +66,6 @@ class ChunkedSum:
 
         Args:
             forward: the head's forward: [C, D] to [C, V].
-            hidden_TD: input of the head.
 
         Returns:
             Scalar, in the dtype that `torch.nn.functional.cross_entropy` gives.

@@ -26,12 +26,9 @@ scores.
 
 
 def chunk_mlps(model: nn.Module, rows: int) -> None:
-    """Make a model's decoder MLPs compute in chunks of rows, in place; call it before `prepare`.
+    """Make a model's decoder MLPs compute `rows` rows at a time, in place; call it before `prepare`.
 
     MLPs that cannot be divided, such as blocks of experts, are unchanged and logged.
-
-    Args:
-        rows: rows of a chunk.
 
     Raises:
         ValueError: no decoder layer has an MLP that can be divided.

@@ -52,7 +52,6 @@ class DeferredLogits:
     Args:
         hidden: [..., D], input of the head.
         sample: [0, V], with the dtype of the logits.
-        steps: changes of the head's logits.
     """
 
     def __init__(self, head: Head, hidden: Tensor, sample: Tensor | None = None, steps: tuple[Step, ...] = ()) -> None:
@@ -93,11 +92,7 @@ class DeferredLogits:
         return self.shape.numel()
 
     def tensor(self, asked_by: str = "tensor") -> Tensor:
-        """Return the logits themselves, [..., V].
-
-        Args:
-            asked_by: name of the function that needs the logits, for the log.
-        """
+        """Return the logits themselves, [..., V]."""
         if self._tensor is not None:
             return self._tensor
         if not self._head.fits(self._hidden.shape[:-1].numel()):

@@ -15,10 +15,6 @@ IN_MODULE = re.compile(r"(attn|attention)_.*drop.*|dropout(_p|_prob)?")
 def check_dropout(config: PreTrainedConfig, attentions: dict[str, nn.Module]) -> None:
     """Raise if the model would drop attention weights in training.
 
-    Args:
-        config: config of the text model.
-        attentions: attention layers by name.
-
     Raises:
         ValueError: a field of the config or an attribute of a layer, named in the message, asks for dropout.
     """

@@ -101,7 +101,6 @@ class PlannedHead(nn.Module):
 
     Attributes:
         chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
-        is_plain: whether the head is just a linear layer.
         forward_in_shares: with tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     """
 

@@ -79,11 +79,7 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
 
 
 def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
-    """Return the reach of each layer's attention, or a single reach that all layers share.
-
-    Raises:
-        ValueError: a layer's type is unknown, see `attention_kinds`.
-    """
+    """Return the reach of each layer's attention, or a single reach that all layers share."""
     config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
@@ -115,7 +111,7 @@ def hands_on(module: nn.Module, name: str) -> bool:
 def _kind(config: PreTrainedConfig, module: nn.Module, reach: Reach) -> AttentionKind:
     """Return the kind of one attention layer, given its own config."""
     window, chunk = reach
-    if not hands_on(module, "sliding_window"):  # Moshi's config has one that its layers do not use
+    if not hands_on(module, "sliding_window"):  # Moshi's config has a window that its layers ignore
         window = None
     q_heads = getattr(config, "num_attention_heads", None)
     if q_heads is None:

@@ -65,11 +65,7 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Raise if a model has no layers in which two nano-batches can take turns.
-
-    Raises:
-        ValueError: the model has no layer that transformers can checkpoint.
-    """
+    """Raise ValueError if a model has no layers in which two nano-batches can take turns."""
     if not decoder_layers(model):
         raise ValueError(
             f"{type(model).__name__} has no decoder layer of transformers' GradientCheckpointingLayer; set "
@@ -119,12 +115,7 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class _PlannedLayer(nn.Module):
-    """Base that precedes a decoder layer's own class.
-
-    Attributes:
-        attends: number of attention modules that a plan can move.
-        mixes: number of modules that mix along the row without attention.
-    """
+    """Base that precedes a decoder layer's own class."""
 
     attends: int
     mixes: int
@@ -210,12 +201,7 @@ def _seen_by_mixing(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pause(layer: greenlet, outside: ThreadState) -> Callable[[], None]:
-    """Return a function by which a nano-batch lets the other run.
-
-    Args:
-        layer: the greenlet that runs both.
-        outside: the thread's state around the layer.
-    """
+    """Return a function by which a nano-batch lets the other run."""
 
     def pause() -> None:
         inside = outside.inside()

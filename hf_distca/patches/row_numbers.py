@@ -16,7 +16,6 @@ def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tens
 
     Args:
         module: an attention layer with attn_temperature_tuning.
-        query_BHTD: queries as the layer scaled them.
 
     Returns:
         The queries themselves if the layer has rotary embedding, or all rows have the factor 1.

@@ -42,9 +42,7 @@ def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_
     So has Gemma 3n's stack of hidden states, [N, 1, T, ...]. Tuples, lists and dicts are split item by item.
 
     Args:
-        name: name of the argument, for errors.
         sizes: rows of each part, with sum T.
-        refusal: error messages.
 
     Raises:
         ValueError: the argument's type or shape does not say how to divide it.
@@ -84,12 +82,6 @@ def _row_dim(value: Tensor, rows: int) -> int | None:
 def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, refusal: Refusal = NANO_BATCHES) -> Any:
     """Join the results of a module for all parts.
 
-    Args:
-        name: name of the result, for errors.
-        results: result of each part.
-        sizes: rows of each part.
-        refusal: error messages.
-
     Raises:
         ValueError: the results' types or shapes do not say how to join them.
     """
@@ -121,7 +113,6 @@ class PartStates(UserDict[str, tuple[Tensor, ...]]):
 
     Args:
         whole: states of all rows, each tensor [1, heads, T, head dim] (transformers' KVSharingDict).
-        part: rows of the part.
     """
 
     def __init__(self, whole: UserDict[str, tuple[Tensor, ...]], part: slice) -> None:
@@ -136,7 +127,6 @@ def join_states(value: Any, parts: tuple[Any, ...]) -> None:
     """Join the states that a layer left for each part, if the argument holds such states.
 
     Args:
-        value: an argument of the layer.
         parts: shares of the argument from `split_argument`.
     """
     if isinstance(value, UserDict):

@@ -8,14 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Settings that contexts such as `torch.autocast` and `torch.no_grad` make for a thread.
-
-    Attributes:
-        device_type: device type of autocast.
-        grad: whether gradients are recorded.
-        default_dtype: dtype of new tensors.
-        saved_tensors: innermost saved-tensor hooks.
-    """
+    """Settings that contexts such as `torch.autocast` and `torch.no_grad` make for a thread."""
 
     device_type: str
     autocast: bool

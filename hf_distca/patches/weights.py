@@ -47,10 +47,8 @@ class MatrixWeights:
     """Active parameters in matrices.
 
     Attributes:
-        hidden: hidden size.
         before: weights before core attention, the mean over layers.
         after: weights after core attention, the mean over layers.
-        head: weights of the output head.
     """
 
     hidden: int
@@ -64,7 +62,6 @@ def matrix_weights(model: PreTrainedModel, layers: Mapping[AttentionKind, int]) 
 
     Args:
         model: a transformers model; its weights may be on the meta device.
-        layers: number of layers of each kind of attention.
     """
     hidden = model.config.get_text_config(decoder=True).hidden_size
     met = sum(weights_met(model).values())

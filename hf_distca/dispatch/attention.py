@@ -46,6 +46,7 @@ def disaggregated_attention(
     Args:
         q_THD: queries after position embedding; q, k and v have one dtype.
         sinks_H: learned attention sinks, one logit per query head (gpt-oss), or None.
+        module: the attention layer, the key of results kept through a checkpoint.
         chunk: rows of the layer's attention chunks; None for no chunks.
 
     Returns:

@@ -88,7 +88,7 @@ class BoundStage:
     Attributes:
         passed_on: received rows to forward inside the node, ordered by receiving rank.
         passed_back: sum that adds dK and dV of forwarded rows to the gateway's copies.
-        received_sums: sum of dK and dV of received rows over these groups.
+        received_sums: sum of dK and dV of received rows over the groups of tasks that read them.
         key_sums: sum that adds returned dK and dV of local rows to earlier stages' totals; None for a single stage.
     """
 

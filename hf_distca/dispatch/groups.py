@@ -129,7 +129,8 @@ class Groups:
     def _connected(self, meshes: list[list[int]] | None, ranks: int, name: str) -> dist.ProcessGroup | None:
         """Return a group for exchanges, with all pairs of ranks connected; None for a single rank.
 
-        NCCL connects a pair, and takes memory for it, at the first send: send one row each.
+        NCCL connects a pair, and takes memory for it, at the first send. Every rank therefore sends a row to every
+        other.
         """
         backend = exchange_backend(self._device)
         sent, received = (torch.zeros(ranks, dtype=torch.uint8, device=self._device) for _ in range(2))
@@ -266,7 +267,7 @@ def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
     """Return every process's value, in the order of their world ranks. A collective of the world, on the CPU.
 
     Raises:
-        RuntimeError: this process cannot reach the others, or not in time.
+        RuntimeError: this process cannot reach the others within `timeout_s`.
     """
     if not in_world() or dist.get_world_size() == 1:
         return [value]

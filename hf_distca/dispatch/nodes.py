@@ -26,6 +26,9 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
 
     Returns:
         One number for all nodes, or one for each, as `PlanSettings.ranks_per_node`.
+
+    Raises:
+        RuntimeError: this process cannot reach the others within `timeout_s`.
     """
     if not in_world():
         return 1

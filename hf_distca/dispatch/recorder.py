@@ -129,7 +129,7 @@ class Recorder:
         self._anchor_s = 0.0  # when the anchor was passed, on the device's clock
 
     def listen(self, *kinds: Kind, most: int | None = None) -> Recording:
-        """Record spans of these kinds, or of all kinds if none is named, and at most `most` of them."""
+        """Record spans of these kinds, or of all kinds if none is named; keep only the latest `most`."""
         recording = Recording(self, frozenset(kinds or KINDS), most)
         self._recordings.append(recording)
         self._kinds |= recording.kinds

@@ -36,6 +36,7 @@ class Training:
     Attributes:
         mixed: compute in bfloat16, else in float32.
         checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
+        shards: number of shards of the state; None for one per rank.
     """
 
     strategy: Strategy
@@ -165,7 +166,7 @@ def longest_documents(settings: PlanSettings) -> list[int]:
 
 
 def longest_tokens(needed: Callable[[int], int], available: int) -> int:
-    """Return the most tokens, a multiple of STEP, whose needed bytes are available; 0 if STEP does not fit.
+    """Return the most tokens, a multiple of STEP, whose `needed` bytes are `available`; 0 if not even STEP.
 
     Memory is counted at STEP times powers of two and interpolated linearly.
     """

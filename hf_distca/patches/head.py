@@ -1,8 +1,8 @@
 """Output head in a planned step: logits are computed on demand, and chunk by chunk for the loss.
 
 `plan_head` gives the head a subclass of its own class. It gives the model a subclass whose forward lets the head defer
-its logits in a planned step with labels. Logits are computed inside a call of the head: only there does ZeRO-3 gather
-its weights, and do PEFT adapters take part.
+its logits in a planned step with labels. Logits are computed inside a call of the head: only there are ZeRO-3's
+weights gathered and PEFT adapters active.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -101,6 +101,7 @@ class PlannedHead(nn.Module):
 
     Attributes:
         chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
+        is_plain: whether the head is just a linear layer.
         forward_in_shares: with tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     """
 

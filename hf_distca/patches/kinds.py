@@ -79,7 +79,11 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
 
 
 def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
-    """Return the reach of each layer's attention, or a single reach that all layers share."""
+    """Return the reach of each layer's attention, or a single reach that all layers share.
+
+    Raises:
+        ValueError: a layer's type is unknown, see `attention_kinds`.
+    """
     config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:

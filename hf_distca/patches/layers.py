@@ -115,7 +115,12 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class _PlannedLayer(nn.Module):
-    """Base that precedes a decoder layer's own class."""
+    """Base that precedes a decoder layer's own class.
+
+    Attributes:
+        attends: number of attention modules that a plan can move.
+        mixes: number of modules that mix along the row without attention.
+    """
 
     attends: int
     mixes: int

@@ -1,6 +1,6 @@
 """Modules that mix a document's rows without attention: state spaces, linear attention, convolutions.
 
-Their rows depend on all earlier rows, of whichever document. In a planned step such a module runs document by
+Each output row depends on earlier rows of the call, across documents. In a planned step such a module runs document by
 document: `plan_mixing` gives it a subclass whose forward splits its arguments by document. That is exact for every
 model and kernel, and needs whole documents on a rank. With many short documents it launches more kernels than a module
 that takes packed lengths (cu_seq_lens_q, seq_idx).
@@ -48,7 +48,7 @@ def mixing_modules(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of a decoder layer that mix along the row.
 
     These own a convolution over the row, or are attention layers outside transformers' attention interface (linear
-    attention). Inside other attention layers they are searched too.
+    attention). Attention layers that use the interface are searched too.
     """
     found: list[nn.Module] = []
     for module in layer.children():

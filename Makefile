@@ -32,17 +32,19 @@ $(SETUP): pyproject.toml constraints.txt | $(BIN)/python
 
 # The weights are the last file that the script writes.
 $(CHECKPOINT)/model.safetensors: $(SETUP) examples/make_checkpoint.py
-	$(BIN)/python examples/make_checkpoint.py --output $(CHECKPOINT) --hidden_size 128 --vocab_size 2048
+	$(BIN)/python examples/make_checkpoint.py --output $(CHECKPOINT) --hidden_size 128 --layers 2 --vocab_size 2048
 
-# Two processes on the CPU, whatever the machine has.
+# Two processes on the CPU, whatever the machine has; DeepSpeed, which peft and TRL import, would warn of it.
 demo: $(CHECKPOINT)/model.safetensors
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/accelerate launch \
+	@CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/accelerate launch \
 		--config_file examples/configs/ddp.yaml --main_process_port 0 \
-		examples/finetune_llama.py --model_name_or_path $(CHECKPOINT) --max_documents 64 \
-		--output_dir $(DEMO) --tokens_per_rank 4096 --long_documents split \
-		--num_train_epochs 1 --learning_rate 1e-2 --lr_scheduler_type cosine --warmup_steps 5 \
-		--logging_steps 5 --save_strategy no --report_to none \
-		--dataloader_pin_memory False --ddp_find_unused_parameters False
+		examples/demo.py --model_name_or_path $(CHECKPOINT) --output_dir $(DEMO)
+	@echo; echo "A step with hf_distca, traced; as a picture: $(DEMO)/step.svg"
+	@$(BIN)/hf-distca timeline $(DEMO) --svg $(DEMO)/step.svg
+	@echo; echo "Next:"
+	@echo "  $(BIN)/hf-distca simulate --lengths prolong --ranks 64 --tokens-per-rank 32k --report runs/report.html"
+	@echo "  $(BIN)/accelerate launch --config_file examples/configs/ddp.yaml examples/train.py $(CHECKPOINT) LICENSE"
+	@echo "  $(BIN)/hf-distca doctor"
 
 test: lint types tests
 

@@ -22,15 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, make_dispatcher
-from hf_distca.memory.core_attention import Use
-from hf_distca.memory.estimate import of_micro_batch
+from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import without_numbers
-from hf_distca.memory.micro_batch import count_micro_batch
-from hf_distca.memory.model_state import model_state
 from hf_distca.memory.models import model_of_config
-from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.patches.model import plan_settings
-from hf_distca.patches.prepare import prepare_model
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 CPU = torch.device("cpu")
@@ -126,18 +121,19 @@ def _train(case: Case) -> None:
 
 def estimated(case: Case) -> list[int]:
     """Bytes that each rank takes, told from config and plan."""
-    mode = without_numbers()
-    model = model_of_config(AutoConfig.for_model("llama", **case.sizes), torch.float32, mode)
+    model = AutoConfig.for_model("llama", **case.sizes)
     config = DistCAConfig(tokens_per_rank=case.tokens)
-    settings = plan_settings(model, config, ranks=case.ranks, device=CPU, dtype=case.dtype)
-    prepare_model(model, config, ping_pong=settings.ping_pong)
+    settings = plan_settings(
+        model_of_config(model, torch.float32, without_numbers()),
+        config,
+        ranks=case.ranks,
+        device=CPU,
+        dtype=case.dtype,
+    )
     plan = plan_micro_batch(case.lengths, settings)
-    use = Use(counted_kernel("cpu"), case.dtype, {} if case.checkpointing else None)
-    state = model_state(model, "ddp", case.ranks, mixed=case.autocast).total
-    return [
-        state + sum(of_micro_batch(count_micro_batch(model, plan, rank, use, mode)).values())
-        for rank in range(case.ranks)
-    ]
+    training = Training("ddp", mixed=case.autocast, checkpointing={} if case.checkpointing else None)
+    counter = MemoryCounter(model, settings, config)
+    return [counter.count(plan, training, rank).total for rank in range(case.ranks)]
 
 
 def main() -> None:

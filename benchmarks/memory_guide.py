@@ -1,4 +1,4 @@
-"""README's memory guide: the most tokens of a rank that fit GPUs of several sizes, by model, ranks and strategy.
+"""The memory guide: the most tokens of a rank that fit GPUs of several sizes, by model, ranks and strategy.
 
 Nothing is trained: a step is run on tensors without numbers and counted (hf_distca.memory). Full fine-tuning with Adam
 in bfloat16, float32 copies of the weights, decoder layers checkpointed, one document over all ranks. What CUDA and
@@ -15,7 +15,7 @@ from harness import print_json, table
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from hf_distca.config import DistCAConfig
-from hf_distca.memory.estimate import ConfigMemory
+from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.model_state import Strategy
 from hf_distca.memory.models import model_of_config
@@ -63,12 +63,10 @@ def main() -> None:
             settings = PlanSettings(
                 ranks, 8192, kinds=kinds, document_layout="joint", ping_pong=True, kernel="torch_varlen"
             )
-            memory = ConfigMemory(config, settings, DistCAConfig())
+            memory = MemoryCounter(config, settings, DistCAConfig())
             for strategy in STRATEGIES:
-                longest = {
-                    size: memory.longest((size - OWN) * GB, strategy, mixed=True, checkpointing=True)
-                    for size in MEMORY
-                }
+                training = Training(strategy, mixed=True, checkpointing={})
+                longest = {size: memory.longest((size - OWN) * GB, training) for size in MEMORY}
                 found.append({"model": name, "ranks": ranks, "strategy": strategy, "longest": longest})
     columns = ("model", "ranks", "strategy", *(f"{size} GB" for size in MEMORY))
     table(columns, [(*map(str, list(row.values())[:3]), *map(str, row["longest"].values())) for row in found])

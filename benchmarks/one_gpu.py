@@ -20,7 +20,7 @@ Measured on this device, forward and backward, the median of some calls:
   add up; the last piece is taken for one of whole blocks of 256 rows.
 - the attention tasks of each rank, fused into one call a nano-batch, or several where a call would have more than
   --keys K/V rows. Calls with the same tasks are timed once.
-Counted from the plan: the bytes that each rank sends and receives (docs/exchange.md).
+Counted from the plan: the bytes that each rank sends and receives (docs/explanation/exchange.md).
 Modelled:
 - a rank's time is the sum of its parts. What surrounds the kernels (gathering, merging, adding up, launches that the
   GPU waits for) is left out; `make gpu` measures it.

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -220,16 +219,7 @@ def use_deepspeed() -> None:
     os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="0")
 
 
-class Rows(Enum):
-    """Rows of a step under Ulysses, each a micro-batch on all ranks."""
-
-    ONE = "all documents in one row"
-    EQUAL = "the first document, and the others"
-    UNEQUAL = "every second document, and the others"
-    COLLATED = "one row of a DataCollatorWithFlattening"
-
-
-def ulysses(case: Case, ranks: int, attention: str = PACKED, rows: Rows = Rows.ONE) -> "Halted":
+def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool = False) -> "Halted":
     """Ulysses sequence parallelism of DeepSpeed through accelerate, ZeRO off, rows of packed documents.
 
     All ranks share every row, a rank has an equal part of its tokens, and in attention all of them of its share of the
@@ -239,33 +229,27 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, rows: Rows = Rows.O
         case: what is trained; the tokens of every row must be a multiple of the ranks.
         ranks: how many.
         attention: implementation that is given the whole row.
-        rows: of a step. Only the first two work over gloo.
+        in_two_rows: whether the first document of a step has a row of its own. gloo takes rows of equal tokens alone.
     """
     use_deepspeed()
     flatten, data = DataCollatorWithFlattening(), case.data
-    parts = {
-        Rows.ONE: [data],
-        Rows.EQUAL: [data[:1], data[1:]],
-        Rows.UNEQUAL: [data[::2], data[1::2]],
-        Rows.COLLATED: [data],
-    }[rows]
+    parts = [data[:1], data[1:]] if in_two_rows else [data]
     packed = [{name: column[0] for name, column in flatten(part).items()} for part in parts]
-    of_step = data if rows is Rows.COLLATED else packed
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
     handler.sp_attn_implementation = attention  # accelerate takes few names, DeepSpeed any that is registered
     args = TrainingArguments(
         **{**case.arguments, "num_train_epochs": 1},
         ddp_backend="gloo",
         train_sampling_strategy="sequential",
-        per_device_train_batch_size=len(data) if rows is Rows.COLLATED else 1,
+        per_device_train_batch_size=1,
         gradient_accumulation_steps=len(parts),
         parallelism_config=ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler),
     )
     trainer = Trainer(
         model=case.model(attention),
         args=args,
-        train_dataset=of_step * (-(-case.steps // ranks) * ranks),
-        data_collator=flatten if rows is Rows.COLLATED else default_data_collator,
+        train_dataset=packed * (-(-case.steps // ranks) * ranks),
+        data_collator=default_data_collator,
     )
     return Halted(trainer, None)
 

@@ -36,10 +36,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from accelerate.utils import DeepSpeedSequenceParallelConfig
 from harness import Ranks, Round, over, report
 from harness.rounds import Measured
-from peer_trainers import PACKED, Case, Halted, Rows, flattened, planned, rebalanced, rebalanced_padded, ulysses
+from peer_trainers import Case, Halted, flattened, planned, rebalanced, rebalanced_padded, ulysses
 
 RANKS = (2, 4)
 MIXES = {
@@ -153,22 +152,6 @@ def first_loss(case: Case, **settings: Any) -> float:
     return loss
 
 
-def refused(case: Case) -> dict[str, str]:
-    """What stands in the way of Ulysses on CPUs, in the words of its errors."""
-    found = {}
-    try:
-        DeepSpeedSequenceParallelConfig(sp_attn_implementation=PACKED)
-    except ValueError as error:
-        found["another attention implementation"] = str(error)
-    for rows in (Rows.UNEQUAL, Rows.COLLATED):
-        try:
-            first_loss(case, rows=rows)
-        except RuntimeError as error:
-            _, _, last = str(error).rpartition("Error: ")
-            found[rows.value] = " ".join(last.split())
-    return found
-
-
 def summary(steps: Sequence[Figures], name: str, ours: str) -> dict[str, Any]:
     """Of a mix and way: what is not timed."""
     losses = [each[name]["loss"] for each in steps[:-1]]
@@ -191,8 +174,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         case = Case(lengths["one long"], 2, folder)
-        masks_dropped, errors = first_loss(case, attention="sdpa"), refused(case)
-        two_rows = first_loss(case, rows=Rows.EQUAL)
+        masks_dropped = first_loss(case, attention="sdpa")
+        two_rows = first_loss(case, in_two_rows=True)
         for ranks in RANKS:
             steps = measure(ranks, options.rounds, lengths, folder)
             for mix in lengths:
@@ -218,7 +201,6 @@ def main() -> None:
         ratios,
         lengths=lengths,
         ways=found,
-        ulysses_refuses=errors,
         ulysses_sdpa_first_loss=f"{masks_dropped:.7f}",
         ulysses_two_rows_first_loss=f"{two_rows:.7f}",
     )

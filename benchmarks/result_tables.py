@@ -1,18 +1,26 @@
-"""Writes the tables of README.md and of pages of docs/ that come from committed results.
+"""Write the tables of all pages from the committed results of benchmarks.
 
-python benchmarks/result_tables.py
+A page names a table by `<!-- name -->`, and the commands that made its figures by `<!-- name commands -->`. Whatever
+follows such a mark is written anew.
+
+Run: python benchmarks/result_tables.py
 """
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("simulation", "peers", "attention_servers")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
-MARK = re.compile(r"<!-- (\w+) -->\n(?:\n(?:\|.*\n)+)?")
+MARK = re.compile(r"<!-- (\w+)( commands)? -->\n(?:\n(?:(?:\|.*\n)+|```\n(?:(?!```).*\n)+```\n))?")
 
+Rows = Iterator[tuple[str, ...]]
+"""The header, then the rows of a table."""
+TABLES: dict[str, tuple[Callable[[], Rows], tuple[str, ...]]] = {}
+"""By name: what makes the rows, and the results that they come from."""
 
 STEP_TIMES = {
     "step_time": "2",
@@ -21,277 +29,377 @@ STEP_TIMES = {
     "step_time_420_mbit": "2, 420 Mbit/s",
 }
 """Results of step_time.py: ranks, and the link between them where it is limited."""
+CORPORA = {"wlbllm": "pretraining mix", "prolong": "ProLong"}
+
+
+def table_of(*names: str) -> Callable[[Callable[[], Rows]], Callable[[], Rows]]:
+    """Enter a table under the name of the function that makes it.
+
+    Args:
+        names: of the results that it comes from.
+    """
+
+    def enter(make: Callable[[], Rows]) -> Callable[[], Rows]:
+        TABLES[make.__name__] = make, names
+        return make
+
+    return enter
 
 
 def result(name: str) -> Any:
-    """What a benchmark found."""
+    """Return what a benchmark found."""
     return json.loads((RESULTS / f"{name}.json").read_text())["result"]
 
 
-def lines(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)) + "\n"
+def command(name: str) -> str:
+    """Return the command of a committed result."""
+    told: str = json.loads((RESULTS / f"{name}.json").read_text())["command"]
+    return re.sub(r" --against \S+", "", told)
 
 
-def predicted_steps() -> str:
-    """Steps of two CPU ranks."""
-    rows = []
+def quartiles(spread: dict[str, float]) -> str:
+    """Return a median with its quartiles."""
+    return f"{spread['median']:.2f} ({spread['lower']:.2f} to {spread['upper']:.2f})"
+
+
+@table_of("typical_data")
+def expectations() -> Rows:
+    """Expected speed-up over the best other strategy, on 8 and 64 GPUs."""
+    found: dict[str, dict[int, Any]] = {}
+    for row in result("typical_data")["settings"]:
+        found.setdefault(row["documents"], {})[row["ranks"]] = row
+    yield "documents", "core attention's share", "8 GPUs", "64 GPUs"
+    for name, by_ranks in found.items():
+        gains = (
+            "{over_best_other:.2f} ({lower:.2f} to {upper:.2f})".format(**row, **row["over_best_other_of_batches"])
+            for row in (by_ranks[8], by_ranks[64])
+        )
+        yield name, f"{by_ranks[64]['attention_share']:.0%}", *gains
+
+
+@table_of("typical_data")
+def one_strategy() -> Rows:
+    """Expected speed-up over the best single strategy."""
+    yield (
+        "documents",
+        "GPUs",
+        "best strategy of most micro-batches",
+        "over the best of each",
+        "over the best single one",
+    )
+    for row in result("typical_data")["settings"]:
+        gains = (f"{row[name]:.2f}" for name in ("over_best_other", "over_best_fixed"))
+        yield row["documents"], str(row["ranks"]), row["best_other"], *gains
+
+
+def gain_by_formula(row: dict[str, float]) -> float:
+    """Return the speed-up over plain packing by the formula that pages show."""
+    return (row["t"] * row["r"] + row["m"]) / (row["r"] + 1 + row["w"])
+
+
+@table_of("typical_data")
+def plain_packing() -> Rows:
+    """The formula beside simulated steps of plain packing."""
+    yield "documents", "GPUs", "attention dropped", "r", "m", "t", "w", "formula", "simulated"
+    for row in result("typical_data")["settings"]:
+        terms = (f"{row[name]:.2f}" for name in ("r", "m", "t", "w"))
+        dropped, formula = f"{row['plain_drops']:.0%}", f"{gain_by_formula(row):.2f}"
+        yield row["documents"], str(row["ranks"]), dropped, *terms, formula, f"{row['over_plain']:.2f}"
+
+
+@table_of("predicted_steps")
+def predicted_steps() -> Rows:
+    """Steps of two CPU ranks, predicted and measured."""
+    yield "documents, strategy", "measured, s", "predicted / measured: median (quartiles)"
     for name, found in result("predicted_steps")["steps"].items():
         if "seconds" in found:
             ratio = found["predicted / measured"]
             spread = f"{ratio['median']:.3f} ({ratio['lower']:.3f} to {ratio['upper']:.3f})"
-            rows.append((name, f"{found['seconds']['median']:.2f}", spread))
-    return lines(("documents, way", "measured, s", "predicted / measured: median (quartiles)"), rows)
+            yield name, f"{found['seconds']['median']:.2f}", spread
 
 
-def reference_steps() -> str:
-    """Steps of the reference system."""
-    rows = [
-        (
-            name,
-            f"{found['baseline_r2']:.4f}",
-            *(f"{found[f'balanced_error_{which}']:.1%}" for which in ("mean", "p90")),
-            *(f"{found[f'whole_error_{which}']:.1%}" if "whole_steps" in found else "" for which in ("mean", "p90")),
-        )
-        for name, found in result("reference_steps").items()
-    ]
-    return lines(("set", "R² of the baseline", "balanced: error, mean", "90 %", "whole: error, mean", "90 %"), rows)
+@table_of("reference_steps")
+def reference_steps() -> Rows:
+    """Steps of the reference system on GPUs, predicted and measured."""
+    yield "set", "R² of the baseline", "balanced: error, mean", "90 %", "whole documents: error, mean", "90 %"
+    for name, found in result("reference_steps").items():
+        balanced = (f"{found[f'balanced_error_{which}']:.1%}" for which in ("mean", "p90"))
+        whole = (f"{found[f'whole_error_{which}']:.1%}" if "whole_steps" in found else "" for which in ("mean", "p90"))
+        yield name, f"{found['baseline_r2']:.4f}", *balanced, *whole
 
 
-def paper_tables() -> str:
-    """The paper's settings."""
-    rows = [
-        (
-            row["model"],
-            {"wlbllm": "pretraining mix", "prolong": "ProLong"}[row["documents"]],
-            row["longest"],
-            str(row["gpus"]),
-            f"{row['speed_up']:.2f}",
-            f"{row['fixed_speed_up']:.2f}",
-            row["published"],
-        )
-        for row in result("paper_tables")["settings"]
-    ]
-    return lines(("model", "documents", "longest", "GPUs", "joint", "fixed", "the paper"), rows)
+@table_of("paper_tables")
+def paper_tables() -> Rows:
+    """Settings of the paper; those that differ in the longest document alone, with equal figures, in one row."""
+    by_setting: dict[tuple[str, str, str], dict[int, str]] = {}
+    published = {}
+    for row in result("paper_tables")["settings"]:
+        figures = f"{row['speed_up']:.2f} ({row['fixed_speed_up']:.2f})"
+        by_setting.setdefault((row["model"], row["documents"], row["longest"]), {})[row["gpus"]] = figures
+        published[row["model"], row["documents"]] = row["published"]
+    folded: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for (model, documents, longest), by_gpus in by_setting.items():
+        folded.setdefault((model, documents, tuple(by_gpus.values())), []).append(longest)
+    yield "model", "documents", "longest", *(f"{gpus} GPUs" for gpus in by_gpus), "the paper"
+    for (model, documents, figures_of_row), longest_ones in folded.items():
+        yield model, CORPORA[documents], ", ".join(longest_ones), *figures_of_row, published[model, documents]
 
 
-def typical_data() -> str:
-    """What to expect for four kinds of documents."""
-    rows = [
-        (
-            row["documents"],
-            str(row["ranks"]),
-            f"{row['imbalance']:.2f}",
-            f"{row['attention_share']:.0%}",
-            f"{row['over_plain']:.2f} ({row['plain_cuts']:.1%})",
-            f"{row['over_best_other']:.2f} ({row['best_other']})",
-        )
-        for row in result("typical_data")["settings"]
-    ]
-    header = (
-        "documents",
-        "GPUs",
-        "m",
-        "attention's share",
-        "over plain packing (documents it cuts)",
-        "over the best other way",
-    )
-    return lines(header, rows)
-
-
-def expectations() -> str:
-    """What to expect for three kinds of documents on 64 GPUs."""
-    rows = [
-        (
-            row["documents"],
-            f"{row['attention_share']:.0%}",
-            f"{row['imbalance']:.1f}",
-            f"{row['over_plain']:.2f} ({row['plain_cuts']:.1%})",
-            f"{row['over_best_other']:.2f} ({row['best_other']})",
-        )
-        for row in result("typical_data")["settings"]
-        if row["ranks"] == 64 and "WLB" not in row["documents"]
-    ]
-    header = ("documents", "attention", "m", "over plain packing (documents it cuts)", "over the best other way")
-    return lines(header, rows)
-
-
-def chosen_networks() -> str:
+@table_of("chosen")
+def chosen_networks() -> Rows:
     """Chosen plans on networks of several speeds."""
     found = result("chosen")["networks"]
     kinds = list(dict.fromkeys(row["documents"] for row in found))
     by_network: dict[tuple[int, float], dict[str, Any]] = {}
     for row in found:
         by_network.setdefault((row["GPUs a node"], row["GB/s"]), {})[row["documents"]] = row
-    rows = [
-        (str(per_node), f"{network:g}", *(f"{of[kind]['median']:.2f} ({of[kind]['worst']:.2f})" for kind in kinds))
-        for (per_node, network), of in by_network.items()
-    ]
-    return lines(("GPUs a node", "GB/s between nodes", *kinds), rows)
+    yield "GPUs a node", "GB/s between nodes", *kinds
+    for (per_node, network), of in by_network.items():
+        yield str(per_node), f"{network:g}", *(f"{of[kind]['median']:.2f} ({of[kind]['worst']:.2f})" for kind in kinds)
 
 
-def chosen_data_sets() -> str:
+@table_of("chosen")
+def chosen_data_sets() -> Rows:
     """Chosen plans beside all other strategies on data sets."""
-    rows = [
-        (
-            row["documents"],
-            str(row["GPUs"]),
-            f"{row['median']:.2f}",
-            f"{row['worst']:.2f}",
-            f"{row['share below 0.99']:.1%}",
-            f"{row['planning, ms']:.0f} ({row['planning, 95 %, ms']:.0f})",
-        )
-        for row in result("chosen")["data_sets"]
-    ]
-    header = ("documents", "GPUs", "median", "worst", "micro-batches below 0.99", "planning, ms: median (95 %)")
-    return lines(header, rows)
+    yield "documents", "GPUs", "median", "worst", "micro-batches below 0.99", "planning, ms: median (95 %)"
+    for row in result("chosen")["data_sets"]:
+        planning = f"{row['planning, ms']:.0f} ({row['planning, 95 %, ms']:.0f})"
+        ratios = f"{row['median']:.2f}", f"{row['worst']:.2f}", f"{row['share below 0.99']:.1%}"
+        yield CORPORA.get(row["documents"], row["documents"]), str(row["GPUs"]), *ratios, planning
 
 
-def step_time() -> str:
-    """Steps of CPU ranks by default, beside the best other way."""
-    rows = []
+@table_of(*STEP_TIMES)
+def step_time() -> Rows:
+    """Steps of CPU ranks with the defaults, beside the best other strategy."""
+    yield "ranks", "documents", "best other", "whole documents", "packed in order", "joint layout"
     for name, ranks in STEP_TIMES.items():
         found = result(name)["derived"]
-        mixes = dict.fromkeys(key.split(":")[0] for key in found)
-        for mix in mixes:
-            ratios = [quartiles(found[f"{mix}: {way} / auto"]) for way in ("best other", "whole", "packed", "joint")]
-            rows.append((ranks, mix, *ratios))
-    return lines(("ranks", "documents", "best other", "whole documents", "packed in order", "joint"), rows)
+        for mix in dict.fromkeys(key.split(":")[0] for key in found):
+            ways = ("best other", "whole", "packed", "joint")
+            yield ranks, mix, *(quartiles(found[f"{mix}: {way} / auto"]) for way in ways)
 
 
-def memory_guide() -> str:
-    """The most tokens of a rank that fit."""
-    found = result("memory_guide")["guide"]
-    sizes = list(found[0]["longest"])
-    rows = [
-        (
-            row["model"],
-            str(row["ranks"]),
-            row["strategy"],
-            *(str(row["longest"][size]) if row["longest"][size] else "–" for size in sizes),
-        )
-        for row in found
-        if any(row["longest"].values())
-    ]
-    return lines(("model", "GPUs", "strategy", *(f"{size} GB" for size in sizes)), rows)
-
-
-def peers() -> str:
-    """The same documents by five ways."""
+@table_of("peers")
+def peers() -> Rows:
+    """The same documents by five strategies."""
     found = result("peers")
-    rows = []
+    yield "ranks", "documents", "strategy", "losses differ by", "m", "MiB", "tokens/s", "speed-up of hf_distca"
     for name, way in found["ways"].items():
         setting, mix, *words = name.split(", ")
         speed, imbalance = (found["figures"][f"{name}, {figure}"] for figure in ("tokens/s", "imbalance"))
         ratio = found["derived"].get(f"{setting}, {mix}: hf_distca / {', '.join(words)}")
-        rows.append(
-            (
-                setting.removesuffix(" ranks"),
-                mix,
-                ", ".join(words),
-                way["first_loss"],
-                f"{way['largest_difference_of_losses']:.0e}",
-                f"{imbalance['median']:.2f}",
-                f"{way['MiB']:.0f}",
-                f"{speed['median']:.0f} ({speed['lower']:.0f} to {speed['upper']:.0f})",
-                f"{ratio['median']:.2f} ({ratio['lower']:.2f} to {ratio['upper']:.2f})" if ratio else "",
-            )
+        yield (
+            setting.removesuffix(" ranks"),
+            mix,
+            ", ".join(words),
+            f"{way['largest_difference_of_losses']:.0e}",
+            f"{imbalance['median']:.2f}",
+            f"{way['MiB']:.0f}",
+            f"{speed['median']:.0f} ({speed['lower']:.0f} to {speed['upper']:.0f})",
+            quartiles(ratio) if ratio else "",
         )
-    header = ("ranks", "documents", "way", "first loss", "losses differ by", "m", "MiB", "tokens/s", "gain")
-    return lines(header, rows)
 
 
-def peers_ulysses() -> str:
-    """What Ulysses says to what it does not take, and other losses of the same documents."""
+@table_of("peers")
+def peers_ulysses() -> Rows:
+    """Losses of Ulysses for the same documents."""
     found = result("peers")
-    rows = [(what, f"`{said}`") for what, said in found["ulysses_refuses"].items()]
-    rows += [
-        ("one long, all documents in one row", found["ways"]["2 ranks, one long, Ulysses"]["first_loss"]),
-        ("the same in two rows of equal tokens", found["ulysses_two_rows_first_loss"]),
-        ('the same in one row, "sdpa"', found["ulysses_sdpa_first_loss"]),
-    ]
-    return lines(("tried, two ranks", "error, or loss of the first step"), rows)
+    yield "rows, attention", "loss of the first step"
+    yield "all documents in one row", found["ways"]["2 ranks, one long, Ulysses"]["first_loss"]
+    yield "two rows of equal tokens", found["ulysses_two_rows_first_loss"]
+    yield 'one row, attention "sdpa"', found["ulysses_sdpa_first_loss"]
+
+
+@table_of("overlap", "overlap_one_document")
+def overlap() -> Rows:
+    """Share of the exchange that is hidden behind computation."""
+    yield (
+        "documents",
+        "hidden by",
+        "hidden",
+        "hidden, by waits",
+        "limited link: step that waits",
+        "free link: overhead",
+    )
+    for name, documents, how, mark in (
+        ("overlap", "several", "ping-pong", ""),
+        ("overlap_one_document", "one", "stages", "one_document_"),
+    ):
+        found = {key.removeprefix(mark): quartiles(spread) for key, spread in result(name)["derived"].items()}
+        link = found["what the limit adds to waiting"]
+        yield documents, "local tasks first", *_hidden(found, "own first"), link, ""
+        yield documents, how, *_hidden(found, how), link, found[f"overhead: {how} / own first"]
+
+
+def _hidden(found: dict[str, str], how: str) -> tuple[str, str]:
+    return found[f"hidden by {how}"], found[f"hidden by {how}, by waits"]
+
+
+@table_of("overlap_nodes")
+def overlap_nodes() -> Rows:
+    """Plans that know of nodes beside flat ones."""
+    found = result("overlap_nodes")["derived"]
+    yield "node-aware plan over flat plan", "as users have them", "every exchange waited for"
+    for what, key in (
+        ("bytes over the link", "over the link: node-aware{} / flat{}"),
+        ("time that the link adds", "exposed: node-aware{} / flat{}"),
+        ("the same, by waits", "exposed: node-aware{} / flat{}, by waits"),
+        ("step on a free link", "free: node-aware{} / flat{}"),
+    ):
+        yield what, *(quartiles(found["nodes_" + key.format(way, way)]) for way in ("", " waiting"))
+
+
+@table_of("planner")
+def planner() -> Rows:
+    """Bytes of plans beside those of a reference planner."""
+    found = result("planner")
+    yield (
+        "layout",
+        "largest load above the mean",
+        "bytes",
+        "bytes of the busiest rank",
+        "planning, ms",
+        "reference, ms",
+    )
+    for layout in ("fixed", "joint"):
+        for tolerance in ("0.001", "0.01"):
+            row = found[f"{layout}, at {tolerance}"]
+            yield (
+                layout,
+                f"{row['percent_above_mean_worst']:.1f}%",
+                quartiles(row["bytes_total_ratio"]),
+                quartiles(row["bytes_bottleneck_ratio"]),
+                f"{row['plan_ms']['median']:.1f}",
+                f"{row['their_plan_ms']['median']:.1f}",
+            )
+
+
+@table_of("planner")
+def planner_nodes() -> Rows:
+    """Plans that know of nodes beside flat ones, counted."""
+    found = result("planner")["nodes"]
+    yield "layout", "bytes between nodes", "largest", "time of the busiest link", "largest", "planning, ms"
+    for layout in ("fixed", "joint"):
+        row = found[f"{layout}, at 0.001"]
+        ratios = ("bytes_between_nodes_ratio", "link_seconds_ratio")
+        cells = (cell for name in ratios for cell in (f"{row[name]['median']:.3f}", f"{row[f'{name}_worst']:.2f}"))
+        yield layout, *cells, f"{row['plan_ms']['median']:.0f}"
+
+
+@table_of("plan_time")
+def plan_time() -> Rows:
+    """Time of choosing a plan."""
+    found = result("plan_time")["figures"]
+    keys = [re.fullmatch(r"chosen, (\d+) ranks, (.*), ms", key) for key in found]
+    ranks = list(dict.fromkeys(key[1] for key in keys if key))
+    yield "documents", *(f"{count} ranks, ms" for count in ranks)
+    for kind in dict.fromkeys(key[2] for key in keys if key):
+        medians = (f"{found[f'chosen, {count} ranks, {kind}, ms']['median']:.0f}" for count in ranks)
+        yield CORPORA.get(kind, kind), *medians
+
+
+@table_of("dispatch")
+def dispatch() -> Rows:
+    """CPU time of a layer besides computing."""
+    found = result("dispatch")["figures"]
+    yield "layout", "nano-batches", "layer, ms", "of it dispatching", "of it collectives", "the model alone"
+    for layout in ("joint", "fixed"):
+        for halves, name in (("2", "default"), ("1", "no turns")):
+            of = f"{layout}, {name}"
+            parts = (f"{of}, ms", f"{of}: dispatch, ms", f"{of}: collectives, ms", "plain, ms")
+            yield layout, halves, *(f"{found[part]['median']:.1f}" for part in parts)
+
+
+@table_of("checkpointing")
+def checkpointing() -> Rows:
+    """Core attention kept through gradient checkpoints."""
+    found = result("checkpointing")
+    yield "figure", "ratio"
+    yield "step that keeps core attention over one that computes it again", f"{found['step_ratio']:.2f}"
+    yield "time saved in a layer over one forward of core attention", f"{found['saved_fraction']:.2f}"
+
+
+@table_of("memory_loss", "memory_exchange", "long_document", "memory_estimate")
+def memory() -> Rows:
+    """Memory of the loss, of an exchange and of long documents."""
+    loss, document, estimate = result("memory_loss")["derived"], result("long_document"), result("memory_estimate")
+    estimated = [ratio for of in estimate["configurations"].values() for ratio in of["estimated_over_measured"]]
+    yield "figure", "ratio"
+    for tokens in dict.fromkeys(key.split()[0] for key in loss):
+        memory_ratio, time_ratio = (loss[f"{tokens} chunked / own, {unit}"]["median"] for unit in ("MiB", "s"))
+        yield f"loss of {tokens} tokens in chunks over all logits: memory", f"{memory_ratio:.2f}"
+        yield f"loss of {tokens} tokens in chunks over all logits: time", f"{time_ratio:.2f}"
+    yield (
+        "exchange of one document, K and V in stages over all at once",
+        f"{result('memory_exchange')['exchange_memory_ratio']:.2f}",
+    )
+    yield (
+        f"document of {document['tokens']} tokens on 4 ranks: largest relative error",
+        f"{max(document['relative_errors'].values()):.0e}",
+    )
+    yield "the same: estimated over measured memory", _from_to(document["estimated_over_measured"])
+    yield "training of four configurations: estimated over measured memory", _from_to(estimated)
+
+
+def _from_to(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+@table_of("memory_guide")
+def memory_guide() -> Rows:
+    """The most tokens of a rank that fit."""
+    found = result("memory_guide")["guide"]
+    sizes = list(found[0]["longest"])
+    yield "model", "GPUs", "strategy", *(f"{size} GB" for size in sizes)
+    for row in found:
+        if any(row["longest"].values()):
+            fitting = (str(row["longest"][size]) if row["longest"][size] else "–" for size in sizes)
+            yield row["model"], str(row["ranks"]), row["strategy"], *fitting
 
 
 def by_transport(name: str) -> list[tuple[str, Any]]:
-    """What a benchmark found with rows over each transport."""
+    """Return what a benchmark found with rows over each transport."""
     return [("TCP", result(name)), ("NIXL", result(f"{name}_nixl"))]
 
 
-def quartiles(spread: dict[str, float]) -> str:
-    """A median with its quartiles."""
-    return f"{spread['median']:.2f} ({spread['lower']:.2f} to {spread['upper']:.2f})"
+@table_of("servers", "servers_nixl")
+def servers() -> Rows:
+    """A rank with one attention server."""
+    yield "rows over", "speed-up (quartiles)", "rank's finishing time / server's (quartiles)"
+    for transport, found in by_transport("servers"):
+        yield transport, *(quartiles(found["of_rounds"][figure]) for figure in ("speedup", "finish_ratio"))
 
 
-def servers() -> str:
-    """A rank with one server."""
-    rows = [
-        (
-            transport,
-            f"{found['speedup']:.2f}",
-            f"{found['speedup_all']:.2f}",
-            quartiles(found["of_rounds"]["speedup"]),
-            f"{found['finish_ratio']:.2f}",
-            quartiles(found["of_rounds"]["finish_ratio"]),
-        )
-        for transport, found in by_transport("servers")
-    ]
-    header = (
-        "rows over",
-        "speed-up, calmer half of the steps",
-        "all steps",
-        "of the rounds: median (quartiles)",
-        "finishing times, calmer half",
-        "of the rounds: median (quartiles)",
-    )
-    return lines(header, rows)
-
-
-def faults() -> str:
+@table_of("faults", "faults_nixl")
+def faults() -> Rows:
     """A training whose servers are killed."""
-    rows = [
-        (
-            transport,
-            *(str(found[figure]) for figure in ("kills", "noticed", "in_a_call", "steps", "lost")),
-            f"{found['max_rel_diff']:.0e}",
-        )
-        for transport, found in by_transport("faults")
-    ]
-    header = (
-        "rows over",
-        "servers killed",
-        "noticed by ranks",
-        "of these in a call",
-        "steps",
-        "steps lost",
-        "parameters differ by",
-    )
-    return lines(header, rows)
+    yield "rows over", "servers killed", "while computing", "steps", "steps lost"
+    for transport, found in by_transport("faults"):
+        yield transport, *(str(found[figure]) for figure in ("kills", "in_a_call", "steps", "lost"))
 
 
-TABLES = {
-    make.__name__: make
-    for make in (
-        chosen_data_sets,
-        chosen_networks,
-        expectations,
-        memory_guide,
-        typical_data,
-        predicted_steps,
-        reference_steps,
-        step_time,
-        paper_tables,
-        peers,
-        peers_ulysses,
-        servers,
-        faults,
-    )
-}
+@table_of("kernel_fit")
+def kernel_fit() -> Rows:
+    """Kernel costs beside calls that they were not fitted to."""
+    yield "call of the CPU kernel", "measured, s", "predicted / measured"
+    for name, found in result("kernel_fit")["calls"].items():
+        yield name, f"{found['seconds']:.2f}", f"{found['by seconds of a row']:.2f}"
+
+
+def table(name: str) -> str:
+    """Return a table in Markdown."""
+    header, *rows = TABLES[name][0]()
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ("---",) * len(header), *rows)) + "\n"
+
+
+def commands(name: str) -> str:
+    """Return the commands that made a table's figures, as a block of code."""
+    return "\n".join(["```", *dict.fromkeys(map(command, TABLES[name][1])), "```"]) + "\n"
 
 
 def written(text: str) -> str:
-    """A page with its tables written anew."""
-    return MARK.sub(lambda mark: f"<!-- {mark[1]} -->\n\n{TABLES[mark[1]]()}", text)
+    """Return a page with its tables and commands written anew."""
+    return MARK.sub(lambda mark: mark[0].split("\n")[0] + f"\n\n{(commands if mark[2] else table)(mark[1])}", text)
 
 
 if __name__ == "__main__":

@@ -23,15 +23,13 @@ from hf_distca.sim.ways import Setup, StepTime, plain, planned
 
 RANKS, TOKENS_PER_RANK = 8, 32768
 PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
-STYLE = """
-text { font: 13px sans-serif; fill: #57606a } .strong { font-weight: 600 }
-.other { fill: #8c959f } .attention { fill: #2f6fb5 } .waits { fill: #d9822b; opacity: 0.35 }
-.rule { stroke: #57606a; fill: none }
-@media (prefers-color-scheme: dark) { text { fill: #b8bfc6 } .rule { stroke: #b8bfc6 } .other { fill: #6e7681 } }
-"""
-WIDTH, LEFT, RIGHT, ROW, BAR = 860, 64, 60, 15, 12
+WIDTH, LEFT, RIGHT, ROW, BAR = 860, 76, 140, 15, 12
 """Pixels: of the picture, beside its bars, of a rank's line and of its bar."""
-PARTS = (("other", "everything else"), ("attention", "core attention"), ("waits", "waits for the slowest rank"))
+PARTS = (
+    ("other", "everything else"),
+    ("attention", "core attention"),
+    ("idle", "idle until the slowest rank is done"),
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Shown:
     """A step as it is drawn.
 
     Attributes:
-        title: the way to train.
+        title: the strategy.
         seconds: of the step.
         other: everything else that a rank computes, in seconds; ranks have equally many tokens.
         attention: [ranks] core attention of each, in seconds.
@@ -58,19 +56,19 @@ class Shown:
 
 
 def picture(steps: Sequence[Shown]) -> str:
-    """The picture as SVG: panels below one another, on one scale; a line a rank.
+    """Draw panels below one another on one scale, with a line a rank, and label the gain of the last over the first.
 
     Args:
         steps: of each panel.
     """
     panel = RANKS * ROW + 44
-    drawing = Drawing(WIDTH, 30 + panel * len(steps))
+    drawing = Drawing(WIDTH, 44 + panel * len(steps))
     scale = (WIDTH - LEFT - RIGHT) / max(step.seconds for step in steps)
     for index, (style, name) in enumerate(PARTS):
-        drawing.bar(LEFT + index * 190, 6, 12, 12, style, name)
-        drawing.text(LEFT + index * 190 + 18, 17, name)
+        drawing.bar(LEFT + index * 170, 14, 12, 12, style, name)
+        drawing.text(LEFT + index * 170 + 18, 25, name)
     for index, step in enumerate(steps):
-        top = 52 + index * panel
+        top = 64 + index * panel
         drawing.text(LEFT, top - 6, step.title, style="strong")
         for rank, attention in enumerate(step.attention):
             y = top + rank * ROW
@@ -81,10 +79,14 @@ def picture(steps: Sequence[Shown]) -> str:
                 drawing.bar(x, y, seconds * scale, BAR, style, f"rank {rank}, {name}: {seconds:.2f} s")
                 x += seconds * scale
         end = LEFT + step.seconds * scale
-        drawing.line(end, top - 4, end, top + RANKS * ROW)
-        drawing.text(end + 6, top + RANKS * ROW / 2 + 4, f"{step.seconds:.2f} s")
+        drawing.line(end, top - 4, end, top + RANKS * ROW, "ink")
+        drawing.text(end + 6, top + 11, f"{step.seconds:.2f} s", style="strong")
+    before, after = steps[0].seconds, steps[-1].seconds
+    middle, end = 64 + panel * (len(steps) - 1) + RANKS * ROW / 2, LEFT + after * scale
+    drawing.arrow(LEFT + before * scale, end + 2, middle, "gain")
+    drawing.text(LEFT + before * scale + 6, middle + 5, f"{before / after:.2f}× speed", style="gain")
     label = ", ".join(f"{step.title}: {step.seconds:.2f} s" for step in steps)
-    return drawing.file(f"One step of {RANKS} ranks. {label}", STYLE)
+    return drawing.file(f"One step of {RANKS} ranks. {label}. {before / after:.2f} times the speed.")
 
 
 def main() -> None:
@@ -103,8 +105,8 @@ def main() -> None:
     pairs.sort(key=lambda pair: pair[0])
     gain, packed, balanced = pairs[len(pairs) // 2]
     steps = (
-        Shown.of("as packed: equally many tokens on each rank", packed),
-        Shown.of("with hf_distca: equally many tokens, and equally many query-key pairs", balanced),
+        Shown.of("plain packing: equal tokens on every rank", packed),
+        Shown.of("planned by hf_distca: equal tokens and equal core attention on every rank", balanced),
     )
     PICTURE.write_text(picture(steps), encoding="utf-8")
     gains = [pair[0] for pair in pairs]

@@ -47,7 +47,7 @@ from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, TaskShapes
-from hf_distca.kernels.torch_varlen import TorchVarlenKernel
+from hf_distca.kernels.varlen import TorchVarlenKernel
 from hf_distca.patches.kinds import attention_kinds, decoder_attentions
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.model import base_model
@@ -316,7 +316,7 @@ class MetaKernel(TorchVarlenKernel):
 
     inputs: list[KernelInput] = field(default_factory=list)
 
-    def check(self, **_: Any) -> None:
+    def check(self, *_: Any) -> None:
         """It asks for a GPU."""
 
     def _note(self, **tensors: Tensor) -> None:

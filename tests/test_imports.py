@@ -27,7 +27,7 @@ ALLOWED = {
     "dispatch": PLANNER | {"kernels"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
     "patches": DISPATCH | {"config", "units"},
-    "memory": DISPATCH | {"config", "patches"},
+    "memory": DISPATCH | {"config", "patches", "sim"},
     "pool": DISPATCH | ROWS | {"pool.token", "pool.child", "pool.directory", "pool.rank"},
     "pool.child": set(),
     "pool.token": set(),
@@ -44,7 +44,7 @@ ALLOWED = {
     | {"config", "units", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
-    "timeline": {"plan", "dispatch.recorder"},
+    "timeline": {"plan", "dispatch.recorder", "sim.report"},
     "cli": DISPATCH
     | WIRE
     | {"config", "units", "version", "patches", "measure", "memory", "sim", "timeline"}

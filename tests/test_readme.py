@@ -1,168 +1,175 @@
-"""What README and docs show is so: commands print it, names exist, defaults are those of the code."""
+"""What README shows is so: its commands run and print it, its figures are those of results, its names exist."""
 
 import ast
-import dataclasses
+import importlib.util
 import inspect
 import json
+import os
 import re
 import shlex
-from importlib.metadata import requires
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from accelerate import Accelerator
 
 import hf_distca
 from hf_distca.cli.main import main
-from hf_distca.kernels import KERNEL_NAMES
-from hf_distca.trainer.meter import StepMeter
+from tests.launch import ROOT, cpu_environment
+from tests.ranks import free_port
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-FIELDS = {field.name: field for field in dataclasses.fields(hf_distca.DistCATrainingArguments)}
-OWN = {field.name for field in dataclasses.fields(hf_distca.DistCAConfig)}
-IN_WORDS = {"attention_server_token_file": "in `output_dir`"}
+TEXT_BYTES = 12_000
+"""How much of the quickstart's text is trained on here."""
 
 
 def section(title: str) -> str:
     return re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, re.S | re.M)[1]
 
 
-def first_cells(table: str) -> list[str]:
-    return re.findall(r"^\| `([^|]*)` \|", table, re.M)
+def blocks(title: str, language: str = "") -> list[str]:
+    """Blocks of code of a section: those of commands are in no language."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", section(title), re.S | re.M)
+    return [code for its_language, code in found if its_language == language]
 
 
-def blocks(language: str) -> list[str]:
-    return [code for page in PAGES.values() for code in re.findall(rf"^```{language}\n(.*?)^```", page, re.S | re.M)]
+def result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["result"]
 
 
-def test_the_shown_plan_is_printed(tmp_path, monkeypatch, capsys):
-    (shown,) = re.findall(r"^```\n(\$ echo .*?)^```", section("Planning without training"), re.S | re.M)
-    echo, command, *expected = shown.splitlines()
-    lengths, file = re.fullmatch(r"\$ echo '(.*)' > (.*)", echo).groups()
-    monkeypatch.chdir(tmp_path)
-    Path(file).write_text(lengths)
-    assert main(shlex.split(command)[2:]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[:-1] == expected[:-1]
-    assert printed[-1].split()[:2] == expected[-1].split()[:2] == ["planned", "in"]
-    (shown,) = re.findall(
-        r"^```\n(\$ hf-distca [^\n]*--ranks-per-node.*?)^```", section("Planning without training"), re.S | re.M
+def test_it_is_short():
+    assert len(README.splitlines()) <= 160
+    assert len(README.split()) <= 1500
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """The files that README's commands use, in a folder of their own."""
+    folder = tmp_path_factory.mktemp("clone")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    return folder
+
+
+def in_shell(command: str, folder: Path) -> str:
+    """What a command prints that a reader enters in a shell with the environment activated."""
+    environment = cpu_environment()
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
     )
-    command, *expected = shown.splitlines()
-    assert main(shlex.split(command)[2:]) == 0
-    assert set(expected) <= set(capsys.readouterr().out.splitlines())
-    assert len(expected) == 3
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_options_of_the_plan_exist(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    shown = set(re.findall(r"--[a-z-]+", section("Planning without training")))
-    assert {"--lengths", "--document-layout", "--dump"} <= shown <= known
+@pytest.fixture(scope="module")
+def trained(clone) -> tuple[Path, str]:
+    """The clone after the quickstart, and what its training printed."""
+    make_checkpoint, make_text, launch = blocks("Quickstart")[0].splitlines()
+    in_shell(make_checkpoint, clone)
+    in_shell(make_text, clone)
+    text = clone / "my.txt"
+    text.write_bytes(text.read_bytes()[:TEXT_BYTES])
+    # On a port of its own: another launch may have the launcher's.
+    launch = launch.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
+    return clone, in_shell(f"{launch} --logging_steps 1 --num_train_epochs 2", clone)
 
 
-def test_the_shown_simulation_is_printed(capsys):
-    (shown,) = re.findall(r"^```\n\$ (hf-distca simulate .*?)^```", section("Know before"), re.S | re.M)
-    command, *expected = shown.splitlines()
-    assert main(shlex.split(command)[1:]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    begin = printed.index(expected[0])
-    assert printed[begin : begin + len(expected)] == expected
+def test_the_quickstart_trains(trained):
+    folder, printed = trained
+    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(7.6, abs=0.2)  # ln 2048
+    assert (folder / "runs" / "train" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("tool", ["simulate", "plan"])
-def test_options_of_reports_exist(tool, capsys):
-    with pytest.raises(SystemExit):
-        main([tool, "--help"])
-    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    lines = [line for line in section("Know before").splitlines() if f"hf-distca {tool} --" in line]
-    shown = {option for line in lines for option in re.findall(r"--[a-z-]+", line)}
-    assert {"--lengths", "--report"} <= shown <= known
-
-
-def test_the_shown_findings_are_those_of_the_doctor():
-    shown = re.findall(r"^(ok|advice|wrong) +(\w+(?: \w+)*)  +", section("Looking before training"), re.M)
-    assert {state for state, _ in shown} == {"ok", "advice"}
-    sources = "".join(path.read_text() for path in (ROOT / "hf_distca" / "cli").rglob("*.py"))
-    packages = [re.match(r"[\w-]+", need)[0] for need in requires("hf-distca")]
-    for _, name in shown:
-        assert name in packages or f'"{name}"' in sources, name
-
-
-def test_options_of_serve_exist(capsys):
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    shown = [line for page in PAGES.values() for line in page.splitlines() if "hf-distca serve --" in line]
-    shown += [line for line in PAGES["attention_servers.md"].splitlines() if "of `serve`" in line]
-    options = {option for line in shown for option in re.findall(r"--[a-z-]+", line)}
-    assert {"--join", "--bind", "--threads"} <= options <= known
-
-
-def test_settings_and_their_defaults():
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| ", section("Settings"), re.M)
-    assert {name for name, _ in rows} == OWN
-    for name, shown in rows:
-        if name in IN_WORDS:
-            assert (shown, FIELDS[name].default) == (IN_WORDS[name], None)
-        else:
-            assert ast.literal_eval(shown.strip("`")) == FIELDS[name].default, name
-
-
-def test_settings_of_attention_servers():
-    named = set(re.findall(r"`((?:attention_server|ranks_serve)\w*)`", PAGES["attention_servers.md"]))
-    assert {"attention_servers", "ranks_serve"} <= named <= set(FIELDS) | {"attention_servers"}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_options_of_training_scripts_are_arguments(page):
-    for line in PAGES[page].splitlines():
-        if "accelerate launch" in line and "train.py" in line:
-            for option in re.findall(r"--(\w+)", line.split("train.py")[1].split("`")[0]):
-                assert option in FIELDS, line
-
-
-def test_logged_names_are_those_of_the_meter():
-    rows = re.findall(r"^\| (`distca/.*?) \|", section("What is logged"), re.M)
-    logged = {name for row in rows for name in re.findall(r"`distca/(\w+)`", row)}
-    source = inspect.getsource(StepMeter.figures) + inspect.getsource(StepMeter._chosen)
-    given = re.findall(r"^ +\"([a-z_]+)\": ", source, re.M) + re.findall(r"figures\[\"([a-z_]+)\"\] =", source)
-    assert logged == set(given)
-
-
-def test_kernels():
-    assert {*first_cells(section("Kernels")), "auto"} == set(KERNEL_NAMES)
+def test_the_shown_script_trains(trained):
+    folder, _ = trained
+    (shown,) = blocks("Quickstart", "python")
+    shutil.rmtree(folder / "runs" / "train")
+    (folder / "shown.py").write_text(shown)
+    in_shell("python shown.py", folder)
+    assert (folder / "runs" / "train" / "model.safetensors").exists()
 
 
 def test_python_compiles_and_its_names_exist():
-    shown = blocks("python")
+    shown = re.findall(r"^```python\n(.*?)^```", README, re.S | re.M)
     assert len(shown) >= 2
     for code in shown:
         for node in ast.walk(ast.parse(code)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                owner = {"hf_distca": hf_distca, "dispatcher": hf_distca.Dispatcher, "accelerator": Accelerator}
-                if node.value.id in owner:
-                    known = owner[node.value.id]
-                    made = inspect.isclass(known) and f"self.{node.attr} = " in inspect.getsource(known.__init__)
-                    assert hasattr(known, node.attr) or made, node.attr
             if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("hf_distca."):
-                called = getattr(hf_distca, node.func.attr)
                 given = {keyword.arg: None for keyword in node.keywords}
+                called = getattr(hf_distca, node.func.attr)
                 if called is not hf_distca.DistCATrainer:  # hands keywords on
                     inspect.signature(called).bind(*node.args, **given)
 
 
-def test_examples_named_in_the_documents_exist():
-    for page in PAGES.values():
-        for path in re.findall(r"`((?:examples|benchmarks)/\w+\.py)`", page):
-            assert (ROOT / path).is_file(), path
+def simulations() -> list[tuple[str, list[str]]]:
+    """Commands of the simulation, each with the lines shown below it."""
+    shown = [part.splitlines() for part in blocks("Will it pay?")[0].split("$ ")[1:]]
+    return [(command, lines) for command, *lines in shown]
 
 
-def test_the_demos_summary_has_the_shown_fields():
-    (shown,) = re.findall(r"^```\n(\{.*?)^```", section("Two commands"), re.S | re.M)
-    source = (ROOT / "examples" / "finetune_llama.py").read_text()
-    for name in json.loads(shown):
-        assert f'"{name}"' in source, name
+@pytest.mark.parametrize(("command", "lines"), simulations())
+def test_the_shown_simulations_are_printed(command, lines, capsys):
+    assert main(shlex.split(command)[1:]) == 0
+    assert lines
+    assert set(lines) <= set(capsys.readouterr().out.splitlines())
+
+
+def test_one_shown_simulation_says_no():
+    assert [any("No gain expected" in line for line in lines) for _, lines in simulations()].count(True) == 1
+
+
+def test_expected_gains_are_those_of_the_result():
+    shown = re.findall(r"^\| ([\w ]+) \| \d+% \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \|$", section("Will it pay?"), re.M)
+    gains: dict[str, dict[int, float]] = {}
+    for row in result("typical_data")["settings"]:
+        gains.setdefault(row["documents"], {})[row["ranks"]] = row["over_best_other"]
+    assert {name: {8: f"{of[8]:.2f}", 64: f"{of[64]:.2f}"} for name, of in gains.items()} == {
+        name: {8: on_8, 64: on_64} for name, on_8, on_64 in shown
+    }
+    most = {ranks: max(of[ranks] for of in gains.values()) for ranks in (8, 64)}
+    sentence = f"at most {most[8] - 1:.0%} on one node of 8 GPUs, and up to {most[64] - 1:.0%} on 64"
+    assert sentence in section("Will it pay?").replace(" %", "%").replace("\n", " ")
+
+
+def test_evidence_is_that_of_results():
+    evidence = section("Evidence")
+    document = result("long_document")
+    assert f"{document['tokens']:,} tokens over {len(document['peak_mib'])} ranks" in evidence
+    assert f"within {max(document['relative_errors'].values()):.1e} of float64" in evidence
+    faults = [result("faults"), result("faults_nixl")]
+    assert [each["lost"] for each in faults] == [0, 0]
+    assert f"{sum(each['kills'] for each in faults)} attention servers killed" in evidence
+    assert f"of {sum(each['steps'] for each in faults)} steps none was lost" in evidence
+    loss = result("memory_loss")["derived"]
+    assert f"{loss['8192 chunked / own, MiB']['median']:.3f} of the memory" in evidence
+    assert loss["8192 chunked / own, s"]["median"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_models_are_those_of_the_survey():
+    (page,) = (ROOT / "docs").rglob("compatibility.md")
+    equal, refused, unmade = map(
+        int, re.search(r"(\d+) give .*?(\d+) are refused .*?(\d+) ", page.read_text(), re.S).groups()
+    )
+    assert f"{equal} of {equal + refused + unmade} architectures" in section("What works")
+
+
+def test_the_long_description_has_absolute_links():
+    spec = importlib.util.spec_from_file_location("absolute_links", ROOT / ".ci" / "absolute_links.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = module.with_absolute_links(README, "https://example.org/a/b", "v1")
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert "https://example.org/a/b/raw/v1/docs/step.svg" in links
+    assert "https://example.org/a/b/blob/v1/examples/train.py" in links
+    assert all(link.startswith(("https://", "#")) for link in links)
+    assert "absolute_links.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()
+
+
+def test_named_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make (\w+)`", README):
+        assert re.search(rf"^{target}:", makefile, re.M), target

@@ -1,4 +1,4 @@
-"""What this GPU takes, by `hf-distca profile`: a file for hf_distca/sim/profiles, see docs/simulation.md."""
+"""What this GPU takes, by `hf-distca profile`, for hf_distca/sim/profiles, see docs/explanation/simulation.md."""
 
 import json
 import tempfile

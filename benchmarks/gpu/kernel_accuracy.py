@@ -15,9 +15,9 @@ from torch import Tensor
 
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.setting import Setting
-from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Kernel, TaskShapes, get_kernel
-from hf_distca.kernels.alignment import ALIGNMENT, aligned
-from hf_distca.kernels.packages import PACKAGES, MissingPackageError
+from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Kernel, Need, TaskShapes, get_kernel
+from hf_distca.kernels.contract import ALIGNMENT, aligned
+from hf_distca.kernels.versions import PACKAGES, MissingPackageError
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest deviation by dtype, over the largest magnitude in the tensor."""
@@ -198,9 +198,8 @@ def check_kernel(setting: Setting, name: str) -> Findings:
     ran = 0
     for (dtype, case_name), case in calls_of(setting, name).items():
         dtype_name = str(dtype).removeprefix("torch.")
-        asked = {"head_dim_qk": case.dim_qk, "head_dim_v": case.dim_v, "params": case.params}
         try:
-            kernel.check(device=device, dtype=dtype, **asked)
+            kernel.check(Need(dtype, case.dim_qk, case.dim_v, case.params), device)
         except ValueError as error:
             refused[f"{dtype_name}, {case_name}"] = str(error)
             continue

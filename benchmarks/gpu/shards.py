@@ -15,7 +15,7 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.kernel_accuracy import BOUNDS, deviation, kernel_or_why_none
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import median_seconds
-from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
+from hf_distca.kernels import AttentionParams, Kernel, Need, TaskShapes
 from hf_distca.planner.cost import pairs
 
 BLOCK = 128
@@ -139,13 +139,7 @@ def check_shards(setting: Setting, name: str = "auto") -> Findings:
         return findings
     dim = setting.wide["head_dim"]
     try:
-        kernel.check(
-            device=setting.device,
-            dtype=setting.dtype,
-            head_dim_qk=dim,
-            head_dim_v=dim,
-            params=AttentionParams(dim**-0.5),
-        )
+        kernel.check(Need(setting.dtype, dim, dim, AttentionParams(dim**-0.5)), setting.device)
     except ValueError as error:
         findings.skipped = str(error)
         return findings

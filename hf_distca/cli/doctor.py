@@ -3,22 +3,20 @@
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from hf_distca.cli.findings.finding import Finding, Told, table, told_together
-from hf_distca.cli.findings.launch import launch_findings, number_of_processes
-from hf_distca.cli.findings.links import Link, link_findings, measured_links
-from hf_distca.cli.findings.machine import device_of, machine_findings
-from hf_distca.cli.findings.network import network_findings
-from hf_distca.cli.findings.versions import agreement_findings, version_findings
+from hf_distca.cli import findings as found
+from hf_distca.cli.findings import Finding
 from hf_distca.cli.options import positive_seconds
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
+from hf_distca.measure.links import link_rates
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
 DESCRIPTION = """\
@@ -33,6 +31,11 @@ else 0.
 """
 
 CONNECT = "let ranks reach one another first: GLOO_SOCKET_IFNAME above, the launch, and for NCCL see NCCL_DEBUG=INFO"
+Rates = Mapping[tuple[int, int], float]
+"""GB/s from a sender to a receiver."""
+LOOK = "look at what is between these two: every exchange waits for the slowest"
+SLOW = 1 / 3
+"""Of the median rate of its kind, below which a link is slow."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,62 +51,48 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look at everything and tell it; in a launch of several processes rank 0 tells it for all.
-
-    Returns:
-        The exit status: 1 if something must be changed, on whichever rank.
-    """
-    device = device_of(os.environ)
-    world, local = number_of_processes(os.environ)
-    findings = [
-        *version_findings(),
-        *machine_findings(device, os.environ),
-        *launch_findings(
-            os.environ, cuda=device.type == "cuda", cores=os.cpu_count() or 1, threads=torch.get_num_threads()
-        ),
-        *network_findings(several_hosts=world > local),
-    ]
+    """Check everything and print it, in a launch of several processes on rank 0; return 1 if anything is wrong."""
+    device, (world, local) = found.device_of(os.environ), found.number_of_processes(os.environ)
+    cuda, cores, threads = device.type == "cuda", os.cpu_count() or 1, torch.get_num_threads()
+    mine = [*found.version_findings(), *found.device_findings(device, local)]
+    mine += found.launch_findings(os.environ, cuda=cuda, cores=cores, threads=threads)
     if world == 1 or "LOCAL_RANK" not in os.environ:
-        return _tell(told_together([findings]), [], options)
-    if device.type == "cuda":
+        return _told([mine], {}, options)
+    if cuda:
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=options.timeout)
-        )
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=options.timeout))
         groups = Groups(device, options.timeout)
         of_nodes = ranks_per_node(None, options.timeout)
     except (RuntimeError, ValueError) as error:  # each rank for itself: they are not connected
-        findings.append(Finding("connection", str(error), CONNECT, needed=True))
-        return _tell(told_together([findings]), [], options)
-    by_rank = groups.all_gather(findings)
-    links = measured_links(groups, device)
+        return _told([[*mine, Finding("connection", str(error), CONNECT, needed=True)]], {}, options)
+    by_rank, rates, sizes = groups.all_gather(mine), link_rates(groups, device), node_sizes(world, of_nodes)
     dist.destroy_process_group()
-    nodes = None if of_nodes in (1, world) else nodes_of(node_sizes(world, of_nodes))
-    of_all = [*agreement_findings(by_rank), _nodes(of_nodes, world), *link_findings(links, nodes)]
-    told = [*told_together(by_rank), *map(Told, of_all)]
-    return _tell(told, links, options) if groups.rank == 0 else _status(told)
+    nodes = f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks" if len(sizes) > 1 else "one"
+    of_all = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
+    return _told([[*each, *of_all] for each in by_rank], rates, options, shown=groups.rank == 0)
 
 
-def _nodes(of_nodes: int | tuple[int, ...], world: int) -> Finding:
-    """Which ranks share a node, as plans will have it."""
-    if of_nodes == 1:
-        return Finding("nodes", f"{world}, of one rank each")
-    if of_nodes == world:
-        return Finding("nodes", "one")
-    sizes = node_sizes(world, of_nodes)
-    return Finding("nodes", f"{len(sizes)}, of {', '.join(map(str, sizes))} ranks")
+def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
+    """Return findings on links within nodes and between them; `nodes` is [ranks] the node of each."""
+    findings = []
+    for where in ("within", "between"):
+        of_kind = {pair: rates[pair] for pair in rates if (where == "within") == (nodes[pair[0]] == nodes[pair[1]])}
+        if of_kind:
+            (sender, receiver), slowest = min(of_kind.items(), key=lambda link: link[1])
+            middle = median(of_kind.values())
+            text = f"{middle:.2f} GB/s; the slowest, rank {sender} to {receiver}, {slowest:.2f}"
+            findings.append(Finding(f"links {where} nodes", text, LOOK if slowest < SLOW * middle else ""))
+    return findings
 
 
-def _tell(told: Sequence[Told], links: Sequence[Link], options: argparse.Namespace) -> int:
-    """Print findings; the exit status."""
-    if options.json:
-        findings = [{**asdict(each.finding), "state": each.finding.state, "ranks": each.ranks} for each in told]
-        print(json.dumps({"findings": findings, "links": [asdict(link) for link in links]}))
-    else:
-        print(table(told), flush=True)
-    return _status(told)
-
-
-def _status(told: Sequence[Told]) -> int:
-    return int(any(each.finding.needed for each in told))
+def _told(by_rank: list[list[Finding]], rates: Rates, options: argparse.Namespace, *, shown: bool = True) -> int:
+    """Print findings; return the exit status."""
+    told = found.together(by_rank)
+    if shown and options.json:
+        findings = [{**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in told]
+        links = [{"sender": pair[0], "receiver": pair[1], "rate": rate} for pair, rate in rates.items()]
+        print(json.dumps({"findings": findings, "links": links}))
+    elif shown:
+        print(found.table(told), flush=True)
+    return int(any(finding.needed for finding, _ in told))

@@ -5,13 +5,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
 
-from hf_distca.cli.counted_memory import config_of_shape
 from hf_distca.cli.input_error import InputError
+from hf_distca.cli.model_shape import read_config
 from hf_distca.cli.settings import config_of
 from hf_distca.config import DistCAConfig
-from hf_distca.memory.estimate import Computation, ConfigMemory
+from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import Part, without_numbers
 from hf_distca.memory.model_state import STRATEGIES
 from hf_distca.memory.models import model_of_config
@@ -19,12 +18,11 @@ from hf_distca.patches.kinds import attention_kinds
 from hf_distca.patches.model import checked_attentions, document_layout
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.model import MODELS
 
 GB = 1e9
 
 OF_STATE = ("weights", "gradients", "optimizer")
-CHECKPOINTING = {"without_checkpointing": False, "with_checkpointing": True}
+CHECKPOINTING: dict[str, dict[str, Any] | None] = {"without_checkpointing": None, "with_checkpointing": {}}
 
 NAMES: dict[Part, str] = {
     "activations": "activations",
@@ -73,23 +71,16 @@ class ModelMemory:
             settings: of the plan.
         """
         options = self._options
-        memory = ConfigMemory(self._config, settings, config_of(options))
-        mixed = options.dtype != "float32"
-        counted: dict[tuple[Computation, bool], dict[Part, int]] = {}
+        memory = MemoryCounter(self._config, settings, config_of(options))
         figures: dict[str, Any] = {}
         for strategy in STRATEGIES:
-            computation, state = Computation.of(strategy, mixed=mixed), memory.state(strategy, mixed=mixed)
-            figures[strategy] = {**vars(state)}
             for name, checkpointing in CHECKPOINTING.items():
-                if (computation, checkpointing) not in counted:
-                    parts = memory.micro_batch(plan, computation, checkpointing=checkpointing)
-                    counted[computation, checkpointing] = parts
-                parts = counted[computation, checkpointing]
-                figures[strategy][name] = {"parts": parts, "total": state.total + sum(parts.values())}
+                training = Training(strategy, options.dtype != "float32", checkpointing)
+                counted = memory.count(plan, training)
+                found: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
                 if options.device_memory is not None:
-                    figures[strategy][name]["longest_tokens_per_rank"] = memory.longest(
-                        int(options.device_memory * GB), strategy, mixed=mixed, checkpointing=checkpointing
-                    )
+                    found["longest_tokens_per_rank"] = memory.longest(int(options.device_memory * GB), training)
+                figures.setdefault(strategy, {**vars(counted.state)})[name] = found
         return figures
 
     def lines(self, figures: dict[str, Any]) -> list[str]:
@@ -109,25 +100,6 @@ class ModelMemory:
             title = f"longest rows in {self._options.device_memory:g} GB"
             lines.append(_line(title, [str(way["longest_tokens_per_rank"]) for _, way in columns]))
         return lines
-
-
-def read_config(name: str) -> PreTrainedConfig:
-    """The config of a model: a name of `MODELS`, a config.json, a folder with one, or a name on the hub.
-
-    Raises:
-        InputError: there is none, or transformers knows no such model.
-    """
-    if name in MODELS:
-        return config_of_shape(MODELS[name])
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"no config of a model at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder with one, or a "
-            f"name on the hub, which must be reachable ({first_line})"
-        ) from error
-    return config
 
 
 def _line(name: str, values: Iterable[str]) -> str:

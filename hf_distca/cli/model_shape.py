@@ -1,14 +1,14 @@
-"""The shape of a model that a user names, for simulations."""
+"""Models that a user names: their config, and their shape for simulations."""
 
 import torch
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from hf_distca.cli.input_error import InputError
-from hf_distca.cli.model_memory import read_config
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.models import model_of_config
 from hf_distca.patches.model import layers_by_kind
 from hf_distca.patches.weights import matrix_weights
-from hf_distca.sim.model import ModelShape
+from hf_distca.sim.model import MODELS, ModelShape
 
 
 def shape_of(name: str) -> ModelShape:
@@ -28,3 +28,37 @@ def shape_of(name: str) -> ModelShape:
         raise InputError(str(error)) from error
     weights = matrix_weights(model, layers)
     return ModelShape(layers, weights.hidden, weights.before, weights.after, weights.head, model.num_parameters())
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """The config of a model: a name of `MODELS`, a config.json, a folder with one, or a name on the hub.
+
+    Raises:
+        InputError: there is none, or transformers knows no such model.
+    """
+    if name in MODELS:
+        return config_of_shape(MODELS[name])
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"no config of a model at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder with one, or a "
+            f"name on the hub, which must be reachable ({first_line})"
+        ) from error
+    return config
+
+
+def config_of_shape(shape: ModelShape) -> LlamaConfig:
+    """The config of a LLaMA-like model of this shape, see `ModelShape.llama`."""
+    (kind,) = shape.layers
+    output = shape.hidden * kind.q_heads * kind.dim_v
+    return LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=(shape.after - output) // (3 * shape.hidden),
+        num_hidden_layers=shape.depth,
+        num_attention_heads=kind.q_heads,
+        num_key_value_heads=kind.kv_heads,
+        head_dim=kind.dim_qk,
+        vocab_size=shape.head // shape.hidden,
+    )

@@ -13,7 +13,7 @@ import torch
 from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import MOST_RANKS, check_stages, gigabytes, positive, ranks, tokens
 from hf_distca.cli.plan_ranks import figures_of_ranks
-from hf_distca.cli.report_files import add_report_options, check_report_options, check_writable, write_report
+from hf_distca.cli.report_files import add_report_option, check_writable, write_report
 from hf_distca.cli.settings import RANKS_PER_NODE, add_node_option, add_setting, config_of, nodes_of_ranks
 from hf_distca.cli.sources import SOURCES, add_source_options, one_micro_batch
 from hf_distca.kernels import KERNELS
@@ -106,7 +106,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--dump", metavar="FILE", help="write the documents, segments and tasks of the plan as JSON")
-    add_report_options(parser, png=False)
+    add_report_option(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -115,8 +115,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         InputError: the options or the files cannot be used.
     """
-    check_report_options(options)
-    check_writable(options.dump)
+    check_writable(options.report, options.dump)
     lengths = one_micro_batch(options, options.ranks * options.tokens_per_rank)
     memory = _memory(options)
     try:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_distca.cli.findings.launch import number_of_processes
-from hf_distca.cli.findings.machine import device_of
+from hf_distca.cli.findings import device_of, number_of_processes
 from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import positive
 from hf_distca.cli.report_files import check_writable

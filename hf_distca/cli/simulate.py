@@ -3,23 +3,21 @@
 import argparse
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
 from hf_distca.cli.input_error import InputError
 from hf_distca.cli.options import batches, check_stages, gigabytes, positive, ranks, servers, tokens
-from hf_distca.cli.report_files import add_report_options, check_report_options, write_report
+from hf_distca.cli.report_files import add_report_option, check_writable, write_report
 from hf_distca.cli.settings import RANKS_PER_NODE, add_node_option, add_setting, config_of, nodes_of_ranks
 from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
 from hf_distca.planner.seconds import Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.figures import Simulation
-from hf_distca.sim.memory import Memory
 from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.scaling import scaling
-from hf_distca.sim.simulate import simulate
+from hf_distca.sim.simulate import Memory, simulate
 from hf_distca.sim.ways import Setup
 from hf_distca.units import AUTO
 
@@ -88,7 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--batches", type=batches, default=16, metavar="B", help="micro-batches to draw (default: 16)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    add_report_options(parser, png=True)
+    add_report_option(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -98,16 +96,16 @@ def run(options: argparse.Namespace) -> None:
         InputError: the options or the files cannot be used.
     """
     began = time.perf_counter()
-    check_report_options(options)
+    check_writable(options.report)
     if options.tokens_per_rank < 2:
         raise InputError("--tokens-per-rank must be at least 2: memory is counted with full and with half rows")
     try:
         setup = _setup(options, options.ranks)
         counted = options.tensor_parallel == 1 and options.ranks <= COUNTED_RANKS
-        memory = _memory(options, setup) if counted else None
+        memory = _memory(options, setup, counted=counted)
         result = _simulation(options, options.ranks, options.batches, options.servers, memory)
-        figures = {**result.as_dict(), "profile": setup.profile.name}
-        if options.report or options.png:
+        figures = {**result.as_dict(), "memory_counted": counted, "profile": setup.profile.name}
+        if options.report:
             batches = -(-options.batches // FEWER_BATCHES)
             node = options.ranks_per_node or str(RANKS_PER_NODE)
             ranks_per_node = int(node) if node.isdecimal() else None
@@ -122,22 +120,14 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(str(error)) from error
     seconds = time.perf_counter() - began
     figures["simulated_in"] = round(seconds, 3)
-    _write_reports(figures, options)
-    if options.json:
-        print(json.dumps(figures))
-    else:
-        print(_table(result, setup, seconds))
-
-
-def _write_reports(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
     if options.report:
         from hf_distca.sim.report.simulation import simulation_report
 
         write_report(options.report, simulation_report(figures).encode())
-    if options.png:
-        from hf_distca.sim.report.png import simulation_png
-
-        write_report(options.png, simulation_png(figures))
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        print(_table(result, setup, seconds, counted=counted))
 
 
 def _simulation(
@@ -150,14 +140,15 @@ def _simulation(
     return simulate(drawn, setup, settings, count=batches, servers=servers, memory=memory)
 
 
-def _memory(options: argparse.Namespace, setup: Setup) -> Memory:
-    """What counts a step's memory on the model itself."""
-    from hf_distca.cli.counted_memory import CountedMemory  # with all of transformers
-    from hf_distca.cli.model_memory import read_config
+def _memory(options: argparse.Namespace, setup: Setup, *, counted: bool) -> Memory:
+    """What tells the memory of a GPU: a step that is counted on the model itself, or shapes."""
+    from hf_distca.memory.simulated import CountedMemory, LeastMemory  # with all of transformers
 
-    config = read_config(options.model)
-    settings = _settings(options, setup)
-    return CountedMemory(config, settings, config_of(options), checkpointing=options.checkpointing)
+    if not counted:
+        return LeastMemory(setup)
+    from hf_distca.cli.model_shape import read_config
+
+    return CountedMemory(setup, read_config(options.model), _settings(options, setup), config_of(options))
 
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
@@ -239,8 +230,8 @@ def _model(name: str) -> ModelShape:
     return shape_of(name)
 
 
-def _table(result: Simulation, setup: Setup, seconds: float) -> str:
-    memory = "GB" if result.memory_counted else "GB, least"
+def _table(result: Simulation, setup: Setup, seconds: float, *, counted: bool) -> str:
+    memory = "GB" if counted else "GB, least"
     header = ("", "step, s", "attention, s", "other, s", "waits, s", "idle", "tokens/s", "MFU", memory, "cut")
     rows = [
         (
@@ -252,7 +243,7 @@ def _table(result: Simulation, setup: Setup, seconds: float) -> str:
             f"{way.idle:.0%}",
             f"{way.tokens_per_second:,.0f}",
             f"{way.mfu:.1%}",
-            "" if way.rows_bytes is None else f"{(way.rows_bytes + way.state_bytes) / GB:.1f}",
+            "" if way.rows_bytes is None else f"{(way.rows_bytes + (way.state_bytes or 0)) / GB:.1f}",
             f"{way.documents_cut:.1%}",
         )
         for way in result.ways

@@ -8,8 +8,7 @@ from typing import Any
 from hf_distca.cli.input_error import InputError
 from hf_distca.cli.report_files import check_writable, write_report
 from hf_distca.timeline.drawing import svg_of, text_of
-from hf_distca.timeline.steps import RankStep, ranks_of_step, step_names
-from hf_distca.timeline.trace import TraceError, parse, read_traces
+from hf_distca.timeline.steps import RankStep, TraceError, read_traces, steps_of
 
 DESCRIPTION = """\
 Join the traces of all ranks and draw one step: what each rank did when, and the time that it spent in core attention,
@@ -38,12 +37,13 @@ def run(options: argparse.Namespace) -> None:
     check_writable(options.joined, options.svg)
     try:
         joined = read_traces(_files(options.traces))
-        trace = parse(joined)
-        names = step_names(trace)
-        if not names:
+        steps_by_name = steps_of(joined)
+        if not steps_by_name:
             raise InputError("the traces share no step; give the files of one training")
-        name = names[-1] if options.step is None else f"step {options.step}"
-        steps = ranks_of_step(trace, name)
+        name = list(steps_by_name)[-1] if options.step is None else f"step {options.step}"
+        if name not in steps_by_name:
+            raise InputError(f"there is no {name} in the trace; it has {', '.join(steps_by_name)}")
+        steps, clock_error = steps_by_name[name], joined["otherData"]["clock_error_us"] / 1e3
         if options.joined:
             write_report(options.joined, json.dumps(joined).encode())
         if options.svg:
@@ -53,10 +53,10 @@ def run(options: argparse.Namespace) -> None:
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}") from error
     if options.json:
-        told = {"step": name, "clock_error_ms": trace.clock_error / 1e6, "ranks": [_told(step) for step in steps]}
+        told = {"step": name, "clock_error_ms": clock_error, "ranks": [_told(step) for step in steps]}
         print(json.dumps(told))
     else:
-        print(text_of(name, steps, trace.clock_error))
+        print(text_of(name, steps, clock_error))
 
 
 def _files(given: list[str]) -> list[Path]:

@@ -24,7 +24,7 @@ from hf_distca.dispatch.bound import BoundPlan, LocalTasks
 from hf_distca.dispatch.checkpoints import is_checkpointed, is_recomputation
 from hf_distca.dispatch.executor import Backward, CoreAttention, Forward, without_autocast
 from hf_distca.dispatch.recorder import Work
-from hf_distca.kernels import AttentionParams
+from hf_distca.kernels import AttentionParams, Need
 from hf_distca.plan import AttentionKind, Direction
 from hf_distca.planner.schedule import Kept
 
@@ -65,13 +65,7 @@ def disaggregated_attention(
             f"the plan gives this rank {plan.rows} rows, the model runs on {q_THD.shape[0]}; a plan belongs "
             "to the batch it came with"
         )
-    plan.kernel.check(
-        device=q_THD.device,
-        dtype=q_THD.dtype,
-        head_dim_qk=q_THD.shape[2],
-        head_dim_v=v_TGE.shape[2],
-        params=params,
-    )
+    plan.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
     kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk)
     recomputes = is_recomputation()
     keeps = plan.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_distca.dispatch.arena import Arena
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
-from hf_distca.kernels.alignment import aligned
+from hf_distca.kernels.contract import aligned
 
 Column = tuple[tuple[int, ...], torch.dtype]
 """Shape of one row and dtype of a tensor that travels."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_distca.kernels.alignment import aligned
+from hf_distca.kernels.contract import aligned
 
 CHUNK_BYTES = 1 << 22
 """Room for the numbers of a plan of some 50000 rows a rank; what needs more takes several copies."""

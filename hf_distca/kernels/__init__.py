@@ -1,15 +1,11 @@
 """Core attention kernels: one contract, implementations chosen by name.
 
-`get_kernel` returns an implementation of `Kernel`, `choose_kernel` the fastest one that can do what a model needs;
-`TaskShapes` and `AttentionParams` say what to compute; `merge_into` joins what the same rows found in two sets of
-keys.
+`get_kernel` returns an implementation of `Kernel`, `choose_kernel` the fastest one that can do what a model needs.
 """
 
-from .choice import KERNEL_NAMES, KERNELS, Choice, Need, choose_kernel, get_kernel
-from .contract import Kernel
+from .choice import KERNEL_NAMES, KERNELS, Choice, choose_kernel, get_kernel
+from .contract import AttentionParams, Kernel, Need, TaskShapes
 from .merge import merge_into
-from .params import AttentionParams
-from .shapes import TaskShapes
 
 __all__ = [
     "KERNELS",

@@ -1,18 +1,14 @@
-"""Kernels by name, and which of them "auto" is."""
+"""Return kernels by name, and choose the one that "auto" is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .contract import Kernel
+from .contract import AttentionParams, Kernel, Need
 from .cpu import CpuKernel
-from .flash_attn_2 import FlashAttnKernel
-from .flash_attn_3 import FlashAttn3Kernel
-from .flash_attn_4 import FlashAttn4Kernel
-from .params import AttentionParams
 from .reference import ReferenceKernel
-from .torch_varlen import TorchVarlenKernel
+from .varlen import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel, TorchVarlenKernel
 
 KERNELS: dict[str, type[Kernel]] = {
     "reference": ReferenceKernel,
@@ -32,61 +28,26 @@ FASTEST_FIRST = {
 FlashAttention-2, which the two others are; of these, torch's is there without installing anything."""
 ELSEWHERE = ("torch_varlen", "flash_attn")
 
-
-@dataclass(frozen=True)
-class Need:
-    """What one kind of a model's attention asks of a kernel.
-
-    Attributes:
-        dtype: of Q, K and V.
-        head_dim_qk: of queries and keys.
-        head_dim_v: of values.
-        params: window and softcap.
-    """
-
-    dtype: torch.dtype
-    head_dim_qk: int
-    head_dim_v: int
-    params: AttentionParams
-
-    def check(self, kernel: Kernel, device: torch.device) -> None:
-        """Raise ValueError if a kernel cannot do this on a device, see `Kernel.check`."""
-        kernel.check(
-            device=device,
-            dtype=self.dtype,
-            head_dim_qk=self.head_dim_qk,
-            head_dim_v=self.head_dim_v,
-            params=self.params,
-        )
-
-
 USUAL = Need(torch.bfloat16, 128, 128, AttentionParams(scale=128**-0.5))
 """What most models need; for a choice before the model is known."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that "auto" is.
-
-    Attributes:
-        kernel: it.
-        passed_over: by name, why faster ones are not it.
-    """
+    """The kernel that "auto" is, and by name the error of each faster kernel that was passed over."""
 
     kernel: Kernel
     passed_over: dict[str, str]
 
 
 def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0) -> Kernel:
-    """Return a kernel by name.
+    """Return a kernel by name, which runs on the device and can do what is needed.
 
     Args:
         name: "auto" (see `choose_kernel`); "reference", float64 with all scores at once, to check others against;
             "cpu"; "torch_varlen", the FlashAttention that comes with torch; "flash_attn", "flash_attn_3" and
-            "flash_attn_4", that of these packages.
-        device: where it will run.
-        needs: what it must be able to do.
-        sm_margin: streaming multiprocessors of a GPU to leave to what else runs there, by a kernel that can.
+            "flash_attn_4", the FlashAttention of these packages.
+        sm_margin: streaming multiprocessors of a GPU that the kernel leaves to others, where it can.
 
     Raises:
         ValueError: no kernel has this name, or it cannot do what is needed, or "auto" finds none that can.
@@ -96,49 +57,40 @@ def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, s
         return choose_kernel(device, needs, sm_margin=sm_margin).kernel
     if name not in KERNELS:
         raise ValueError(f"no kernel is named {name!r}; valid names: {', '.join(KERNEL_NAMES)}")
-    kernel = FlashAttn3Kernel(sm_margin) if name == "flash_attn_3" else KERNELS[name]()
-    for need in needs:
-        need.check(kernel, device)
-    return kernel
+    return _checked(FlashAttn3Kernel(sm_margin) if name == "flash_attn_3" else KERNELS[name](), device, needs)
 
 
 def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin: int = 0) -> Choice:
     """Choose the fastest kernel that is installed and can do what is needed. Nothing is downloaded.
 
     Args:
-        device: where it will run: on the CPU "cpu"; on CUDA see `FASTEST_FIRST`.
-        needs: what it must be able to do; without any, what most models need.
+        device: a CPU takes "cpu"; for CUDA see `FASTEST_FIRST`.
+        needs: none: what most models need.
         sm_margin: see `get_kernel`.
 
     Raises:
-        ValueError: there is none: says of each why not.
+        ValueError: there is none; the error says of each kernel why not.
     """
     if device.type == "cpu":
-        cpu = CpuKernel()
-        for need in needs:
-            need.check(cpu, device)
-        return Choice(cpu, {})
+        return Choice(_checked(CpuKernel(), device, needs), {})
     if device.type != "cuda":
         raise ValueError(f"kernel 'auto' knows cpu and cuda devices, got {device}; 'reference' runs on any device")
-    candidates: dict[str, Callable[[], Kernel]] = {
-        "torch_varlen": TorchVarlenKernel,
-        "flash_attn": FlashAttnKernel,
-        "flash_attn_3": lambda: FlashAttn3Kernel(sm_margin, hub=False),
-        "flash_attn_4": FlashAttn4Kernel,
-    }
     major, minor = torch.cuda.get_device_capability(device)
     passed_over: dict[str, str] = {}
     for name in FASTEST_FIRST.get(major, ELSEWHERE):
         try:
-            kernel = candidates[name]()
-            for need in needs or (USUAL,):
-                need.check(kernel, device)
+            kernel = FlashAttn3Kernel(sm_margin, hub=False) if name == "flash_attn_3" else KERNELS[name]()
+            return Choice(_checked(kernel, device, needs or (USUAL,)), passed_over)
         except (ImportError, ValueError) as error:
             passed_over[name] = str(error)
-        else:
-            return Choice(kernel, passed_over)
     reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
     raise ValueError(
         f"no kernel that is installed can compute this model's attention on {device}, a GPU of compute capability "
         f"{major}.{minor}:{reasons}"
     )
+
+
+def _checked(kernel: Kernel, device: torch.device, needs: Sequence[Need]) -> Kernel:
+    for need in needs:
+        kernel.check(need, device)
+    return kernel

@@ -1,16 +1,137 @@
-"""What every kernel computes.
+"""What every kernel computes: its options, the lengths of its tasks, its methods, and checks of its tensors.
 
-Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads (H is a multiple of G;
-query head h reads key/value head h // (H / G)), D head dim of queries and keys, E head dim of values.
+Shape suffixes: T tasks, Q packed query rows, K packed key/value rows, H query heads, G key/value heads (H is a
+multiple of G; query head h reads key/value head h // (H / G)), D head dim of queries and keys, E head dim of values.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .params import AttentionParams
-from .shapes import TaskShapes
+_Made = TypeVar("_Made")
+
+ALIGNMENT = 16
+"""Bytes that kernels load at once: rows, columns and tables begin at multiples of it."""
+
+
+def aligned(size: int) -> int:
+    """Round a size in bytes up to a multiple of ALIGNMENT.
+
+    >>> aligned(20)
+    32
+    """
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """Options of a layer's core attention.
+
+    Attributes:
+        scale: factor on the scores q·k, usually 1/√D.
+        window: a row attends to this many keys up to and including its own (sliding window); None: to all.
+        softcap: scores become softcap·tanh(scores/softcap); None: they stay as they are.
+        causal: True: row i of a task attends to its keys j <= i + k_len - q_len (aligned bottom right), and
+            with a window to j > i + k_len - q_len - window. False: every row attends to every key of its
+            task, for the part of a task whose keys all come before its rows; no window then.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1 (a row sees itself) or None, got {self.window}")
+        if self.window is not None and not self.causal:
+            raise ValueError(f"a window needs causal=True, got window={self.window} with causal=False")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap must be positive or None, got {self.softcap}")
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one kind of a model's attention asks of a kernel."""
+
+    dtype: torch.dtype
+    head_dim_qk: int
+    head_dim_v: int
+    params: AttentionParams
+
+
+@dataclass(frozen=True, eq=False)
+class TaskShapes:
+    """Lengths of the tasks of one kernel call, on the host and on the device.
+
+    The query rows of the tasks lie packed one after another, and so do their key/value rows: a key/value
+    row that two tasks need appears twice. Build the shapes once per micro-batch with `TaskShapes.build`.
+
+    Attributes:
+        q_lens: query rows of each task; may be 0.
+        k_lens: key/value rows of each task; may be 0. With causal attention k_lens[i] >= q_lens[i].
+        cu_q: [T + 1] int32 on the device, first packed query row of each task, then the total.
+        cu_k: [T + 1] int32 on the device, likewise for key/value rows.
+        max_q: largest of q_lens, 0 without tasks.
+        max_k: largest of k_lens, 0 without tasks.
+    """
+
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """Return what `make` gave on its first call for this key: every layer of a micro-batch asks again."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: _Made = self._made[key]
+        return made
+
+    @staticmethod
+    def build(q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str) -> "TaskShapes":
+        """Make the shapes of tasks with these numbers of query and key/value rows, for a kernel on `device`.
+
+        Raises:
+            ValueError: the two differ in number, or a length is negative.
+        """
+        return TaskShapes.placed(
+            q_lens, k_lens, lambda numbers: torch.from_numpy(numbers).to(device, non_blocking=True)
+        )
+
+    @staticmethod
+    def placed(
+        q_lens: Sequence[int], k_lens: Sequence[int], place: Callable[[NDArray[np.int32]], Tensor]
+    ) -> "TaskShapes":
+        """Make the shapes as `build` does, where `place` copies numbers to the device, perhaps many together."""
+        q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
+        if len(q_lens) != len(k_lens):
+            raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give one of each per task")
+        if any(n < 0 for n in q_lens + k_lens):
+            raise ValueError(f"lengths must be 0 or more, got q_lens {q_lens} and k_lens {k_lens}")
+
+        def cumulative(lens: tuple[int, ...]) -> Tensor:
+            return place(np.array([0, *accumulate(lens)], np.int32))
+
+        cu_q = cumulative(q_lens)
+        return TaskShapes(
+            q_lens=q_lens,
+            k_lens=k_lens,
+            cu_q=cu_q,
+            cu_k=cu_q if k_lens == q_lens else cumulative(k_lens),
+            max_q=max(q_lens, default=0),
+            max_k=max(k_lens, default=0),
+        )
 
 
 class Kernel(Protocol):
@@ -20,40 +141,25 @@ class Kernel(Protocol):
     another implementation.
 
     Attributes:
-        name: what `get_kernel` knows it by.
-        row_overhead: what a query row costs besides its pairs, in pairs: a kernel computes whole tiles of keys, of
+        name: what `get_kernel` takes.
+        row_overhead: cost of a query row besides its pairs, in pairs: a kernel computes whole tiles of keys, of
             which a row's last one is partly masked, and some of its work is done once a row.
-        gather_cost: what a byte of K and V costs that is gathered in the memory of a rank, because one document has
-            two tasks there that do not touch, compared with a byte sent to another rank.
+        gather_cost: cost of a byte of K and V that a rank gathers in its own memory, because one document has two
+            tasks there that do not touch, in bytes sent to another rank.
     """
 
     name: str
     row_overhead: int
     gather_cost: float
 
-    def check(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim_qk: int,
-        head_dim_v: int,
-        params: AttentionParams,
-    ) -> None:
+    def check(self, need: Need, device: torch.device) -> None:
         """Raise ValueError if the kernel cannot do this: what was asked, what it can do, which kernel can."""
         ...
 
     def forward(
         self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention.
-
-        Args:
-            q_QHD: packed queries; need not be contiguous.
-            k_KGD: packed keys, in the dtype of the queries.
-            v_KGE: packed values, in the dtype of the queries.
-            shapes: lengths of the tasks.
-            params: scale, mask and softcap.
+        """Compute attention. Queries, keys and values have one dtype and any strides.
 
         Returns:
             o_QHE in the dtype of q, contiguous, and lse_QH, the natural logarithm of the softmax's denominator, of
@@ -75,20 +181,11 @@ class Kernel(Protocol):
         shapes: TaskShapes,
         params: AttentionParams,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of attention.
+        """Compute the gradients of attention from do in the dtype of q, and from o and lse of `forward`.
 
-        o and lse are taken as given, never computed again: where a row's keys were split over several kernel
-        calls whose results were merged, the backward of each gets the merged o and lse, and the gradients add up.
-
-        Args:
-            do_QHE: gradient of the loss with respect to o, in the dtype of q.
-            q_QHD: as in forward.
-            k_KGD: as in forward.
-            v_KGE: as in forward.
-            o_QHE: the rows' outputs (merged, where their keys were split).
-            lse_QH: the rows' log-sum-exp (merged, where their keys were split), of any strides.
-            shapes: as in forward.
-            params: as in forward.
+        A kernel takes o and lse as given and never computes them again: where a row's keys were split over several
+        kernel calls whose results were merged, the backward of each gets the merged o and lse, of any strides, and
+        the gradients add up.
 
         Returns:
             dq_QHD, dk_KGD and dv_KGE in the dtype of q, contiguous. They are 0 where no pair of row and key exists.
@@ -97,3 +194,41 @@ class Kernel(Protocol):
             ValueError: the tensors do not fit one another or the shapes.
         """
         ...
+
+
+def check_tensors(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, causal: bool) -> None:
+    """Raise ValueError unless the tensors of a kernel call fit one another and the shapes."""
+    q_rows, k_rows = _totals(shapes.q_lens, shapes.k_lens, causal)
+    if q_QHD.dim() != 3 or k_KGD.dim() != 3 or v_KGE.dim() != 3:
+        got = f"{list(q_QHD.shape)}, {list(k_KGD.shape)} and {list(v_KGE.shape)}"
+        raise ValueError(f"kernels take q [Q, H, D], k [K, G, D] and v [K, G, E], got {got}")
+    if q_QHD.shape[0] != q_rows or k_KGD.shape[0] != k_rows or v_KGE.shape[0] != k_rows:
+        raise ValueError(
+            f"the tasks have {q_rows} query rows and {k_rows} key/value rows, but q, k and v have "
+            f"{q_QHD.shape[0]}, {k_KGD.shape[0]} and {v_KGE.shape[0]}"
+        )
+    if q_QHD.shape[2] != k_KGD.shape[2]:
+        raise ValueError(f"q and k differ in head dim: {q_QHD.shape[2]} and {k_KGD.shape[2]}")
+    if k_KGD.shape[1] != v_KGE.shape[1] or q_QHD.shape[1] % k_KGD.shape[1]:
+        raise ValueError(
+            "k and v must have as many heads as each other, and q a multiple of that, got "
+            f"{k_KGD.shape[1]}, {v_KGE.shape[1]} and {q_QHD.shape[1]}"
+        )
+    if not q_QHD.dtype == k_KGD.dtype == v_KGE.dtype:
+        raise ValueError(
+            f"q, k and v must have one dtype, got {q_QHD.dtype}, {k_KGD.dtype} and {v_KGE.dtype}: cast them "
+            "to one before the call (autocast does not reach into kernels)"
+        )
+
+
+@lru_cache(maxsize=256)
+def _totals(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> tuple[int, int]:
+    """Sum the rows and the keys of all tasks; cached, as every layer of a micro-batch asks for the same."""
+    if causal:
+        for i, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
+            if k_len < q_len:
+                raise ValueError(
+                    f"task {i} has {q_len} query rows but only {k_len} key/value rows; causal attention is "
+                    "aligned at the last row, so a task needs at least as many keys as rows"
+                )
+    return sum(q_lens), sum(k_lens)

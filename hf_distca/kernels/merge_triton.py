@@ -54,7 +54,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
 
 
 def merge_into(o_NHE: Tensor, lse_NH: Tensor, o_part_QHE: Tensor, lse_part_QH: Tensor, rows_Q: Tensor | None) -> None:
-    """See `hf_distca.kernels.merge.merge_into`; there is at least one row."""
+    """See `hf_distca.kernels.merge.merge_into`; the part has at least one row."""
     rows, heads, head_dim = o_part_QHE.shape
     o_part_QHE = o_part_QHE if o_part_QHE.stride()[1:] == (head_dim, 1) else o_part_QHE.contiguous()
     assert o_NHE.stride()[1:] == (head_dim, 1)  # written in place; kernels give dense rows

@@ -7,29 +7,20 @@ keys, E head dim of values.
 import torch
 from torch import Tensor
 
-from .checks import check_tensors
-from .params import AttentionParams
-from .shapes import TaskShapes
+from .contract import AttentionParams, Need, TaskShapes, check_tensors
 
 
 class ReferenceKernel:
-    """Attention as the textbook has it. Computes on any device, in any dtype, with any option; slow, and
-    holds all scores of a task at once. See `Kernel` for its methods.
+    """Attention as the textbook has it, on any device, in any dtype, with any option. See `Kernel` for the methods.
+
+    It is slow, and holds all scores of a task at once.
     """
 
     name = "reference"
     row_overhead = 0
     gather_cost = 0.0
 
-    def check(
-        self,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim_qk: int,
-        head_dim_v: int,
-        params: AttentionParams,
-    ) -> None:
+    def check(self, need: Need, device: torch.device) -> None:
         """Accept everything."""
 
     def forward(
@@ -99,12 +90,12 @@ def _join(tasks: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _repeat(x_KGD: Tensor, heads: int) -> Tensor:
-    """Give every query head its own copy of the key/value head it reads."""
+    """Copy the key/value head that it reads for every query head."""
     return x_KGD.repeat_interleave(heads // x_KGD.shape[1], dim=1)
 
 
 def _scores(q_QHD: Tensor, k_KHD: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """Scores [H, Q, K], -inf where a row does not see a key, and the slope of the softcap there."""
+    """Return scores [H, Q, K], -inf where a row does not see a key, and the softcap's slope at each."""
     scores_HQK = torch.einsum("qhd,khd->hqk", q_QHD, k_KHD) * params.scale
     slope_HQK = torch.ones_like(scores_HQK)
     if params.softcap is not None:

@@ -1,38 +1,28 @@
-"""How fast a worker computes core attention.
+"""Measure how fast a worker computes core attention.
 
 Shape suffixes: T rows of the task, H query heads, G key/value heads, D head dim.
 """
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .contract import Kernel
-from .params import AttentionParams
-from .shapes import TaskShapes
+from .contract import AttentionParams, Kernel, TaskShapes
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Of matrices in bfloat16 a second, as the maker names them for a dense product, by what is in a device's name."""
+"""Operations a second of dense products in bfloat16, as the maker names them, by a part of the device's name."""
 
 
 def peak_flops(name: str) -> float | None:
-    """What a device of this name does at most; None where that is not known."""
+    """Return the most operations a second of a device of this name; None where that is not known."""
     return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed to measure: one causal task.
-
-    Attributes:
-        tokens: its rows.
-        q_heads: query heads.
-        kv_heads: key-value heads.
-        head_dim: size of a head.
-    """
+    """One causal task that is computed to measure."""
 
     tokens: int
     q_heads: int
@@ -41,19 +31,19 @@ class Work:
 
     @property
     def pairs(self) -> float:
-        """Its query-key pairs, each counted as what it costs beside a pair of COLUMNS."""
+        """Query-key pairs, each counted as its cost beside a pair of COLUMNS."""
         return self.tokens * (self.tokens + 1) / 2 * self.q_heads * self.head_dim / COLUMNS
 
 
 COLUMNS = 512
-"""Query heads times their size of the pairs in which speeds are told: they compare whatever work was measured."""
+"""Query heads times head dim of the pairs in which speeds are given: speeds compare whatever work was measured."""
 USUAL_WORK = Work(tokens=2048, q_heads=8, kv_heads=2, head_dim=64)
 FILLING_WORK = Work(tokens=16384, q_heads=32, kv_heads=8, head_dim=128)
 """For GPUs: 4096 blocks of 128 rows, many times as many as a GPU has room for. Little work would measure launches."""
 
 
 def work_for(device: torch.device) -> Work:
-    """What is measured on a device."""
+    """Return the work that is measured on a device."""
     return FILLING_WORK if device.type == "cuda" else USUAL_WORK
 
 
@@ -65,14 +55,12 @@ def measure_speed(
     work: Work | None = None,
     seconds: float = 0.5,
 ) -> float:
-    """Query-key pairs per second of a forward and backward, the median of a few.
+    """Return the query-key pairs per second of a forward and backward, the median of a few.
 
     Args:
-        kernel: what computes.
-        device: where.
-        dtype: of the tensors; None: bfloat16 on CUDA, float32 elsewhere.
-        work: what to compute; None: what suits the device.
-        seconds: how long to measure, after one forward and backward to warm up; three at least.
+        dtype: None: bfloat16 on CUDA, float32 elsewhere.
+        work: None: see `work_for`.
+        seconds: how long to measure, after one forward and backward to warm up; three rounds at least.
     """
     work = work_for(device) if work is None else work
     if dtype is None:
@@ -84,30 +72,16 @@ def measure_speed(
     shapes = TaskShapes.build([work.tokens], [work.tokens], device)
     params = AttentionParams(scale=work.head_dim**-0.5)
 
-    def once() -> None:
+    def seconds_of_one() -> float:
+        begin = time.perf_counter()
         o_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, shapes, params)
         kernel.backward(do_THD, q_THD, k_TGD, v_TGD, o_THD, lse_TH, shapes, params)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
 
-    seconds_of = _seconds_on_gpu if device.type == "cuda" else _seconds_on_host
-    once()
+    seconds_of_one()  # warms up
     times: list[float] = []
     while len(times) < 3 or sum(times) < seconds:
-        times.append(seconds_of(once))
+        times.append(seconds_of_one())
     return work.pairs / statistics.median(times)
-
-
-def _seconds_on_host(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def _seconds_on_gpu(work: Callable[[], None]) -> float:
-    """By the clock of the current GPU: between events before and behind the work on its stream."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds / 1e3

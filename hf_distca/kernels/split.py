@@ -1,4 +1,4 @@
-"""Splitting a kernel call whose tasks differ much in length into kernel calls on fewer tasks.
+"""Split a kernel call whose tasks differ much in length into kernel calls on fewer tasks.
 
 Kernels that launch a block of threads for every 128 rows of the *longest* task, for every task and head, launch mostly
 empty blocks where one task is long and many are short: one of 32768 rows with 500 short ones at 32 heads makes 4
@@ -9,64 +9,49 @@ own, on slices, which copies no input.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from .shapes import TaskShapes
+from .contract import TaskShapes
 
 BLOCK = 128
 """Rows of a block, or keys; some kernels take 64 or 192 of them."""
 EMPTY_BLOCK_NS = 13.0
-"""What a block without rows costs. An estimate: issue 2521 of Dao-AILab/flash-attention measured on a Blackwell GPU
+"""Cost of a block without rows. An estimate: issue 2521 of Dao-AILab/flash-attention measured on a Blackwell GPU
 1875 ms instead of 6.5 with 143 million blocks that read their task's length and end, and 31.0 instead of 0.8 with 2.2
 million."""
 CALL_NS = 50_000.0
-"""What one kernel call more costs: host work, launches, and joining the results. An estimate."""
+"""Cost of one more kernel call: host work, launches, and joining the results. An estimate."""
 MOST_RUNS = 256
 """The time to find the best cuts grows with the square of the runs; more runs than that are joined by pairs."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a kernel launches for each task and head, whatever the length of that task is.
+    """Blocks that a kernel launches for each task and head, whatever the length of that task.
 
     Attributes:
-        by_q: kernels with one block for every 128 rows of the longest task.
-        by_k: kernels with one block for every 128 keys of the longest task.
+        by_q: how often it launches one block for every 128 rows of the longest task.
+        by_k: how often it launches one block for every 128 keys of the longest task.
     """
 
     by_q: int
     by_k: int
 
 
-@dataclass(frozen=True, eq=False)
-class TaskRange:
-    """Neighbouring tasks that make one kernel call.
+class TaskRange(NamedTuple):
+    """Neighbouring tasks that make one kernel call: their lengths, packed query rows and packed key/value rows."""
 
-    Attributes:
-        q: their packed query rows.
-        k: their packed key/value rows.
-        cu_q: [tasks + 1] int32 on the device, first row of each task counted from q.start, then the total.
-        cu_k: likewise for key/value rows.
-        max_q: the most rows of a task.
-        max_k: the most key/value rows of a task.
-    """
-
+    shapes: TaskShapes
     q: slice
     k: slice
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
 
 
 def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, ...]:
-    """The kernel calls that together compute all tasks in the least time; made once for the shapes.
+    """Return the kernel calls that together compute all tasks in the least time, made once for the shapes.
 
     Args:
-        shapes: lengths of the tasks.
         grid: of the kernel, in the direction of the kernel call.
         heads: query heads.
     """
@@ -76,29 +61,22 @@ def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, 
 
 
 def _ranges(shapes: TaskShapes, borders: Sequence[int]) -> tuple[TaskRange, ...]:
-    """The ranges between borders; without a border inside, the shapes' own tensors serve."""
+    """Make the ranges between borders; without a border inside, the shapes themselves serve."""
     if len(borders) == 2:
-        q, k = slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))
-        return (TaskRange(q, k, shapes.cu_q, shapes.cu_k, shapes.max_q, shapes.max_k),)
+        return (TaskRange(shapes, slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))),)
     ranges: list[TaskRange] = []
     q_stop = k_stop = 0
     for first, last in pairwise(borders):
         q_lens, k_lens = shapes.q_lens[first:last], shapes.k_lens[first:last]
         q, k = slice(q_stop, q_stop + sum(q_lens)), slice(k_stop, k_stop + sum(k_lens))
         cu_q, cu_k = shapes.cu_q[first : last + 1] - q.start, shapes.cu_k[first : last + 1] - k.start
-        ranges.append(TaskRange(q, k, cu_q, cu_k, max(q_lens), max(k_lens)))
+        ranges.append(TaskRange(TaskShapes(q_lens, k_lens, cu_q, cu_k, max(q_lens), max(k_lens)), q, k))
         q_stop, k_stop = q.stop, k.stop
     return tuple(ranges)
 
 
 def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -> list[int]:
-    """Where to cut a sequence of tasks so that blocks and kernel calls together cost the least.
-
-    Args:
-        q_lens: query rows of each task.
-        k_lens: key/value rows of each task.
-        grid: of the kernel.
-        heads: query heads.
+    """Cut a sequence of tasks so that blocks and kernel calls together cost the least.
 
     Returns:
         0, the index of the first task of each further kernel call, and the number of tasks.
@@ -107,7 +85,7 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
     per_call = CALL_NS / (EMPTY_BLOCK_NS * heads)  # in blocks of one head
     q_blocks, k_blocks = (-(-np.asarray(lens, dtype=np.int64) // BLOCK) for lens in (q_lens, k_lens))
     needed = grid.by_q * q_blocks.sum() + grid.by_k * k_blocks.sum()
-    if tasks < 2 or _launched(q_blocks, k_blocks, tasks, grid) - needed <= per_call:
+    if tasks < 2 or (grid.by_q * q_blocks.max() + grid.by_k * k_blocks.max()) * tasks - needed <= per_call:
         return [0, tasks]
 
     # 1. Neighbours alike are one run.
@@ -133,8 +111,3 @@ def cuts(q_lens: Sequence[int], k_lens: Sequence[int], grid: Grid, heads: int) -
         end = int(begins[end])
         found.append(int(borders[end]))
     return found[::-1]
-
-
-def _launched(q_blocks: NDArray[np.int64], k_blocks: NDArray[np.int64], tasks: int, grid: Grid) -> int:
-    """Blocks of one head that a single kernel call launches."""
-    return int((grid.by_q * q_blocks.max() + grid.by_k * k_blocks.max()) * tasks)

@@ -21,11 +21,13 @@ EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
 """Rows that are exchanged: 64 KiB to 64 MiB."""
 FEWEST = 2
 """Sizes that are measured at least, whatever time they take: the fit needs them."""
+RATE_S = 0.05
+"""Seconds for each pair of ranks whose rate alone is asked for; after them no larger size is begun."""
 OVERLAP_ROWS = 4096
 """Rows of the exchange that is measured beside computation."""
 
 
-def message_of_rows(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> Message:
+def _message(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> Message:
     """Return a message of `rows` rows of ROW_BYTES to one rank, which receives as many from another."""
     sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
     return exchange.open([((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "links", device)
@@ -44,6 +46,31 @@ def measured_link(
             exchange's.
         limit_s: seconds after which no larger size is begun.
     """
+    sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
+    return LinkCost.fitted(sizes, by_rank.max(1))
+
+
+def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], float]:
+    """Return GB/s from each rank to each other one, all ranks sending at a time. A collective.
+
+    Args:
+        groups: more than one rank, all of the world.
+        device: where rows are.
+    """
+    ranks = groups.ranks
+    rates: dict[tuple[int, int], float] = {}
+    for shift in range(1, ranks):
+        peers = [(rank + shift) % ranks for rank in range(ranks)]
+        sizes, by_rank = _timed(groups, device, peers, limit_s=RATE_S)
+        # A rank's own time has its sending and its receiving in it: it is counted for the link that it receives over.
+        rates |= {(peers.index(rank), rank): float(sizes[-1] / by_rank[-1, rank] / 1e9) for rank in range(ranks)}
+    return rates
+
+
+def _timed(
+    groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
+) -> tuple[FloatArray, FloatArray]:
+    """Return [sizes] bytes of exchanges in which every rank sends to another one, and [sizes, ranks] their seconds."""
     exchange, ranks = Exchange(groups), groups.ranks
     to, of = peers[groups.rank], peers.index(groups.rank)
     sizes, times, spent = [], [], 0.0
@@ -53,13 +80,12 @@ def measured_link(
         if alone:
             call = _collective(to, of, ranks, rows, device)
         else:
-            call = partial(_exchanged, message_of_rows(exchange, to, of, ranks, rows, device))
-        taken = max(groups.all_gather(seconds_of(call, device)))
-        spent += (1 + REPEATS) * taken
+            call = partial(_exchanged, _message(exchange, to, of, ranks, rows, device))
+        by_rank = groups.all_gather(seconds_of(call, device))
+        spent += (1 + REPEATS) * max(by_rank)
         sizes.append(float(rows * ROW_BYTES))
-        times.append(taken)
-    found: FloatArray = np.array(times)
-    return LinkCost.fitted(np.array(sizes), found)
+        times.append(by_rank)
+    return np.array(sizes), np.array(times)
 
 
 def measured_exchange(
@@ -103,8 +129,8 @@ def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[in
     """Measure what an exchange takes of a rank's own time: to start it, and per byte while the rank computes."""
     exchange, ranks = Exchange(groups), groups.ranks
     to, of = peers[groups.rank], peers.index(groups.rank)
-    message = message_of_rows(exchange, to, of, ranks, OVERLAP_ROWS, device)
-    smallest = message_of_rows(exchange, to, of, ranks, EXCHANGED_ROWS[0], device)
+    message = _message(exchange, to, of, ranks, OVERLAP_ROWS, device)
+    smallest = _message(exchange, to, of, ranks, EXCHANGED_ROWS[0], device)
     x = torch.randn(256, 256, device=device)
     starts, alone = [], []
     for _ in range(1 + REPEATS):

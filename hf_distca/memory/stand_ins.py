@@ -34,7 +34,7 @@ class FlashMemory:
         stands_for = KERNELS[name]
         self.name, self.row_overhead, self.gather_cost = name, stands_for.row_overhead, stands_for.gather_cost
 
-    def check(self, **_: Any) -> None:
+    def check(self, *_: Any) -> None:
         """Nothing is computed, so nothing is refused."""
 
     def forward(

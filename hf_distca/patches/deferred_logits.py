@@ -103,8 +103,8 @@ class DeferredLogits:
             return self._tensor
         if not self._head.fits(self._hidden.shape[:-1].numel()):
             logger.warning_once(
-                f"{asked_by!r} asks for all logits of a planned step at once, which take a value for each token and "
-                "word of the vocabulary; the loss by itself does without them"
+                f"{asked_by!r} reads all logits of a planned step at once, which takes tokens × vocabulary values of "
+                "memory; the loss does not need them: read some rows at a time, or the loss alone"
             )
         tensor = self._head.logits(self._hidden, self._steps)
         if torch.is_grad_enabled():

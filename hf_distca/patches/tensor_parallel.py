@@ -6,7 +6,7 @@ Ranks that share a model so hold the same rows, and each has a share of what a l
 import copy
 import re
 from dataclasses import replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -66,6 +66,11 @@ def ranks_of_share(parameter: Tensor) -> int:
         return 1
     of_dimension = zip(_dimensions(parameter), parameter.device_mesh.shape, parameter.placements, strict=True)
     return next(ranks if placed.is_shard() else 1 for name, ranks, placed in of_dimension if name == MESH)
+
+
+def is_divided_at_load(model: Any) -> bool:
+    """Whether transformers has divided a model among ranks as it loaded it, by a DistributedConfig."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def config_on_a_rank(model: PreTrainedModel) -> PreTrainedConfig:

@@ -44,6 +44,11 @@ LONG_OVER_NODES = 0.25
 HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
 """Share of a step that ranks wait, up to which larger groups, or groups that are larger but still inside nodes, are
 worth it only if they compute more evenly."""
+UNEVEN = 0.05
+"""Share by which the slowest group may compute longer than the mean, up to which a larger group that is no faster is
+the last one tried."""
+WAITING = 0.1
+"""Share of a step that ranks wait in two nano-batches, from which on coarser balance may be faster."""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which on one may be faster."""
 NEAR = 0.02
@@ -262,7 +267,10 @@ class _Search:
         while level < top and self._worth(level + 1):
             level, best = level + 1, self._best
             self._jointly(level, finest)
-            if self._best is best and best is not None:
+            placing = self._placing(level)
+            cuts = placing is not None and placing.left  # documents that fit into no group cross nodes
+            uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
+            if self._best is best and best is not None and not cuts and not uneven:
                 break
         if self._best is None:
             return
@@ -274,7 +282,7 @@ class _Search:
                 self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
-            hides = len(best.nano_batches) == 2 and not best.evenly
+            hides = len(best.nano_batches) == 2 and not best.evenly and best.waited <= WAITING
             if hides or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
                 return
             self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)

@@ -38,7 +38,7 @@ class WayFigures:
         bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
         tokens_most: the most rows that a rank ever holds.
         rows_bytes: what a GPU has in memory for rows, of the rank with the most; None where it is not known.
-        state_bytes: weights, gradients and optimizer of a GPU.
+        state_bytes: weights, gradients and optimizer of a GPU; None where nobody asked.
         documents_cut: share of documents that lose context.
     """
 
@@ -61,7 +61,7 @@ class WayFigures:
     bytes_bottleneck: float
     tokens_most: int
     rows_bytes: int | None
-    state_bytes: int
+    state_bytes: int | None
     documents_cut: float
 
     @classmethod
@@ -72,7 +72,7 @@ class WayFigures:
         every: Sequence[IntArray],
         setup: Setup,
         rows_bytes: int | None,
-        state_bytes: int,
+        state_bytes: int | None,
     ) -> "WayFigures":
         """Figures of a way.
 
@@ -150,6 +150,30 @@ class RankLoad:
 
 
 @dataclass(frozen=True)
+class Gain:
+    """Speed of the best planned strategy over that of another one.
+
+    Attributes:
+        name: of the other strategy.
+        speed_up: ratio of the mean steps.
+        least: the smallest ratio of any micro-batch.
+        most: the largest ratio of any micro-batch.
+    """
+
+    name: str
+    speed_up: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, name: str, other: Sequence[StepTime], planned: Sequence[StepTime]) -> "Gain":
+        """Compare the steps of the same micro-batches."""
+        before, after = (np.array([step.seconds for step in steps]) for steps in (other, planned))
+        ratios = before / after
+        return cls(name, float(before.sum() / after.sum()), float(ratios.min()), float(ratios.max()))
+
+
+@dataclass(frozen=True)
 class Simulation:
     """The result.
 
@@ -163,9 +187,10 @@ class Simulation:
         ways: figures of each.
         best_plain: name of the fastest way without plans, of those that cut the fewest documents.
         best_planned: name of the fastest planned way on as many GPUs.
-        memory_counted: whether a step was counted for memory; else figures of it are the least, reckoned from shapes.
         load: before and after, of plain packing, of the best way without plans and of the best planned one.
         imbalance: pairs of the busiest rank over the mean, as documents are packed in order; the mean over steps.
+        over_packing: `best_planned` compared with plain packing.
+        over_best: `best_planned` compared with `best_plain`.
         speed_up: step of `best_plain` over that of `best_planned`.
         attention_speed_up: the same of core attention alone.
         advice: what to do, in sentences.
@@ -180,9 +205,10 @@ class Simulation:
     ways: tuple[WayFigures, ...]
     best_plain: str
     best_planned: str
-    memory_counted: bool
     load: tuple[RankLoad, ...]
     imbalance: float
+    over_packing: Gain
+    over_best: Gain
     speed_up: float
     attention_speed_up: float
     advice: tuple[str, ...]

@@ -13,7 +13,7 @@ Draw = Callable[[np.random.Generator, int], IntArray]
 """Draws so many lengths."""
 
 CORPORA = Path(__file__).parent / "document_lengths.json"
-"""Histograms of the document lengths of public corpora, see the file's own note."""
+"""Histograms of the document lengths of public data sets; `source` says where each was published."""
 LONGEST_MEDIAN, WIDEST = 1e9, 3.0
 """Of lognormal lengths: beyond them documents would be longer than any text, and than 64 bits can count."""
 SHORT_DOCUMENTS = 2048
@@ -86,12 +86,10 @@ def micro_batches(draw: Draw, tokens: int, seed: int, first: IntArray | None = N
 
 
 def corpora() -> dict[str, Draw]:
-    """The distributions of public corpora that come along, by name."""
+    """Return the distributions of public data sets that come with the package, by name."""
     content = json.loads(CORPORA.read_text(encoding="utf-8"))
     return {
-        name: of_histogram(np.array(corpus["edges"]), np.array(corpus["counts"]))
-        for name, corpus in content.items()
-        if isinstance(corpus, dict)
+        name: of_histogram(np.array(corpus["edges"]), np.array(corpus["counts"])) for name, corpus in content.items()
     }
 
 

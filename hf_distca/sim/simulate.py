@@ -1,6 +1,6 @@
 """Many global micro-batches of documents, each trained in every way: what a step takes, and what limits it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.advice import advice
-from hf_distca.sim.figures import RankLoad, Simulation, WayFigures
+from hf_distca.sim.figures import Gain, RankLoad, Simulation, WayFigures
 from hf_distca.sim.lengths import histogram
-from hf_distca.sim.memory import LeastMemory, Memory, rows_bytes
 from hf_distca.sim.ways import PLAIN, Setup, StepTime, Way, ways_to_train
 
 IntArray = NDArray[np.int64]
+Memory = Callable[[Way, int, MicroBatchPlan | None], tuple[int | None, int | None]]
+"""Bytes of a GPU, for rows (None where they are not known) and for model state. It is asked with a strategy, the most
+rows of a rank, and the plan of the micro-batch that exchanges the most."""
 
 
 @dataclass(eq=False)
@@ -47,9 +49,8 @@ def simulate(
         settings: of plans; the layout is taken from each way.
         count: how many micro-batches.
         servers: dedicated attention servers; above 0 a further way is tried with them.
-        memory: tells what a GPU has in memory; None reckons the least of it.
+        memory: tells what a GPU has in memory, such as `hf_distca.memory.simulated`; None tells nothing of it.
     """
-    memory = memory or LeastMemory(setup)
     ways = ways_to_train(setup, settings, servers)
     taken = {way: _Taken() for way in ways}
     every: list[IntArray] = []
@@ -80,16 +81,17 @@ def simulate(
         tuple(figures.values()),
         plain.name,
         planned.name,
-        memory.counted,
         tuple(RankLoad.of(way.name, taken[way].steps[0]) for way in dict.fromkeys((packed, plain, planned))),
         float(np.mean([step.attention / max(step.attention_mean, 1e-12) for step in taken[packed].steps])),
+        Gain.of(packed.name, taken[packed].steps, taken[planned].steps),
+        Gain.of(plain.name, taken[plain].steps, taken[planned].steps),
         by_plain.step_seconds / by_plan.step_seconds,
         by_plain.attention_seconds / by_plan.attention_seconds,
         advice(tuple(figures.values()), by_plain, by_plan, setup.tokens_per_rank),
     )
 
 
-def _figures(way: Way, taken: _Taken, every: Sequence[IntArray], setup: Setup, memory: Memory) -> WayFigures:
+def _figures(way: Way, taken: _Taken, every: Sequence[IntArray], setup: Setup, memory: Memory | None) -> WayFigures:
     rows = max(step.tokens_most for step in taken.steps)
-    in_memory = rows_bytes(way, rows, taken.plan, setup, memory)
-    return WayFigures.of(way, taken.steps, every, setup, in_memory, memory.state)
+    rows_bytes, state_bytes = memory(way, rows, taken.plan) if memory else (None, None)
+    return WayFigures.of(way, taken.steps, every, setup, rows_bytes, state_bytes)

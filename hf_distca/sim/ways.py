@@ -187,18 +187,27 @@ def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[W
 
 
 def plain(lengths: IntArray, setup: Setup) -> StepTime:
-    """Documents packed into rows of equally many tokens, one for each rank, by DDP or FSDP.
+    """Predict a step of documents packed into rows of equally many tokens, one for each rank, by DDP or FSDP."""
+    rows, cut = packed_rows(lengths, setup)
+    return _on_groups(rows, 1, setup, cut)
+
+
+def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
+    """Pack documents into rows of equally many tokens.
 
     What a rank cannot hold is cut: the pieces are documents of their own then, and lose context.
+
+    Returns:
+        [ranks] lengths of the pieces in each row, and how many documents are cut.
     """
     pieces, cut = _cut(lengths, setup.tokens_per_rank)
     heap = [(0, rank) for rank in range(setup.ranks)]
-    groups: list[list[int]] = [[] for _ in heap]
+    rows: list[list[int]] = [[] for _ in heap]
     for length in sorted(pieces, reverse=True):  # each to the rank with the fewest tokens
         tokens, rank = heap[0]
-        groups[rank].append(length)
+        rows[rank].append(length)
         heapq.heapreplace(heap, (tokens + length, rank))
-    return _on_groups(groups, 1, setup, cut)
+    return rows, cut
 
 
 def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:

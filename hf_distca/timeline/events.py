@@ -1,9 +1,9 @@
-"""From what a rank's recorder measured to a trace: JSON in Chrome's trace event format, which ui.perfetto.dev opens.
+"""Turn what a rank's recorder measured into a trace: JSON in Chrome's trace event format, which ui.perfetto.dev opens.
 
 One process a rank. Its track "compute" has steps, within them sections, phases, and within these kernel calls, waits
 and the starts of exchanges. Its tracks "exchange" have what is on its way, from its start until it has been waited
-for; what is on its way at the same time lies on several. Arrows go from the start of an exchange on the rank that
-sends rows to the end of the wait of the rank that receives them.
+for; exchanges on their way at the same time lie on several. Arrows go from the start of an exchange on the sender to
+the end of the wait of the receiver.
 """
 
 from collections import defaultdict, deque
@@ -35,10 +35,10 @@ class Place(NamedTuple):
     world: int
     members: Sequence[int]
 
-    def event(self, track: int) -> dict[str, int]:
-        """What an event on a track has. Viewers take the track of the process's own number, or 0, for its main thread:
-        tracks have numbers of their own."""
-        return {"pid": self.rank, "tid": self.world + 1 + track}
+    def event(self, phase: str, name: str, track: int, **more: Any) -> dict[str, Any]:
+        """Return an event on a track. Viewers take track 0, or the process's number, for its main thread: tracks have
+        other numbers."""
+        return {"ph": phase, "name": name, "pid": self.rank, "tid": self.world + 1 + track, **more}
 
 
 class Zero(NamedTuple):
@@ -52,26 +52,13 @@ class Zero(NamedTuple):
     at: float
     error: float
 
-
-class Exchanged(NamedTuple):
-    """An exchange as a rank saw it.
-
-    Attributes:
-        number: of the exchange, the same on every rank.
-        send: its start.
-        wait: the wait for it.
-        begin, end: of the time between, in nanoseconds.
-    """
-
-    number: int
-    send: Span
-    wait: Span
-    begin: int
-    end: int
+    def until(self, seconds: float) -> int:
+        """Return the nanoseconds from this moment to another one. Whole ones stay nested as they are written."""
+        return round((seconds - self.at) * NANOSECONDS)
 
 
 def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any]:
-    """The trace of one rank.
+    """Return the trace of one rank.
 
     Args:
         spans: of some steps, of the kinds `TRACED`.
@@ -81,14 +68,20 @@ def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any
     Returns:
         What json.dump writes: "traceEvents", and under "otherData" rank, ranks and clock_error_us.
     """
-    exchanges = list(_exchanges(spans, zero))
-    events = [_slice(span, place, zero) for span in sorted(spans, key=lambda span: (span.begin, -span.end))]
+    events = []
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        more = {"pairs": span.pairs} if span.pairs else {}
+        events.append(_slice(span, span.kind, place, COMPUTE, zero.until(span.begin), zero.until(span.end), more))
     lanes: list[int] = []  # when each becomes free
-    for exchanged in exchanges:
-        lane = next((lane for lane, free in enumerate(lanes) if free <= exchanged.begin), len(lanes))
-        lanes[lane : lane + 1] = [exchanged.end]
-        events.append(_under_way(exchanged, place, 1 + lane))
-        events += _arrows(exchanged, place, zero)
+    for number, send, wait in _exchanges(spans):
+        begin, end = zero.until(send.begin), zero.until(wait.end)
+        lane = next((lane for lane, free in enumerate(lanes) if free <= begin), len(lanes))
+        lanes[lane : lane + 1] = [end]
+        here = place.members.index(place.rank)  # rows that stay on the rank do not travel
+        sent, received = (sum(rows) - rows[here] for rows in (send.rows.sent, send.rows.received))
+        more = {"rows_sent": sent, "rows_received": received, "number": number}
+        events.append(_slice(send, "exchange", place, 1 + lane, begin, end, more))
+        events += _arrows(number, send, wait, place, zero)
     names = ["compute", *("exchange" if lane == 0 else f"exchange {lane + 1}" for lane in range(len(lanes)))]
     return {
         "traceEvents": [*_named(place, names), *events],
@@ -99,74 +92,44 @@ def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any
 
 def _named(place: Place, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Names of the process and of its tracks, from above."""
-    told: list[tuple[str, int, dict[str, Any]]] = [
-        ("process_name", COMPUTE, {"name": f"rank {place.rank}"}),
-        ("process_sort_index", COMPUTE, {"sort_index": place.rank}),
-    ]
+    yield place.event("M", "process_name", COMPUTE, args={"name": f"rank {place.rank}"})
+    yield place.event("M", "process_sort_index", COMPUTE, args={"sort_index": place.rank})
     for track, name in enumerate(names):
-        told += [("thread_name", track, {"name": name}), ("thread_sort_index", track, {"sort_index": track})]
-    for name, track, arguments in told:
-        yield {"ph": "M", "name": name, **place.event(track), "args": arguments}
+        yield place.event("M", "thread_name", track, args={"name": name})
+        yield place.event("M", "thread_sort_index", track, args={"sort_index": track})
 
 
-def _slice(span: Span, place: Place, zero: Zero) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    if span.work is not None:
-        arguments |= span.work._asdict()
-    if span.pairs:
-        arguments["pairs"] = span.pairs
-    begin, end = _at(span.begin, zero), _at(span.end, zero)
-    return _complete(span.part, span.kind, place, COMPUTE, begin, end, arguments)
-
-
-def _under_way(exchanged: Exchanged, place: Place, track: int) -> dict[str, Any]:
-    send = exchanged.send
-    work = {} if send.work is None else send.work._asdict()
-    here = place.members.index(place.rank)
-    sent, received = (
-        sum(rows) - rows[here] for rows in (send.rows.sent, send.rows.received)
-    )  # those that stay on the rank do not travel
-    arguments = {**work, "rows_sent": sent, "rows_received": received, "number": exchanged.number}
-    return _complete(send.part, "exchange", place, track, exchanged.begin, exchanged.end, arguments)
-
-
-def _complete(
-    name: str, category: str, place: Place, track: int, begin: int, end: int, arguments: dict[str, Any]
+def _slice(
+    span: Span, category: str, place: Place, track: int, begin: int, end: int, more: dict[str, int]
 ) -> dict[str, Any]:
-    """A slice. Begin and end are whole nanoseconds, so that what lies within another still does as it is written."""
-    return {
-        **{"ph": "X", "name": name, "cat": category, **place.event(track)},
-        **{"ts": begin / 1000, "dur": (end - begin) / 1000, "args": arguments},
-    }
+    """A stretch of time on a track, in nanoseconds."""
+    arguments = {**(span.work._asdict() if span.work is not None else {}), **more}
+    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+    return place.event("X", span.part, track, cat=category, **times, args=arguments)
 
 
-def _arrows(exchanged: Exchanged, place: Place, zero: Zero) -> Iterator[dict[str, Any]]:
+def _arrows(number: int, send: Span, wait: Span, place: Place, zero: Zero) -> Iterator[dict[str, Any]]:
     """Where this rank's rows leave for each rank, and where those of each rank have come."""
-    send, wait = exchanged.send, exchanged.wait
     # Within the start, which may go on when rows have left, and within the wait.
-    left = min(_at(send.begin, zero) + 1, _at(send.end, zero))
-    came = max(_at(wait.end, zero) - 1, _at(wait.begin, zero))
-    rows = send.rows
-    for other, sent, received in zip(place.members, rows.sent, rows.received, strict=True):
+    left = min(zero.until(send.begin) + 1, zero.until(send.end))
+    came = max(zero.until(wait.end) - 1, zero.until(wait.begin))
+    for other, sent, received in zip(place.members, send.rows.sent, send.rows.received, strict=True):
         if other == place.rank:
             continue
+        of_number = number * place.world
         if sent:
-            yield _arrow("s", exchanged, (place.rank, other), place, left)
+            to_other = (of_number + place.rank) * place.world + other
+            yield place.event("s", send.part, COMPUTE, cat="rows", ts=left / 1000, id=to_other)
         if received:
-            yield {**_arrow("f", exchanged, (other, place.rank), place, came), "bp": "e"}
+            to_this = (of_number + other) * place.world + place.rank
+            yield place.event("f", send.part, COMPUTE, cat="rows", ts=came / 1000, id=to_this, bp="e")
 
 
-def _arrow(phase: str, exchanged: Exchanged, way: tuple[int, int], place: Place, at: int) -> dict[str, Any]:
-    sender, receiver = way
-    return {
-        **{"ph": phase, "name": exchanged.send.part, "cat": "rows", **place.event(COMPUTE)},
-        **{"ts": at / 1000, "id": (exchanged.number * place.world + sender) * place.world + receiver},
-    }
+def _exchanges(spans: Sequence[Span]) -> Iterator[tuple[int, Span, Span]]:
+    """Starts of exchanges and the waits for them, by start, with numbers that are the same on every rank.
 
-
-def _exchanges(spans: Sequence[Span], zero: Zero) -> Iterator[Exchanged]:
-    """Starts of exchanges with the waits for them, by start. Ranks start them in the same order, whether or not
-    anything crosses: so they are numbered."""
+    Ranks start exchanges in the same order, whether or not anything crosses.
+    """
     waits: defaultdict[Any, deque[Span]] = defaultdict(deque)
     for span in sorted(spans, key=lambda span: span.begin):
         if span.kind == "wait":
@@ -175,10 +138,4 @@ def _exchanges(spans: Sequence[Span], zero: Zero) -> Iterator[Exchanged]:
     for number, send in enumerate(sends):
         waiting = waits[send.work, send.part]
         if send.rows.sent and waiting:
-            wait = waiting.popleft()
-            yield Exchanged(number, send, wait, _at(send.begin, zero), _at(wait.end, zero))
-
-
-def _at(seconds: float, zero: Zero) -> int:
-    """Nanoseconds since the zero."""
-    return round((seconds - zero.at) * NANOSECONDS)
+            yield number, send, waiting.popleft()

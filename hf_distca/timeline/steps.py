@@ -1,118 +1,145 @@
-"""One step of all ranks: what each did when, and totals."""
+"""Read the traces of ranks, join them, and find what every rank did in each step."""
 
+import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-from hf_distca.timeline.trace import Slice, Trace, TraceError
+from pathlib import Path
+from typing import Any, Literal
 
 Doing = Literal["attention", "waits", "other"]
-"""What a rank does: it computes core attention, stands in a wait for rows of others, or does anything else."""
+"""What a rank does: it computes core attention, waits for rows of other ranks, or does anything else."""
 
 CATEGORIES: dict[str, Doing] = {"kernel": "attention", "wait": "waits"}
-"""Of slices, by what they tell of the rank."""
+"""What the slices of a category are."""
+
+
+class TraceError(ValueError):
+    """A file is no trace of a training; the message names the file and the reason."""
 
 
 @dataclass
 class RankStep:
-    """A step of one rank; times are nanoseconds.
+    """A step of one rank; times are nanoseconds since the common zero of all ranks.
 
     Attributes:
-        rank: whose.
+        rank: of the world.
         begin, end: of the step.
-        stretches: (begin, end, what) of attention and waits, in the order of time; the rest of the step is other.
+        stretches: (begin, end, what) of attention and waits, by begin; the rest of the step is other.
         sections: how long each section took.
     """
 
     rank: int
     begin: int
     end: int
-    stretches: list[tuple[int, int, Doing]]
+    stretches: list[tuple[int, int, Doing]] = field(default_factory=list)
     sections: dict[str, int] = field(default_factory=dict)
 
     def totals(self) -> dict[Doing, int]:
-        """How long the rank did what, the step together."""
-        totals: dict[Doing, int] = {"attention": 0, "waits": 0, "other": 0}
+        """Return how long the rank did what; the sum is the step."""
+        totals: dict[Doing, int] = {"attention": 0, "waits": 0, "other": self.end - self.begin}
         for begin, end, doing in self.stretches:
             totals[doing] += end - begin
-        totals["other"] = self.end - self.begin - totals["attention"] - totals["waits"]
+            totals["other"] -= end - begin
         return totals
 
 
-def step_names(trace: Trace) -> list[str]:
-    """The steps that every rank has, in the order of time."""
-    of_ranks = [{step.name for step in trace.steps(rank)} for rank in trace.ranks]
-    shared = set.intersection(*of_ranks) if of_ranks else set()
-    return [step.name for rank in trace.ranks[:1] for step in trace.steps(rank) if step.name in shared]
-
-
-def ranks_of_step(trace: Trace, name: str) -> list[RankStep]:
-    """What every rank did in a step.
+def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
+    """Join the traces of ranks, or of several of them, into one that json.dump can write.
 
     Raises:
-        TraceError: there is no such step.
+        TraceError: a file is not a trace that training has written, two are of the same rank, or they are of different
+            trainings.
+        OSError: a file cannot be read.
     """
-    if name not in step_names(trace):
-        raise TraceError(f"there is no {name} in the trace; it has {', '.join(step_names(trace)) or 'no steps'}")
-    return [_of_rank(rank, next(s for s in trace.steps(rank) if s.name == name)) for rank in trace.ranks]
+    joined: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
+    worlds: set[int] = set()
+    seen: dict[int, Path] = {}
+    error = 0.0
+    for path in paths:
+        try:
+            content = json.loads(path.read_bytes())
+            events, about = content["traceEvents"], content["otherData"]
+            worlds.add(about["ranks"])
+            error = max(error, float(about["clock_error_us"]))
+            found = {event["pid"] for event in events}
+            steps_of(content)
+        except (ValueError, KeyError, TypeError) as wrong:
+            raise TraceError(f"{path} is not a trace that training with trace_steps has written: {wrong!r}") from wrong
+        for rank in sorted(found):
+            if rank in seen:
+                raise TraceError(f"{path} and {seen[rank]} are both of rank {rank}; give one file a rank")
+            seen[rank] = path
+        joined["traceEvents"] += events
+    if len(worlds) != 1:
+        raise TraceError(f"traces are of trainings with {sorted(worlds)} ranks; give the files of one training")
+    joined["otherData"] = {"ranks": worlds.pop(), "clock_error_us": error}
+    return joined
 
 
-def _of_rank(rank: int, step: Slice) -> RankStep:
-    stretches = [
-        (inner.begin, inner.end, CATEGORIES[inner.category])
-        for inner in step.all_within()
-        if inner.category in CATEGORIES
-    ]
-    found = RankStep(rank, step.begin, step.end, stretches)
-    for inner in step.within:
-        if inner.category == "section":
-            found.sections[inner.name] = found.sections.get(inner.name, 0) + inner.end - inner.begin
-    return found
+def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
+    """Return the steps that all ranks have, by name, in the order of time; each holds all ranks.
+
+    Args:
+        joined: a trace as `read_traces` returns it.
+    """
+    events = sorted((event for event in joined["traceEvents"] if event["ph"] == "X"), key=lambda event: event["ts"])
+    steps: dict[int, dict[str, RankStep]] = {event["pid"]: {} for event in joined["traceEvents"]}
+    for event in events:
+        if event["cat"] == "step":
+            begin = round(event["ts"] * 1000)
+            steps[event["pid"]][event["name"]] = RankStep(event["pid"], begin, begin + round(event["dur"] * 1000))
+    in_time = {rank: list(found.values()) for rank, found in steps.items()}
+    for event in events:
+        begin, took = round(event["ts"] * 1000), round(event["dur"] * 1000)
+        place = bisect_right(in_time[event["pid"]], begin, key=lambda step: step.begin) - 1
+        if place < 0 or begin >= in_time[event["pid"]][place].end:
+            continue
+        step = in_time[event["pid"]][place]
+        if event["cat"] in CATEGORIES:
+            step.stretches.append((begin, begin + took, CATEGORIES[event["cat"]]))
+        elif event["cat"] == "section":
+            step.sections[event["name"]] = step.sections.get(event["name"], 0) + took
+    shared = set.intersection(*map(set, steps.values())) if steps else set()
+    first = min(steps, default=0)
+    return {name: [steps[rank][name] for rank in sorted(steps)] for name in steps.get(first, {}) if name in shared}
 
 
-def cells(step: RankStep, begin: int, end: int, count: int) -> list[Doing | None]:
-    """What a rank did for the most of each of so many equal parts of a time; None outside of its step.
+def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int, int, Doing | None]]:
+    """Divide a time into equal cells and join neighbours in which the rank did the same for the most of their time.
 
     Args:
         step: of the rank.
         begin: of the time.
         end: of the time.
-        count: of the parts.
+        count: of the cells.
+
+    Yields:
+        First cell, one past the last, and what the rank did; None outside of its step.
     """
+    cells = _cells(step, begin, end, count)
+    first = 0
+    for cell in range(1, count + 1):
+        if cell == count or cells[cell] != cells[first]:
+            yield first, cell, cells[first]
+            first = cell
+
+
+def _cells(step: RankStep, begin: int, end: int, count: int) -> list[Doing | None]:
+    """What a rank did for the most of each cell."""
     width = (end - begin) / count
-    taken = {doing: [0.0] * count for doing in ("attention", "waits")}
-    for start, stop, doing in step.stretches:
-        for cell, share in _shares(start - begin, stop - begin, width, count):
-            taken[doing][cell] += share
-    inside = [0.0] * count
-    for cell, share in _shares(step.begin - begin, step.end - begin, width, count):
-        inside[cell] = share
-    return [_most(inside[cell], taken["attention"][cell], taken["waits"][cell]) for cell in range(count)]
+    taken = {doing: [0.0] * count for doing in ("inside", "attention", "waits")}
+    for start, stop, doing in [(step.begin, step.end, "inside"), *step.stretches]:
+        start, stop = start - begin, stop - begin
+        for cell in range(max(int(start / width), 0), min(int(stop / width) + 1, count)):
+            shared = min(stop, (cell + 1) * width) - max(start, cell * width)
+            taken[doing][cell] += max(shared, 0.0) / width
+    return list(map(_most, taken["inside"], taken["attention"], taken["waits"]))
 
 
 def _most(inside: float, attention: float, waits: float) -> Doing | None:
     if inside < 0.5:
         return None
-    other = inside - attention - waits
-    if other >= max(attention, waits):
+    if inside - attention - waits >= max(attention, waits):
         return "other"
     return "attention" if attention >= waits else "waits"
-
-
-def _shares(start: float, stop: float, width: float, count: int) -> Iterator[tuple[int, float]]:
-    """The cells that a stretch lies in, and how much of each it takes."""
-    for cell in range(max(int(start / width), 0), count):
-        if cell * width >= stop:
-            return
-        yield cell, (min(stop, (cell + 1) * width) - max(start, cell * width)) / width
-
-
-def runs(found: Sequence[Doing | None]) -> Iterator[tuple[int, int, Doing]]:
-    """Neighbours that are alike, together: (first, one past the last, what)."""
-    first = 0
-    for cell in range(1, len(found) + 1):
-        if cell == len(found) or found[cell] != found[first]:
-            doing = found[first]
-            if doing is not None:
-                yield first, cell, doing
-            first = cell

@@ -42,8 +42,8 @@ def agreed_checkpoint(
     saved_by = max(groups.all_gather(saved_by))  # a host may have the shards of its own ranks only
     if saved_by not in (0, groups.ranks):
         raise ValueError(
-            f"DeepSpeed has divided the optimizer state in {checkpoint} by {saved_by} ranks, but {groups.ranks} ranks "
-            f"train: train on {saved_by}, or convert the checkpoint to a universal one, which any number of ranks can "
+            f"DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks, but {groups.ranks} ranks "
+            f"train: train on {saved_by}, or convert it to a universal checkpoint, which any number of ranks can "
             'load, and set {"checkpoint": {"load_universal": true}} in the configuration of DeepSpeed'
         )
     return checkpoint
@@ -56,8 +56,8 @@ def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
         raise ValueError(f"there is no checkpoint in {output_dir}")
     if not (Path(checkpoint) / STATE_FILE).is_file():
         raise ValueError(
-            f"{checkpoint} has no {STATE_FILE}, so it was not saved whole: training ended in the middle of that, or "
-            "it is no checkpoint. Remove it, and resume from the one before"
+            f"{checkpoint} has no {STATE_FILE}: it is no checkpoint, or training ended while it was being saved. "
+            "Remove it, and resume from the checkpoint before it"
         )
     return str(checkpoint)
 
@@ -79,7 +79,7 @@ def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
                 load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
             raise ValueError(
                 f"{checkpoint} has no {' or '.join(names)}, which holds {state}: it was saved with "
-                "save_only_model=True or under another strategy, and training would begin that anew in the middle. "
+                "save_only_model=True or under another strategy, and training would start without that state. "
                 f"Load it as the model, {load}, and train without resume_from_checkpoint; or resume from a checkpoint "
                 "that was saved with save_only_model=False under the same strategy"
             )

@@ -198,8 +198,8 @@ def _load(checkpoint: str) -> DataPlace:
     file = Path(checkpoint) / FILE
     if not file.is_file():
         raise ValueError(
-            f"{checkpoint} has no {FILE}, so which documents it has seen is not known: it was saved by another "
-            "trainer or an earlier version. ignore_data_skip=True begins a new pass over the data"
+            f"{checkpoint} has no {FILE}, which lists the documents already seen: another trainer or an earlier "
+            "version saved it. Set ignore_data_skip=True to begin a new pass over the data"
         )
     return DataPlace(**json.loads(file.read_text()))
 
@@ -219,7 +219,7 @@ def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
         )
     if wrong:
         raise ValueError(
-            "resumed so, training would leave out documents or see some twice. "
+            "training cannot resume with these settings: it would skip some documents or repeat others. "
             + "; ".join(wrong)
-            + ". Or ignore_data_skip=True, which begins a new pass over the data"
+            + ". Or set ignore_data_skip=True to begin a new pass over the data"
         )

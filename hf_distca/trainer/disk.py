@@ -34,7 +34,7 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
         number = _number(error, folder)
         if number not in DISK_ERRORS:
             raise
-        remedy = f"what is in {folder} is not whole: remove it, and free space or set another output_dir"
+        remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
         raise OSError(number, f"{os.strerror(number)}; {remedy}", str(_file(error, folder))) from error
 
 

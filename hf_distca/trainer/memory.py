@@ -1,28 +1,20 @@
 """What training will take of the device's memory, told once before it begins."""
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.memory.core_attention import Use
-from hf_distca.memory.estimate import Computation, longest_documents, of_micro_batch
-from hf_distca.memory.live import without_numbers
-from hf_distca.memory.micro_batch import count_micro_batch
-from hf_distca.memory.model_state import Strategy, model_state
-from hf_distca.memory.models import model_after, model_of_config
-from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
+from hf_distca.memory.model_state import Strategy
 from hf_distca.patches.model import base_model
-from hf_distca.patches.prepare import prepare_model
-from hf_distca.patches.tensor_parallel import config_on_a_rank
+from hf_distca.patches.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.parallel import is_divided_at_load
 
 logger = logging.getLogger(__name__)
 
@@ -45,29 +37,16 @@ def tell_memory(
         accelerator: the trainer's.
         memory: bytes of the rank's device.
     """
-    strategy = strategy_of(accelerator, model)
-    ranks = dispatcher.groups.ranks
-    plan = plan_micro_batch(longest_documents(dispatcher.settings), dispatcher.settings)
-    trainer: Any = args
-    mixed = trainer.bf16 or trainer.fp16 or dispatcher.settings.bytes_per_value < base_model(model).dtype.itemsize
-    computation = Computation.of(strategy, mixed=mixed)
-    mode = without_numbers()
-    counted = count_micro_batch(
-        _without_numbers(model, None if strategy == "ddp" else computation.weights, dispatcher, args, mode),
-        plan,
-        ranks - 1,
-        Use(
-            counted_kernel(dispatcher.kernel.name),
-            computation.autocast,
-            checkpointing_of(args, accelerator),
-            keep_received=args.keep_received,
-            keep_core_attention=args.keep_core_attention,
-        ),
-        mode,
+    settings, trainer = dispatcher.settings, cast(Any, args)
+    training = Training(
+        strategy_of(accelerator, model),
+        trainer.bf16 or trainer.fp16 or settings.bytes_per_value < base_model(model).dtype.itemsize,
+        checkpointing_of(args, accelerator),
+        shards_of(accelerator, model, dispatcher.groups.ranks),
     )
-    shards = shards_of(accelerator, model, ranks)
-    parts: dict[str, int] = dict(vars(model_state(model, strategy, shards, mixed=mixed)))
-    parts.update({str(part): size for part, size in of_micro_batch(counted).items()})
+    plan = plan_micro_batch(longest_documents(settings), settings)
+    counted = MemoryCounter(model, settings, args).count(plan, training, rank=dispatcher.groups.ranks - 1)
+    parts: dict[str, int] = {**vars(counted.state), **{str(part): size for part, size in counted.parts.items()}}
     total = sum(parts.values())
     told = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
     logger.info(
@@ -79,35 +58,14 @@ def tell_memory(
     )
     if total > LEFT * memory:
         logger.warning(
-            "tokens_per_rank=%s will not fit: %.1f GB are needed when a document fills all ranks, and the device has "
-            "%.1f (%s). `hf-distca plan --model` tells how long rows may be; less is needed with smaller rows, "
-            "activation_checkpointing, or FSDP2 or ZeRO-3",
+            "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB, and the device has %.1f "
+            "(%s). Lower tokens_per_rank, set activation_checkpointing=True, or train under FSDP2 or ZeRO-3; "
+            "`hf-distca plan --model` shows the most tokens that fit",
             args.tokens_per_rank,
             total / GB,
             memory / GB,
             told,
         )
-
-
-def _without_numbers(
-    model: nn.Module, dtype: torch.dtype | None, dispatcher: Dispatcher, args: DistCAArguments, mode: FakeTensorMode
-) -> nn.Module:
-    """A model without numbers that computes what this rank's does.
-
-    Args:
-        model: as it will be trained.
-        dtype: of its weights; None for those that the model has.
-        dispatcher: of the training.
-        args: of the trainer.
-        mode: in which it is made and used.
-    """
-    if not is_divided_at_load(model):
-        return model_after(model, mode, dtype)
-    # A copy would be divided too, and ask other ranks for their shares.
-    base = base_model(model)
-    alone = model_of_config(config_on_a_rank(base), dtype or base.dtype, mode)
-    prepare_model(alone, args, ping_pong=dispatcher.settings.ping_pong)
-    return alone
 
 
 def strategy_of(accelerator: Accelerator, model: nn.Module) -> Strategy:
@@ -150,4 +108,4 @@ def tell_memory_on_gpu(
     try:
         tell_memory(model, dispatcher, args, accelerator, torch.cuda.get_device_properties(device).total_memory)
     except Exception as error:  # whatever a model does that needs numbers
-        logger.warning("how much memory training takes cannot be told for %s: %s", type(model).__name__, error)
+        logger.warning("the memory that training takes could not be counted for %s: %s", type(model).__name__, error)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_distca.patches.model import base_model
+from hf_distca.patches.tensor_parallel import is_divided_at_load
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -29,11 +30,6 @@ def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
     if config.dp_dim_names:
         return mesh["dp"]
     return init_device_mesh(mesh.device_type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"]
-
-
-def is_divided_at_load(model: Any) -> bool:
-    """Whether transformers has divided a model among ranks as it loaded it, by a DistributedConfig."""
-    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator) -> torch.dtype:
@@ -107,8 +103,8 @@ def allow_for_towers(model: nn.Module, args: TrainingArguments, accelerator: Acc
             else ("ddp_find_unused_parameters=False", "leave ddp_find_unused_parameters unset")
         )
         raise ValueError(
-            f"text gives {', '.join(towers)} of {type(base).__name__} no gradient, which DDP would wait for with "
-            f"{setting}, and ranks would train apart; freeze them (requires_grad_(False)), or {other}"
+            f"batches of text give {', '.join(towers)} of {type(base).__name__} no gradient, so with {setting} DDP "
+            f"would leave ranks with different weights; freeze them (requires_grad_(False)), or {other}"
         )
     accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
 

@@ -5,11 +5,11 @@ from typing import Any
 from transformers import Trainer
 
 from hf_distca.patches.model import base_model
-from hf_distca.trainer.parallel import is_divided_at_load
+from hf_distca.patches.tensor_parallel import is_divided_at_load
 
 ROWS_ARE_PLACED = (
-    "divides documents among ranks, which is what plans do here, evenly: a document may be as long as the "
-    "tokens_per_rank of all ranks together"
+    "divides documents among ranks, which plans already do: a document may be as long as the tokens_per_rank of all "
+    "ranks together"
 )
 DIVIDED_AT_LOAD = (
     'load the model divided: from_pretrained(name, attn_implementation="distca", '
@@ -54,9 +54,8 @@ def check_parallelism(trainer: Trainer) -> None:
     config = model.config.distributed_config if is_divided_at_load(model) else None
     if tensor > 1 and config is None:
         raise ValueError(
-            f"tensor parallelism of size {tensor} is asked for, but the model is whole on every rank, or divided by "
-            f"DeepSpeed in a way that nothing here knows; {DIVIDED_AT_LOAD}, launched without --use_fsdp and "
-            "--use_deepspeed"
+            f"tensor parallelism of size {tensor} is set, but every rank holds the whole model, or DeepSpeed divided "
+            f"it, which is not supported; {DIVIDED_AT_LOAD}, launched without --use_fsdp and --use_deepspeed"
         )
     if config is None:
         return
@@ -82,7 +81,7 @@ def check_parallelism(trainer: Trainer) -> None:
     if args.gradient_accumulation_steps > 1 and SUMMED_GRADIENTS in model.tp_plan.values():
         raise ValueError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} gives {type(model).__name__} wrong "
-            f"gradients with tensor parallelism: transformers sums those of its norms over the {tensor} ranks after "
-            "each micro-batch, earlier ones again and again; set gradient_accumulation_steps=1 and raise "
-            "tokens_per_rank, with mlp_chunk_rows and gradient_checkpointing where memory is short"
+            f"gradients with tensor parallelism: transformers sums the gradients of its norms over the {tensor} ranks "
+            "after each micro-batch, those of earlier micro-batches again; set gradient_accumulation_steps=1 and "
+            "raise tokens_per_rank, with mlp_chunk_rows and gradient_checkpointing where memory is short"
         )

@@ -54,30 +54,29 @@ class Remedies:
         settings = self._settings
         if means["imbalance_degree"] > MOST_IMBALANCE and settings.balance_tolerance != AUTO:
             self._tell(
-                f"{PREFIX}imbalance_degree is {means['imbalance_degree']:.2f}: the busiest rank computes so much more "
-                "core attention than the mean, and all wait for it; set balance_tolerance to 0.01 (it is "
-                f"{settings.balance_tolerance}), a smaller balance_block_size (it is {settings.balance_block_size}), "
-                "or more tokens_per_rank, so that there is enough to share out",
+                f"{PREFIX}imbalance_degree is {means['imbalance_degree']:.2f}: the busiest rank computes that many "
+                "times the mean core attention, and all ranks wait for it; set balance_tolerance to 0.01 (it is "
+                f"{settings.balance_tolerance}), lower balance_block_size (it is {settings.balance_block_size}), "
+                "or raise tokens_per_rank",
                 "imbalance_degree",
             )
         if means["exposed_exchange_share"] > MOST_EXPOSED:
             self._tell(
-                f"{PREFIX}exposed_exchange_share is {means['exposed_exchange_share']:.2f}: a rank stands in waits for "
-                f"so much of the step; leave ping_pong (it is {settings.ping_pong}) and balance_tolerance (it is "
-                f"{settings.balance_tolerance}) at 'auto', and see with hf-distca doctor whether links and nodes are "
-                "what they should be; trace_steps=3 shows which waits are long",
+                f"{PREFIX}exposed_exchange_share is {means['exposed_exchange_share']:.2f}: a rank waits for rows "
+                f"during that share of a step; leave ping_pong (it is {settings.ping_pong}) and balance_tolerance (it "
+                f"is {settings.balance_tolerance}) at 'auto', check links and nodes with hf-distca doctor, and find "
+                "the long waits with trace_steps=3",
                 "exposed_exchange_share",
             )
         if self._ping_pong and settings.ping_pong is True and means["ping_pong_share"] < LEAST_PING_PONG:
             self._tell(
-                f"{PREFIX}ping_pong_share is {means['ping_pong_share']:.2f}: micro-batches hardly ever run as two "
-                "nano-batches whose exchanges hide behind each other's computation; give ranks more tokens_per_rank, "
-                "so that no document has more than half of a micro-batch's tokens, and put hooks on decoder layers, "
-                "not inside",
+                f"{PREFIX}ping_pong_share is {means['ping_pong_share']:.2f}: few micro-batches run as two "
+                "nano-batches, so exchanges are not hidden; raise tokens_per_rank until no document has more than "
+                "half of a micro-batch's tokens, and put hooks on decoder layers, not inside them",
                 "ping_pong_share",
             )
 
     def _tell(self, text: str, name: str) -> None:
         if name not in self._told:
             self._told.add(name)
-            logger.warning("over the last steps %s", text)
+            logger.warning("mean of the last steps: %s", text)

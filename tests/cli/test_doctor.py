@@ -1,21 +1,29 @@
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 from packaging.requirements import Requirement
 
-from hf_distca.cli.findings.finding import Finding, Told, table, told_together
-from hf_distca.cli.findings.launch import launch_findings
-from hf_distca.cli.findings.links import Link, link_findings, measured_links
-from hf_distca.cli.findings.machine import device_memory_finding, kernel_findings, shared_memory_finding
-from hf_distca.cli.findings.network import HOW, gloo_finding
-from hf_distca.cli.findings.versions import agreement_findings, package_findings
+from hf_distca.cli.doctor import link_findings
+from hf_distca.cli.findings import (
+    AGREE,
+    HOW,
+    Finding,
+    device_findings,
+    launch_findings,
+    package_findings,
+    table,
+    together,
+)
 from hf_distca.cli.main import main
 from hf_distca.dispatch.groups import Groups
+from hf_distca.measure.links import link_rates
 from tests.launch import ROOT, cpu_environment, launcher
 
 CPU = torch.device("cpu")
+ALONE = ", which no other host reaches"
 
 
 def of_launch(cuda=False, cores=8, threads=1, **environment):
@@ -26,20 +34,21 @@ def of_launch(cuda=False, cores=8, threads=1, **environment):
 
 def test_findings_of_ranks_are_told_once_with_what_to_do():
     torch_, old = Finding("torch", "2.13.0"), Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True)
-    memory = Finding("shared memory", "0.06 GB free", "give more")
-    by_rank = [[torch_, memory], [torch_, memory], [old, memory], [torch_, memory]]
-    told = told_together(by_rank)
-    assert told == [Told(torch_, (0, 1, 3)), Told(old, (2,)), Told(memory)]
+    device, peft, newer = Finding("device", "cpu", "look"), Finding("peft", "0.18"), Finding("peft", "0.19")
+    by_rank = [[torch_, device, peft], [torch_, device, newer], [old, device], [torch_, device]]
+    told = together(by_rank)
+    differs = Finding("torch", "2.13.0", AGREE, True)  # ranks may differ in peft, but not in torch
+    assert told == [(differs, (0, 1, 3)), (old, (2,)), (device, None), (peft, (0,)), (newer, (1,))]
     assert table(told).splitlines() == [
-        "ok      torch          2.13.0 (ranks 0-1, 3)",
-        "wrong   torch          2.9.0, needs >=2.11 (rank 2)",
-        "                       -> pip install torch",
-        "advice  shared memory  0.06 GB free",
-        "                       -> give more",
+        "wrong   torch   2.13.0 (ranks 0-1, 3)",
+        f"                -> {AGREE}",
+        "wrong   torch   2.9.0, needs >=2.11 (rank 2)",
+        "                -> pip install torch",
+        "advice  device  cpu",
+        "                -> look",
+        "ok      peft    0.18 (rank 0)",
+        "ok      peft    0.19 (rank 1)",
     ]
-    assert agreement_findings([[torch_], [torch_]]) == []
-    (differ,) = agreement_findings([[torch_], [old]])
-    assert (differ.found, differ.state) == ("in torch", "wrong")
 
 
 def test_versions_against_those_that_are_needed():
@@ -102,68 +111,58 @@ def test_settings_of_the_environment(name, cuda, environment, state):
         ("eth0", None, True, "ok", "eth0"),
         ("eth0,ib0", None, True, "wrong", "eth0,ib0, but this host has no interface ib0, only lo, eth0"),
         (None, "10.0.0.7", True, "ok", "not set; this host's name 'a' resolves to 10.0.0.7"),
-        (None, None, True, "wrong", "not set, and this host's name 'a' resolves to no address"),
-        (
-            None,
-            "127.0.1.1",
-            True,
-            "wrong",
-            "not set, and this host's name 'a' resolves to 127.0.1.1, which no other host reaches",
-        ),
-        (
-            None,
-            "127.0.1.1",
-            False,
-            "ok",
-            "not set, and this host's name 'a' resolves to 127.0.1.1, which no other host reaches; that is enough on "
-            "one host",
-        ),
+        (None, None, True, "wrong", "not set; this host's name 'a' resolves to no address" + ALONE),
+        (None, "127.0.1.1", True, "wrong", "not set; this host's name 'a' resolves to 127.0.1.1" + ALONE),
+        (None, "127.0.1.1", False, "ok", "not set; this host's name 'a' resolves to 127.0.1.1"),
     ],
 )
-def test_what_gloo_goes_by(named, address, several, state, found):
-    finding = gloo_finding(named, ["lo", "eth0"], "a", address, several_hosts=several)
+def test_what_gloo_goes_by(monkeypatch, named, address, several, state, found):
+    def resolved(host):
+        if address is None:
+            raise OSError
+        return address
+
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr("socket.gethostname", lambda: "a")
+    monkeypatch.setattr("socket.gethostbyname", resolved)
+    launch = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4" if several else "8", "LOCAL_RANK": "0"}
+    finding = of_launch(**launch, **({"GLOO_SOCKET_IFNAME": named} if named else {}))["GLOO_SOCKET_IFNAME"]
     assert (finding.state, finding.found) == (state, found)
     assert finding.change == (HOW if state == "wrong" else "")
 
 
-def test_memory():
-    assert device_memory_finding(int(79e9), int(80e9)) == Finding("GPU memory", "79.0 GB free of 80.0")
-    taken = device_memory_finding(int(60e9), int(80e9))
-    assert (taken.state, taken.found) == ("advice", "60.0 GB free of 80.0")
-    assert shared_memory_finding(int(8e9)).state == "ok"
-    small = shared_memory_finding(64 * 2**20)
-    assert (small.state, small.found) == ("advice", "0.07 GB free in /dev/shm")
-
-
-def test_kernels_on_a_gpu(monkeypatch):
+def test_a_gpu_that_no_kernel_takes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    (none,) = kernel_findings(torch.device("cuda"))
+    about = SimpleNamespace(name="T4", major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12e9, 16e9))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    device, none = device_findings(torch.device("cuda"), 2)
+    assert device == Finding("device", "T4, compute capability 7.5, 12.0 GB free of 16.0")
     assert (none.name, none.found, none.state) == ("attention_kernel", "none", "wrong")
     assert "got 7.5" in none.change
-    assert kernel_findings(CPU) == [Finding("attention_kernel", "auto is cpu")]
+    shared, _ = device_findings(torch.device("cuda"), 3)
+    assert (shared.state, shared.found.endswith(", one of 2 for 3 processes")) == ("wrong", True)
+    assert device_findings(CPU, 1)[1:] == [Finding("attention_kernel", "auto is cpu")]
 
 
 def test_slow_links_are_named():
     rates = {(0, 1): 400.0, (1, 0): 390.0, (0, 2): 40.0, (2, 0): 42.0, (1, 2): 41.0, (2, 1): 9.0}
-    links = [Link(sender, receiver, rate) for (sender, receiver), rate in rates.items()]
-    within, between = link_findings(links, (0, 0, 1))
+    within, between = link_findings(rates, (0, 0, 1))
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")
     assert between.found == "40.50 GB/s; the slowest, rank 2 to 1, 9.00"
     assert between.state == "advice"
-    (alike,) = link_findings(links[:2], None)
-    assert alike.name == "links between ranks"
 
 
 def links_of_a_rank():
-    return measured_links(Groups(CPU, 60.0), CPU)
+    return link_rates(Groups(CPU, 60.0), CPU)
 
 
 def test_each_way_between_two_ranks_is_measured(rank_pools):
     measured = rank_pools[3].run(links_of_a_rank)
     assert measured[0] == measured[1] == measured[2]
-    ways = [(link.sender, link.receiver) for link in measured[0]]
-    assert sorted(ways) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-    assert all(0 < link.rate < 1000 for link in measured[0])
+    assert sorted(measured[0]) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert all(0 < rate < 1000 for rate in measured[0].values())
 
 
 def test_one_process(monkeypatch, capsys):
@@ -198,5 +197,5 @@ def test_a_launch():
     found = {each["name"]: each for each in told["findings"]}
     assert found["processes"]["found"] == "2 on one host"
     assert found["nodes"]["found"] == "one"
-    assert found["links between ranks"]["found"].endswith(f"{min(link['rate'] for link in told['links']):.2f}")
+    assert found["links within nodes"]["found"].endswith(f"{min(link['rate'] for link in told['links']):.2f}")
     assert found["torch"]["ranks"] is None

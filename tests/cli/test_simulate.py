@@ -109,19 +109,27 @@ def test_the_chosen_plan_is_never_slower_than_what_keeps_context(capsys):
 
 
 def test_rows_take_memory_along_a_line(tmp_path):
-    from hf_distca.cli.counted_memory import CountedMemory, config_of_shape
+    from hf_distca.cli.model_shape import config_of_shape
     from hf_distca.config import DistCAConfig
+    from hf_distca.memory.simulated import CountedMemory
     from hf_distca.planner.micro_batch import plan_micro_batch
     from hf_distca.planner.settings import PlanSettings
+    from hf_distca.sim.costs import DeviceProfile
     from hf_distca.sim.model import ModelShape
+    from hf_distca.sim.ways import Setup, ways_to_train
 
     shape = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
     settings = PlanSettings(1, 1024, kinds=tuple(shape.layers))
-    memory = CountedMemory(config_of_shape(shape), settings, DistCAConfig(), checkpointing=True)
+    setup = Setup(shape, DeviceProfile.load("h100"), 1, 1024)
+    (alone, *_) = ways_to_train(setup, settings, 0)
     plan = plan_micro_batch([1536], replace(settings, tokens_per_rank=1536))
-    assert memory.of_rows(1536) == pytest.approx(memory.of_plan(plan, 1536), rel=0.01)
-    whole = CountedMemory(config_of_shape(shape), settings, DistCAConfig(), checkpointing=False)
-    assert whole.of_rows(1536) > 1.5 * memory.of_rows(1536)
+    memory, whole = (
+        CountedMemory(replace(setup, checkpointing=on), config_of_shape(shape), settings, DistCAConfig())
+        for on in (True, False)
+    )
+    rows, state = memory(alone, 1536, None)
+    assert (rows, state) == (pytest.approx(memory(alone, 1536, plan)[0], rel=0.01), memory(alone, 1536, plan)[1])
+    assert whole(alone, 1536, None)[0] > 1.5 * rows
 
 
 def test_the_shape_of_a_model(tmp_path):
@@ -150,7 +158,7 @@ def test_it_is_shown_as_a_table(capsys):
     [
         (
             ["--lengths", "/no/where"],
-            "no document lengths at '/no/where': expected a .json, .csv, .jsonl or .parquet file, one of prolong",
+            "no document lengths at '/no/where': expected a .json, .csv, .jsonl or .parquet file, one of agents",
         ),
         (["--lengths", "lognormal:0"], "is no distribution: expected lognormal:MEDIAN,SIGMA"),
         (["--lengths", "lognormal:nan,1"], "the median must be from 1 to 1000000000 tokens, got nan"),

@@ -14,7 +14,7 @@ from benchmarks.gpu.shards import Bench, Timed, check_shards, row_overhead, shar
 from benchmarks.gpu.tracing import busy_and_span
 from benchmarks.gpu.training import Watch, _check_logged, _check_memory, collate
 from hf_distca.kernels.cpu import CpuKernel
-from hf_distca.kernels.packages import Package
+from hf_distca.kernels.versions import Version
 from tests.gpu.test_parts import SMALL
 
 
@@ -55,7 +55,7 @@ def test_a_kernel_that_is_not_installed_is_skipped(check, monkeypatch):
     assert findings.wrong == []
     assert why_missing("flash_attn") == findings.skipped
     assert why_missing("torch_varlen") == ""
-    monkeypatch.setattr(Package, "installed", True)  # but it cannot be imported
+    monkeypatch.setattr(Version, "installed", True)  # but it cannot be imported
     findings = check(SMALL, "flash_attn")
     (wrong,) = findings.wrong
     assert "is installed, but cannot be imported: ModuleNotFoundError" in wrong

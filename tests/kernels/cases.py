@@ -62,6 +62,8 @@ CASES = {
         k_lens=(90 + 19,),
         params=AttentionParams(scale=0.2, window=20),
     ),
+    # A single block, whose first keys no row sees.
+    "window_last_rows": Case(q_lens=(10,), k_lens=(50,), params=AttentionParams(scale=0.2, window=20)),
     "softcap": Case(params=AttentionParams(scale=0.2, softcap=1.5)),
     "softcap_window": Case(params=AttentionParams(scale=0.2, softcap=1.5, window=30)),
     "softcap_not_causal": Case(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_distca.kernels import AttentionParams, Need, choose_kernel, get_kernel
-from hf_distca.kernels.packages import PACKAGES
+from hf_distca.kernels.versions import PACKAGES
 from tests.kernels.cases import CASES, assert_matches_reference
 
 CUDA = torch.device("cuda")

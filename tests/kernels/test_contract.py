@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_distca.kernels import KERNEL_NAMES, AttentionParams, TaskShapes, get_kernel
+from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Need, TaskShapes, get_kernel
 from tests.kernels.cases import Case, make_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -85,25 +85,12 @@ def test_refused_tensors(kernel_name: str) -> None:
 
 
 def test_the_cpu_kernel_says_what_it_cannot_do() -> None:
-    fine = {
-        "device": CPU,
-        "dtype": torch.float32,
-        "head_dim_qk": 64,
-        "head_dim_v": 64,
-        "params": AttentionParams(1.0),
-    }
-    get_kernel("cpu", CPU).check(**fine)
+    get_kernel("cpu", CPU, [Need(torch.float32, 64, 64, AttentionParams(1.0))])
     with pytest.raises(ValueError, match="got cuda; on CUDA use 'torch_varlen'"):
-        get_kernel("cpu", CPU).check(**{**fine, "device": CUDA})
+        get_kernel("cpu", CUDA, [Need(torch.float32, 64, 64, AttentionParams(1.0))])
     with pytest.raises(ValueError, match=r"computes in float32, .*, got torch.int8"):
-        get_kernel("cpu", CPU).check(**{**fine, "dtype": torch.int8})
+        get_kernel("cpu", CPU, [Need(torch.int8, 64, 64, AttentionParams(1.0))])
 
 
 def test_the_reference_takes_everything() -> None:
-    get_kernel("reference", CPU).check(
-        device=CUDA,
-        dtype=torch.float16,
-        head_dim_qk=999,
-        head_dim_v=1,
-        params=AttentionParams(1.0, softcap=2.0),
-    )
+    get_kernel("reference", CUDA, [Need(torch.float16, 999, 1, AttentionParams(1.0, softcap=2.0))])

@@ -1,12 +1,14 @@
-"""The CPU kernel against the float64 reference, forward and backward."""
+"""The CPU kernel against the float64 reference, forward and backward, and the parts that it cuts tasks into."""
+
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.kernels import AttentionParams, cpu_softcap
-from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.kernels import AttentionParams, TaskShapes, cpu
+from hf_distca.kernels.cpu import CpuKernel, Part, plan_parts
 from hf_distca.kernels.reference import ReferenceKernel
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
 
@@ -47,7 +49,7 @@ def test_matches_reference_for_any_shapes(case: Case, seed: int) -> None:
 
 
 def test_softcap_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_softcap, "SCORES_AT_ONCE", 4000)
+    monkeypatch.setattr(cpu, "SCORES_AT_ONCE", 4000)
     for name in ("softcap", "softcap_window", "softcap_not_causal"):
         assert_matches_reference(CpuKernel(), CASES[name], torch.float32)
 
@@ -71,7 +73,7 @@ def test_memory_is_linear_in_the_rows() -> None:
         with Watch():
             o, lse = CpuKernel().forward(*args, inputs.shapes, params)
             CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, params)
-    assert largest <= 4 * cpu_softcap.SCORES_AT_ONCE
+    assert largest <= 4 * cpu.SCORES_AT_ONCE
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -91,15 +93,16 @@ def test_rows_of_any_strides(softcap: float | None) -> None:
             torch.testing.assert_close(got_one, want_one, rtol=1e-12, atol=1e-12)
 
 
-def test_does_not_change_its_inputs() -> None:
-    case = CASES["gqa"]
+@pytest.mark.parametrize("name", ["gqa", "window_blocks", "softcap_window"])
+def test_same_result_every_time_and_the_same_inputs(name: str) -> None:
+    case = CASES[name]
     inputs = make_inputs(case, torch.float32)
-    tensors = inputs.do, inputs.q, inputs.k, inputs.v
-    before = [x.clone() for x in tensors]
-    o, lse = CpuKernel().forward(*tensors[1:], inputs.shapes, case.params)
-    given_o, given_lse = o.clone(), lse.clone()
-    CpuKernel().backward(*tensors, o, lse, inputs.shapes, case.params)
-    for got, want in zip((*tensors, o, lse), (*before, given_o, given_lse), strict=True):
+    o, lse = CpuKernel().forward(inputs.q, inputs.k, inputs.v, inputs.shapes, case.params)
+    given = inputs.do, inputs.q, inputs.k, inputs.v, o, lse
+    before = [x.clone() for x in given]
+    first, second = (CpuKernel().backward(*given, inputs.shapes, case.params) for _ in range(2))
+    again = CpuKernel().forward(*given[1:4], inputs.shapes, case.params)
+    for got, want in zip((*given, *second, *again), (*before, *first, o, lse), strict=True):
         assert torch.equal(got, want)
 
 
@@ -127,11 +130,88 @@ def test_no_sum_is_written_to_twice_at_once() -> None:
     assert added > 3
 
 
-def test_same_result_every_time() -> None:
-    case = CASES["window_blocks"]
-    inputs = make_inputs(case, torch.float32)
-    args = inputs.q, inputs.k, inputs.v
-    o, lse = CpuKernel().forward(*args, inputs.shapes, case.params)
-    first = CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, case.params)
-    second = CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, case.params)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+# Parts hold each visible pair of row and key exactly once, and nothing else.
+
+
+def pairs_of(part: Part) -> list[tuple[int, int]]:
+    more = part.k_rows - part.q_rows
+    sees = {"full": lambda i, j: True, "causal": lambda i, j: j <= i, "window": lambda i, j: i <= j <= i + more}
+    return [
+        (part.q_first + b * part.q_step + i, part.k_first + b * part.k_step + j)
+        for b in range(part.count)
+        for i in range(part.q_rows)
+        for j in range(part.k_rows)
+        if sees[part.mask](i, j)
+    ]
+
+
+def visible_pairs(shapes: TaskShapes, params: AttentionParams) -> list[tuple[int, int]]:
+    pairs, q_first, k_first = [], 0, 0
+    for q_len, k_len in zip(shapes.q_lens, shapes.k_lens, strict=True):
+        for i in range(q_len):
+            own = i + k_len - q_len
+            first = 0 if params.window is None else max(own - params.window + 1, 0)
+            stop = own + 1 if params.causal else k_len
+            pairs += [(q_first + i, k_first + j) for j in range(first, stop)]
+        q_first, k_first = q_first + q_len, k_first + k_len
+    return pairs
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[TaskShapes, AttentionParams]:
+    # Runs of equal tasks become batches.
+    runs = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4)), max_size=4))
+    tasks = [(q_len, q_len + before) for q_len, before, repeats in runs for _ in range(repeats)]
+    params = AttentionParams(1.0, window=draw(st.none() | st.integers(1, 60)))
+    return TaskShapes.build([q for q, _ in tasks], [k for _, k in tasks], "cpu"), params
+
+
+def assert_exact(shapes: TaskShapes, params: AttentionParams) -> None:
+    plan = plan_parts(shapes, params)
+    counted = Counter(pair for part in plan.parts for pair in pairs_of(part))
+    assert counted == Counter(visible_pairs(shapes, params))
+    seen: set[int] = set()
+    for part in plan.parts:
+        # The kernel stores the results of other parts and adds those of full ones.
+        rows = {row for row, _ in pairs_of(part)}
+        assert (part.mask != "full") == rows.isdisjoint(seen)
+        seen |= rows
+
+
+@given(calls())
+@settings(max_examples=150)
+def test_each_visible_pair_once(call: tuple[TaskShapes, AttentionParams]) -> None:
+    assert_exact(*call)
+
+
+def test_each_visible_pair_once_in_several_window_blocks() -> None:
+    for window in (64, 65, 100, 200):
+        for tasks in ([(260, 300)], [(256, 256 + window - 1)], [(128, 400), (128, 400)]):
+            shapes = TaskShapes.build([q for q, _ in tasks], [k for _, k in tasks], "cpu")
+            assert_exact(shapes, AttentionParams(1.0, window=window))
+
+
+def test_a_task_is_a_triangle_and_a_rectangle() -> None:
+    plan = plan_parts(TaskShapes.build([3], [5], "cpu"), AttentionParams(1.0))
+    where = [(part.q_first, part.q_rows, part.k_first, part.k_rows, part.mask, part.count) for part in plan.parts]
+    assert where == [(0, 3, 2, 3, "causal", 1), (0, 3, 0, 2, "full", 1)]
+    assert not plan.whole_tasks
+
+
+def test_equal_documents_are_one_batch() -> None:
+    plan = plan_parts(TaskShapes.build([4, 4, 4], [4, 4, 4], "cpu"), AttentionParams(1.0))
+    assert plan.parts == (Part(0, 4, 0, 4, "causal", count=3, q_step=4, k_step=4),)
+    assert plan.whole_tasks
+
+
+def test_the_number_of_parts_does_not_grow_with_the_length() -> None:
+    params = AttentionParams(1.0, window=128)
+    short, long = (plan_parts(TaskShapes.build([n], [n], "cpu"), params).parts for n in (1000, 100_000))
+    assert len(short) == len(long) <= 7
+
+
+def test_work_stays_near_the_visible_pairs_with_a_window() -> None:
+    params = AttentionParams(1.0, window=1024)
+    parts = plan_parts(TaskShapes.build([65536], [65536], "cpu"), params).parts
+    squares = sum(part.count * part.q_rows * part.k_rows for part in parts)
+    assert squares <= 1.3 * 65536 * 1024

@@ -3,12 +3,15 @@ for the packages that compute on the CPU, all they do around them.
 """
 
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel, split
-from hf_distca.kernels.packages import PACKAGES, MissingPackageError
+from hf_distca.kernels import AttentionParams, Need, TaskShapes, choose_kernel, get_kernel, split
+from hf_distca.kernels.versions import PACKAGES, MissingPackageError
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
 from tests.kernels.stand_ins import FlashAttn2, FlashAttn3, hub, removed_afterwards
 
@@ -67,7 +70,7 @@ def test_what_lies_right_is_not_copied(name, installed):
     (forward, results), (backward, gradients) = seen
     assert memory(*forward[:3]) == memory(q, k, v)
     assert memory(*results) == memory(o, lse)
-    assert memory(*backward[:6]) == memory(do, q, k, v, o, lse)
+    assert memory(*backward[0]) == memory(do, q, k, v, o, lse)
     assert memory(*gradients) == memory(*grads)
     assert lse.T.is_contiguous()
 
@@ -162,7 +165,7 @@ def test_an_old_package_is_refused(installed, monkeypatch):
 def test_an_old_third_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "kernels", hub(torch.ops.namespace_without_operators))
-    with pytest.raises(ImportError, match="no operators fwd and bwd; install a newer one"):
+    with pytest.raises(ImportError, match="has no fwd and bwd; install a newer one"):
         get_kernel("flash_attn_3", CUDA)
 
 
@@ -182,10 +185,10 @@ def test_torch_takes_the_arguments(name: str) -> None:
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
-def ask(name: str, **change) -> None:
+def ask(name: str, *, device=CUDA, **change) -> None:
     """Check a kernel for what all can do, but for a change."""
-    usual = {"device": CUDA, "dtype": torch.bfloat16, "head_dim_qk": 64, "head_dim_v": 64}
-    get_kernel(name, CUDA).check(**usual | {"params": AttentionParams(1.0, window=5)} | change)
+    usual = Need(torch.bfloat16, 64, 64, AttentionParams(1.0, window=5))
+    get_kernel(name, CUDA).check(replace(usual, **change), device)
 
 
 CAPPED = {"params": AttentionParams(1.0, softcap=30.0)}
@@ -281,3 +284,88 @@ def test_what_is_activated_in_torch(active, version, major, change, message, ins
     else:
         with pytest.raises(ValueError, match=message):
             ask("torch_varlen", **change)
+
+
+# Packages that are not installed, and installed ones that cannot be imported.
+
+SYMBOL = 'raise ImportError("_C.abi3.so: undefined symbol: _ZN3c104cuda")'
+LIBRARY = 'raise OSError("libcudart.so.12: cannot open shared object file")'
+NO_CUTLASS = "import cutlass_of_a_pth_file"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch, capability):
+    """Puts a package on disk whose module fails; without a distribution pip knows nothing of it."""
+
+    def put(name: str, fails: str, distribution: bool = True) -> None:
+        *parents, module = PACKAGES[name].module.split(".")
+        folder = tmp_path.joinpath(*parents)
+        folder.mkdir(parents=True, exist_ok=True)
+        for parent in [folder, *folder.parents][: len(parents)]:
+            (parent / "__init__.py").touch()
+        (folder / f"{module}.py").write_text(fails + "\n")
+        if distribution:
+            _known(tmp_path, PACKAGES[name].distribution)
+
+    for loaded in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield put
+    for loaded in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
+        del sys.modules[loaded]
+
+
+def _known(folder: Path, distribution: str) -> None:
+    info = folder / f"{distribution.replace('-', '_')}-3.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 3.0.0\n")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        (SYMBOL, "ImportError: _C.abi3.so: undefined symbol: _ZN3c104cuda; install a build for this torch and CUDA"),
+        (LIBRARY, "OSError: libcudart.so.12: cannot open shared object file; install a build for"),
+        (NO_CUTLASS, "No module named 'cutlass_of_a_pth_file'; install what has cutlass_of_a_pth_file"),
+    ],
+)
+def test_a_broken_package_is_an_error_that_says_why(name, fails, says, package):
+    package(name, fails)
+    with pytest.raises(ImportError, match="package is installed, but cannot be imported: ") as error:
+        get_kernel(name, CUDA)
+    assert says in str(error.value)
+    assert not isinstance(error.value, MissingPackageError)
+
+
+def test_auto_says_what_is_broken_and_takes_the_next(package):
+    package("flash_attn_3", SYMBOL)
+    choice = choose_kernel(CUDA)
+    assert choice.kernel.name == "torch_varlen"
+    assert "installed, but cannot be imported: ImportError: _C.abi3.so" in choice.passed_over["flash_attn_3"]
+    assert "needs the flash-attn-4 package" in choice.passed_over["flash_attn_4"]
+
+
+def test_the_hub_does_not_take_the_place_of_what_is_broken(package, monkeypatch):
+    package("flash_attn_3", SYMBOL)
+    hub = ModuleType("kernels")
+    hub.get_kernel = lambda *_, **__: pytest.fail("the hub was asked")
+    monkeypatch.setitem(sys.modules, "kernels", hub)
+    with pytest.raises(ImportError, match="undefined symbol"):
+        get_kernel("flash_attn_3", CUDA)
+
+
+def test_a_broken_hub_package_is_not_taken_for_none(package, monkeypatch, tmp_path):
+    monkeypatch.delitem(sys.modules, "kernels")
+    (tmp_path / "kernels.py").write_text("import library_of_the_hub\n")
+    with pytest.raises(ModuleNotFoundError, match="library_of_the_hub"):
+        get_kernel("flash_attn_3", CUDA)
+
+
+@pytest.mark.parametrize("fails", [SYMBOL, NO_CUTLASS])
+def test_what_pip_does_not_know_is_missing_and_says_why_too(fails, package):
+    """As the folder of FlashAttention-4 that comes with flash-attn."""
+    package("flash_attn_4", fails, distribution=False)
+    with pytest.raises(MissingPackageError, match=r"needs the flash-attn-4 package: .*\(\w*Error: "):
+        get_kernel("flash_attn_4", CUDA)

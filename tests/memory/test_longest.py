@@ -1,6 +1,6 @@
 import pytest
 
-from hf_distca.memory.estimate import STEP, longest_tokens
+from hf_distca.memory.counter import STEP, longest_tokens
 
 
 @pytest.mark.parametrize(

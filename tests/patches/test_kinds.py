@@ -106,9 +106,9 @@ def test_row_bytes_by_kind():
 def test_the_kernel_is_asked_about_every_kind(monkeypatch):
     asked = []
 
-    def check(self, *, head_dim_qk, head_dim_v, params, **kwargs):
-        asked.append((params.window, head_dim_qk, head_dim_v))
-        if head_dim_qk > 12:
+    def check(self, need, device):
+        asked.append((need.params.window, need.head_dim_qk, need.head_dim_v))
+        if need.head_dim_qk > 12:
             raise ValueError("too wide")
 
     monkeypatch.setattr(CpuKernel, "check", check)

@@ -287,7 +287,7 @@ def test_another_loss_of_the_models_own_gets_all_logits(told):
     torch.testing.assert_close(got_loss, loss)
     assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-12
     (message,) = told
-    assert "'cross_entropy' asks for all logits of a planned step at once" in message
+    assert "'cross_entropy' reads all logits of a planned step at once" in message
 
 
 def test_a_second_backward_is_refused():

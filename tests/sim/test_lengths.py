@@ -37,3 +37,8 @@ def test_the_same_seed_draws_the_same():
 def test_corpora_have_the_tokens_that_are_published():
     drawn = corpora()["prolong"](np.random.default_rng(0), 100_000)
     assert 0.97 < drawn.mean() / (237840913 / 77932) < 1.03
+
+
+def test_agent_traces_have_the_percentiles_that_are_published():
+    drawn = corpora()["agents"](np.random.default_rng(0), 100_000)
+    assert np.allclose(np.quantile(drawn, (0.5, 0.95, 0.99)), (23840, 69274, 89876), rtol=0.03)

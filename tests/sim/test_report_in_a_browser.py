@@ -29,7 +29,7 @@ CONTRAST = """(() => {
     return (Math.max(own, page) + 0.05) / (Math.min(own, page) + 0.05);
   }));
   return [least("p, dt, dd, th, td, summary, .legend li", "color"), least("svg text", "fill"),
-          least(".mark:not(.idle)", "fill")];
+          Math.min(least(".mark:not(.idle, .documents)", "fill"), least(".documents", "stroke"))];
 })()"""
 
 

@@ -1,7 +1,5 @@
 """Figures of ways to train, of documents so short that they can be counted by hand: a pair takes a second."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.memory import LeastMemory
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.simulate import simulate
 from hf_distca.sim.ways import Setup
@@ -23,14 +20,6 @@ PROFILE = DeviceProfile(
 )  # fmt: skip
 SETUP = Setup(MODEL, PROFILE, ranks=2, tokens_per_rank=8)
 SETTINGS = PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1)
-
-
-class Seen(LeastMemory):
-    """Memory that is asked for, and of which plans."""
-
-    def of_plan(self, plan, rows):
-        self.__dict__.setdefault("plans", []).append([nano.layout.lengths.tolist() for nano in plan.nano_batches])
-        return super().of_plan(plan, rows)
 
 
 def figures_of(micro_batches, setup=SETUP, memory=None):
@@ -48,21 +37,31 @@ def test_operations_of_the_model_over_what_gpus_could_do():
     assert ways["plain packing"].tokens_per_second == pytest.approx(8 / seconds)
 
 
-def test_the_least_memory():
-    _, ways = figures_of([[8, 8]])
-    rows = 8 * 3 * (8 * 4 + 2 * (4 * 4 + 4))  # of each layer its input, and O and its log-sum-exp
-    assert ways["plain packing"].rows_bytes == ways["hf_distca, joint"].rows_bytes == rows
-    gathered = 2 * 8 * (4 + 4) * 4  # K and V of the other rank, and their gradients
-    assert ways["context parallel, 1 × 2"].rows_bytes == rows + gathered
-    assert {way.state_bytes for way in ways.values()} == {16 * 1000 // 2}
-    _, ways = figures_of([[8, 8]], replace(SETUP, checkpointing=False))
-    assert ways["plain packing"].rows_bytes is None
+def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
+    asked = {}
+
+    def memory(way, rows, plan):
+        asked[way.name] = rows, plan and [nano.layout.lengths.tolist() for nano in plan.nano_batches]
+        return 7, None if way.context > 1 else 5
+
+    _, ways = figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
+    assert {name: asked[name] for name in asked if name.startswith("hf_distca")} == {
+        f"hf_distca, {layout}": (8, [[16]]) for layout in ("fixed", "joint", "chosen")
+    }
+    assert asked["plain packing"] == (8, None)
+    assert {(way.rows_bytes, way.state_bytes) for way in ways.values()} == {(7, 5), (7, None)}
+    assert figures_of([[8, 8]])[1]["plain packing"].rows_bytes is None
 
 
-def test_memory_is_that_of_the_micro_batch_whose_busiest_rank_exchanges_the_most():
-    memory = Seen(SETUP)
-    figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
-    assert memory.plans == [[[16]], [[16]], [[16]]]  # fixed, joint and chosen
+def test_gains_and_their_spread_over_micro_batches():
+    found, ways = figures_of([[12, 4], [4, 4, 4, 4]])
+    for gain in (found.over_packing, found.over_best):
+        ratio = ways[gain.name].step_seconds / ways[found.best_planned].step_seconds
+        assert gain.speed_up == pytest.approx(ratio)
+        assert gain.least <= gain.speed_up <= gain.most
+    assert (found.over_packing.name, found.over_best.name) == ("plain packing", found.best_plain)
+    alone = [figures_of([documents])[0].over_packing.speed_up for documents in ([12, 4], [4, 4, 4, 4])]
+    assert [found.over_packing.least, found.over_packing.most] == pytest.approx(sorted(alone))
 
 
 def test_the_best_plain_way_cuts_the_fewest_documents():

@@ -1,46 +1,53 @@
-"""What ranks do in a step, on traces of a hundred nanoseconds."""
+"""What ranks do in a step, and its picture, on traces of a hundred nanoseconds."""
+
+from xml.etree import ElementTree
 
 import pytest
 
-from hf_distca.timeline.steps import RankStep, cells, ranks_of_step, runs, step_names
-from hf_distca.timeline.trace import Slice, Trace, TraceError
+from hf_distca.timeline.drawing import svg_of
+from hf_distca.timeline.steps import RankStep, runs, steps_of
 
 LETTERS = {"attention": "a", "waits": "w", "other": "o", None: "-"}
 
 
 def drawn(step: RankStep, begin: int, end: int, count: int) -> str:
     """A letter a cell."""
-    return "".join(LETTERS[doing] for doing in cells(step, begin, end, count))
+    return "".join(LETTERS[doing] * (last - first) for first, last, doing in runs(step, begin, end, count))
 
 
-def piece(name: str, category: str, begin: int, end: int, *within: Slice) -> Slice:
-    return Slice(name, category, begin, end, {}, list(within))
-
-
-def trace_of(*ranks: list[Slice]) -> Trace:
-    return Trace([*range(len(ranks))], {(rank, "compute"): steps for rank, steps in enumerate(ranks)}, [], 0)
+def piece(rank: int, name: str, category: str, begin: int, end: int) -> dict:
+    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+    return {"ph": "X", "pid": rank, "tid": 9, "name": name, "cat": category, **times}
 
 
 def test_a_step_of_a_rank():
-    kernel, wait = piece("own", "kernel", 20, 35), piece("q", "wait", 50, 60)
-    sections = [
-        piece("forward", "section", 10, 40, piece("run own", "phase", 15, 40, kernel)),
-        piece("between", "section", 40, 45),
-        piece("forward", "section", 45, 70, piece("wait q", "phase", 45, 65, wait)),
-    ]
-    trace = trace_of([piece("step 1", "step", 0, 9), piece("step 2", "step", 10, 70, *sections)])
-    (step,) = ranks_of_step(trace, "step 2")
+    events = [
+        piece(0, "step 1", "step", 0, 9), piece(0, "step 2", "step", 10, 70), piece(0, "forward", "section", 10, 40),
+        piece(0, "run own", "phase", 15, 40), piece(0, "own", "kernel", 20, 35),
+        piece(0, "between", "section", 40, 45),
+        piece(0, "forward", "section", 45, 70), piece(0, "q", "wait", 50, 60), piece(0, "late", "wait", 71, 80),
+    ]  # fmt: skip
+    (step,) = steps_of({"traceEvents": events})["step 2"]
     assert step == RankStep(0, 10, 70, [(20, 35, "attention"), (50, 60, "waits")], {"forward": 30 + 25, "between": 5})
     assert step.totals() == {"attention": 15, "waits": 10, "other": 35}
 
 
 def test_steps_that_all_ranks_have():
-    first, second, third = (piece(f"step {number}", "step", number, number + 1) for number in (1, 2, 3))
-    trace = trace_of([first, second], [second, third])
-    assert step_names(trace) == ["step 2"]
-    with pytest.raises(TraceError, match="there is no step 1 in the trace; it has step 2"):
-        ranks_of_step(trace, "step 1")
-    assert step_names(trace_of()) == []
+    steps = [
+        (1, "step 2", 2),
+        (0, "step 2", 2),
+        (0, "step 1", 1),
+        (1, "step 3", 3),
+        (0, "step 10", 9),
+        (1, "step 10", 9),
+    ]
+    found = steps_of({"traceEvents": [piece(rank, name, "step", at, at + 1) for rank, name, at in steps]})
+    assert {name: [step.rank for step in ranks] for name, ranks in found.items()} == {
+        "step 2": [0, 1],
+        "step 10": [0, 1],
+    }
+    assert list(found) == ["step 2", "step 10"]
+    assert steps_of({"traceEvents": []}) == {}
 
 
 def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
@@ -48,9 +55,9 @@ def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
     stretches = [(120, 127, "attention"), (127, 134, "waits"), (136, 140, "waits"), (145, 185, "attention")]
     step = RankStep(0, 115, 190, stretches)
     assert drawn(step, 100, 200, 10) == "-oawoaaao-"
-    assert drawn(step, 100, 200, 2) == "aa"
-    assert drawn(RankStep(0, 0, 30, []), 0, 100, 4) == "o---"  # 5 of 25 are less than half
-    assert drawn(RankStep(0, 0, 40, []), 0, 100, 4) == "oo--"  # 15 of 25 are more than half
+    assert list(runs(step, 100, 200, 2)) == [(0, 2, "attention")]
+    assert drawn(RankStep(0, 0, 30), 0, 100, 4) == "o---"  # 5 of 25 are less than half
+    assert drawn(RankStep(0, 0, 40), 0, 100, 4) == "oo--"  # 15 of 25 are more than half
     # As long each: attention, then what is neither.
     assert drawn(RankStep(0, 0, 10, [(0, 5, "attention"), (5, 10, "waits")]), 0, 10, 1) == "a"
     assert drawn(RankStep(0, 0, 10, [(0, 5, "attention")]), 0, 10, 1) == "o"
@@ -58,10 +65,14 @@ def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
     assert drawn(RankStep(0, -10, 20, [(-10, 8, "waits")]), 0, 20, 2) == "wo"
 
 
-def test_runs_are_neighbours_that_are_alike():
-    assert list(runs(["other", "other", None, "waits", "attention", "attention"])) == [
-        (0, 2, "other"),
-        (3, 4, "waits"),
-        (4, 6, "attention"),
-    ]
-    assert list(runs([])) == []
+@pytest.mark.parametrize(
+    ("nanoseconds", "marks"), [(237_300_000, "0 50 100 150 200 250"), (2_400_000, "0 0.5 1 1.5 2 2.5")]
+)
+def test_a_picture_has_round_ticks_and_a_view_box(nanoseconds, marks):
+    picture = ElementTree.fromstring(svg_of("step 4", [RankStep(rank, 0, nanoseconds) for rank in range(3)]))
+    width, height = (float(picture.get(name)) for name in ("width", "height"))
+    assert picture.get("viewBox") == f"0 0 {width:g} {height:g}"
+    texts = list(picture.iter("{http://www.w3.org/2000/svg}text"))
+    ticks = [text.text.removesuffix(" ms") for text in texts if float(text.get("y")) > height - 30]
+    assert " ".join(ticks).startswith(marks)
+    assert all(0 < float(text.get("x")) < width and float(text.get("y")) < height for text in texts)

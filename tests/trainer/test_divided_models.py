@@ -112,7 +112,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "whole model": (
         {"divided": None, "arguments": {**SHARDED, "parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}},
-        r"of size 2 is asked for, but the model is whole on every rank.*DistributedConfig\(tp_size=…, fsdp_size=…\)",
+        r"of size 2 is set, but every rank holds the whole model.*DistributedConfig\(tp_size=…, fsdp_size=…\)",
     ),
     "other data": (
         {"lengths by rank": [LENGTHS, LENGTHS, LENGTHS, LENGTHS[:-1]]},

@@ -81,7 +81,7 @@ def test_a_full_disk_is_said_with_the_file(tmp_path):
         shutil.rmtree(checkpoint)
         with (
             small_files(sizes[file] - 1),
-            pytest.raises(OSError, match=r"File too large; what is in .* not whole") as caught,
+            pytest.raises(OSError, match=r"File too large; .* is incomplete: remove it") as caught,
         ):
             train()
         assert caught.value.filename == str(checkpoint / file)

@@ -323,8 +323,8 @@ def without_mlps(model):
 
 def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools: dict[int, RankPool]):
     towers = (
-        "rank 1: ValueError: text gives model.vision_tower, model.multi_modal_projector of "
-        "Gemma3ForConditionalGeneration no gradient, which DDP would wait for"
+        "rank 1: ValueError: batches of text give model.vision_tower, model.multi_modal_projector of "
+        "Gemma3ForConditionalGeneration no gradient, so"
     )
     messages = [
         "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa'; load it with",

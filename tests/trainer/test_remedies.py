@@ -20,7 +20,7 @@ def test_each_is_told_once_with_the_remedy(caplog, name):
     assert record.levelno == logging.WARNING
     assert f"distca/{name} is {WRONG[name]:.2f}" in record.message
     remedy = {"imbalance_degree": "(it is 0.3)", "exposed_exchange_share": "hf-distca doctor"}
-    assert remedy.get(name, "more tokens_per_rank") in record.message
+    assert remedy.get(name, "raise tokens_per_rank") in record.message
 
 
 def test_nothing_is_told_of_few_steps_or_where_all_is_well(caplog):

@@ -334,7 +334,7 @@ def test_a_checkpoint_that_was_not_saved_whole(rank_pools, packed, tmp_path):
     (tmp_path / "checkpoint-3/trainer_state.json").unlink()
     for ignore in (False, True):
         for refused in run(rank_pools[2], tmp_path, "packed", True, **PACKED, ignore_data_skip=ignore):
-            assert "checkpoint-3 has no trainer_state.json, so it was not saved whole" in refused["error"]
+            assert "checkpoint-3 has no trainer_state.json: it is no checkpoint" in refused["error"]
 
 
 def test_a_checkpoint_of_the_model_only(rank_pools, tmp_path):
@@ -392,7 +392,7 @@ def test_a_checkpoint_without_its_order(rank_pools, packed, tmp_path):
     shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3/data_order.json").unlink()
     for refused in run(rank_pools[2], tmp_path, "packed", True, **PACKED):
-        assert "has no data_order.json, so which documents it has seen is not known" in refused["error"]
+        assert "has no data_order.json, which lists the documents already seen" in refused["error"]
     # A new pass: the epoch that step 3 is in, from its start.
     resumed = run(rank_pools[2], tmp_path, "packed", True, **PACKED, ignore_data_skip=True)
     assert together(resumed) == together(whole)[4:11]

@@ -201,7 +201,7 @@ class AttentionServer:
         need = Need(getattr(torch, call.dtype), call.dim_qk, call.dim_v, params_of(call))
         if need not in self._kernels:
             try:
-                need.check(self._kernel, self._device)
+                self._kernel.check(need, self._device)
                 self._kernels[need] = self._kernel
             except ValueError:
                 if self._choose is None:

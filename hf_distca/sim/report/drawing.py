@@ -1,12 +1,48 @@
-"""SVG that stands in a page: its colours are classes of the page's style sheet, its marks say what they are."""
+"""SVG for pages and for files: every colour has one meaning, and every mark has a label."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from math import floor, log10
+from math import ceil, floor, log10
 
 WIDE, NARROW = 860, 330
 """Pixels of a picture on a desktop or paper, and on a phone: each is drawn for both, with letters of the same size."""
+
+
+COLOURS = {
+    "page": ("#fdfdfc", "#14171b"),
+    "panel": ("#f5f5f2", "#1c2026"),
+    "ink": ("#191d24", "#e7e9ec"),
+    "muted": ("#59616e", "#a2abb8"),
+    "rule": ("#e0e2e4", "#2b3038"),
+    "edge": ("#c9ccd1", "#414853"),
+    "attention": ("#2f6fb5", "#6aa5e3"),
+    "other": ("#8590a1", "#77828f"),
+    "waits": ("#c06a12", "#e39a45"),
+    "idle": ("#f3c9c0", "#6b3a33"),
+    "planned": ("#1f7a4d", "#4fbf87"),
+    "plain": ("#7d5fb2", "#a98fdd"),
+}
+"""On light and on dark pages. From "attention" on they are classes of marks: core attention, other layers, waits for
+rows of other ranks, idle time, planned strategies, and strategies without plans."""
+MARKS = list(COLOURS)[list(COLOURS).index("attention") :]
+
+
+def style_sheet() -> str:
+    """Return the CSS that every page and every file of pictures begins with; on paper it is that of light pages."""
+    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
+    marks = " ".join(f".{name} {{ --key: var(--{name}); }}" for name in MARKS)
+    return (
+        f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{marks}\n"
+        "svg .mark { fill: var(--key); } svg .rule { stroke: var(--rule); fill: none; }\n"
+    )
+
+
+OF_FILES = """text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
+.strong { fill: var(--ink); font-weight: 600; } .ground { fill: var(--page); } .ink { stroke: var(--ink); fill: none; }
+.gain { fill: var(--planned); font-size: 17px; font-weight: 600; }
+.arrow { fill: none; stroke: var(--planned); stroke-width: 2; }
+"""
 
 
 @dataclass
@@ -31,6 +67,13 @@ class Drawing:
         """Draw a line."""
         self._parts.append(f'<path class="{style}" d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}"/>')
 
+    def arrow(self, x1: float, x2: float, y: float, style: str) -> None:
+        """Draw an arrow along a line from x1 to x2."""
+        back = x2 + (6.0 if x2 < x1 else -6.0)
+        head = f"M{back:.1f} {y - 4:.1f}L{x2:.1f} {y:.1f}L{back:.1f} {y + 4:.1f}"
+        shape = f"M{x1:.1f} {y:.1f}L{x2:.1f} {y:.1f}{head}"
+        self._parts.append(f'<path class="{style} arrow" d="{shape}"/>')
+
     def bar(self, x: float, y: float, width: float, height: float, style: str, label: str) -> None:
         """Draw a rectangle that stands for a value; the label says what value, of what."""
         self._parts.append(
@@ -52,9 +95,11 @@ class Drawing:
         """The element; the label is for those who do not see it."""
         return self._element("", label, "")
 
-    def file(self, label: str, style: str) -> str:
-        """A picture that stands in a file of its own, with its style sheet."""
-        return self._element('xmlns="http://www.w3.org/2000/svg" ', label, f"<style>{style}</style>") + "\n"
+    def file(self, label: str) -> str:
+        """Return the text of a file of its own, on its own ground: it can be read on light and on dark pages."""
+        ground = f'<rect class="ground" width="{self.width:g}" height="{self.height:g}" rx="6"/>'
+        first = f"<style>\n{style_sheet()}{OF_FILES}</style>{ground}"
+        return self._element('xmlns="http://www.w3.org/2000/svg" ', label, first) + "\n"
 
     def _element(self, namespace: str, label: str, first: str) -> str:
         return (
@@ -69,17 +114,15 @@ def in_both_widths(draw: Callable[[int], Drawing], label: str) -> str:
     return f'<div class="picture wide">{wide}</div><div class="picture narrow">{narrow}</div>'
 
 
-def ticks(most: float, about: int = 4) -> list[float]:
-    """Round numbers from 0 to the first one at or above the largest value."""
-    if most <= 0:
-        return [0.0, 1.0]
-    rough = most / about
+def ticks(most: float, about: int = 4, least: float = 0.0) -> list[float]:
+    """Return round numbers from `least` to the first one at or above `most`."""
+    if most <= least:
+        return [least, least + 1.0]
+    rough = (most - least) / about
     power = 10.0 ** floor(log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    count = 1
-    while count * step < most * 0.999:
-        count += 1
-    return [index * step for index in range(count + 1)]
+    count = ceil((most - least) / step - 0.001)
+    return [least + index * step for index in range(count + 1)]
 
 
 def number(value: float) -> str:

@@ -23,7 +23,7 @@ def lengths_section(figures: Mapping[str, Any]) -> str:
         figure(
             "Shares of documents and of tokens by document length",
             partial(pictures.lengths, bins),
-            [("before", "share of documents"), ("after", "share of tokens")],
+            [("documents", "share of documents"), ("tokens", "share of tokens")],
         ),
         table(
             figures,
@@ -49,7 +49,7 @@ def _longest(bins: list[dict[str, Any]]) -> str:
         if tokens >= 0.5:
             break
     return (
-        f"Documents of {each['shortest']:,} tokens or more are {documents:.1%} of all and hold {tokens:.1%} of the "
-        "tokens. The cost of core attention grows with the square of a document's length, that of all else with the "
-        "length."
+        f"{documents:.1%} of the documents have {each['shortest']:,} tokens or more; together they hold {tokens:.1%} "
+        "of all tokens. The cost of core attention grows with the square of a document's length; the cost of all "
+        "other layers grows with the length."
     )

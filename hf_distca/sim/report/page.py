@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_distca.sim.report.drawing import Drawing, in_both_widths
+from hf_distca.sim.report.drawing import Drawing, in_both_widths, style_sheet
 from hf_distca.sim.report.tables import at, cell
 from hf_distca.sim.report.units import Unit
 
@@ -15,12 +15,13 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-s
 """What a browser may load for the page: nothing but what is in it."""
 
 
-def page(tool: str, title: str, lead: str, sections: Sequence[str], figures: Mapping[str, Any]) -> str:
+def page(tool: str, title: str, source: str, lead: str, sections: Sequence[str], figures: Mapping[str, Any]) -> str:
     """The file's text.
 
     Args:
         tool: the command that makes it.
         title: the outcome in a few words.
+        source: where predictions come from.
         lead: on what documents and ranks.
         sections: markup.
         figures: what `--json` prints; the page carries it.
@@ -37,11 +38,12 @@ def page(tool: str, title: str, lead: str, sections: Sequence[str], figures: Map
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
             f"<title>{escape(title)} – {escape(tool)}</title>",
-            f"<style>\n{style}</style>",
+            f"<style>\n{style_sheet()}{style}</style>",
             "</head>",
             "<body>",
             "<main>",
             f'<header><p class="eyebrow">{escape(tool)}</p><h1>{escape(title)}</h1>',
+            f'<p class="predicted"><strong>Predictions, not measurements:</strong> {escape(source)}</p>',
             f'<p class="lead">{escape(lead)}</p></header>',
             *sections,
             "</main>",
@@ -61,11 +63,19 @@ def section(title: str, said: Sequence[str], *parts: str) -> str:
 
 
 def key_figures(figures: Any, keys: Sequence[tuple[str, str, Unit]]) -> str:
-    """The few numbers that matter the most: what each is, its path, and how it is written."""
-    shown = [
-        f"<div><dt>{escape(name)}</dt><dd>{cell(at(figures, path), path, unit)}</dd></div>"
-        for name, path, unit in keys
-    ]
+    """The few numbers that matter the most: what each is, its path, and how it is written.
+
+    A path to a speed-up shows beside it how far micro-batches differ.
+    """
+    shown = []
+    for name, path, unit in keys:
+        gain, _, field = path.rpartition("/")
+        spread = ""
+        if field == "speed_up" and at(figures, f"{gain}/least") != at(figures, f"{gain}/most"):
+            least, most = (cell(at(figures, f"{gain}/{end}"), f"{gain}/{end}", unit) for end in ("least", "most"))
+            spread = f"<br>{least} to {most} by micro-batch"
+        value = cell(at(figures, path), path, unit)
+        shown.append(f"<div><dt>{escape(name)}{spread}</dt><dd>{value}</dd></div>")
     return f'<dl class="keys">{"".join(shown)}</dl>'
 
 

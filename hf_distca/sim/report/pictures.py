@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import floor, inf
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ LETTER = 7.4
 """Pixels of a letter, about."""
 CUT_OFF = 2.0
 """Bars so many times as long as the longest of those that matter are broken off."""
+LEAST_SPEED_UP = 0.9
+"""Where the axis of speed-ups begins, unless one is smaller."""
 MOST_BARS = 128
 """More ranks share bars, each as high as the highest of them."""
 
@@ -29,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Panel:
-    """Values of all ranks by one way to train: what it is called, the values, and a word on them."""
+    """Values of all ranks under one strategy: its title, the values, and the class that colours them."""
 
     title: str
     values: Sequence[float]
@@ -63,8 +65,8 @@ def lengths(bins: Sequence[dict[str, Any]], width: int) -> Drawing:
         between = f"{each['shortest']:,} to {each['longest']:,} tokens"
         for part, (share, style, name) in enumerate(
             (
-                (each["document_share"], "before", f"{each['documents']:,} documents"),
-                (each["token_share"], "after", f"{each['tokens']:,} tokens"),
+                (each["document_share"], "documents", f"{each['documents']:,} documents"),
+                (each["token_share"], "tokens", f"{each['tokens']:,} tokens"),
             )
         ):
             size = (bottom - top) * share * 100 / marks[-1]
@@ -180,7 +182,7 @@ def longest_shown(totals: Mapping[str, float], strong: Sequence[str]) -> float:
 
 
 def lines(places: Sequence[int], series: Sequence[Series], unit: Unit, what: str, width: int) -> Drawing:
-    """Lines over numbers of ranks, which stand at equal distances.
+    """Speed-ups over numbers of ranks, which stand at equal distances.
 
     Args:
         places: numbers of ranks.
@@ -189,22 +191,24 @@ def lines(places: Sequence[int], series: Sequence[Series], unit: Unit, what: str
         what: places are.
         width: of the picture.
     """
-    left, top, bottom, right = 44.0, 12.0, 190.0, width - 24.0
+    left, top, bottom, right = 52.0, 12.0, 190.0, width - 24.0
     drawing = Drawing(width, 232)
-    marks = ticks(max(1.0, *(max(each.values) for each in series)))
+    values = [value for each in series for value in each.values]
+    # Speed-ups lie close to 1: an axis from 0 would hide them.
+    marks = ticks(max(1.1, *values), least=min(LEAST_SPEED_UP, floor(10 * min(values)) / 10))
     _across(drawing, marks, left, width, top, bottom, unit.suffix)
     step = (right - left - 24) / max(len(places) - 1, 1)
-    level = bottom - (bottom - top) / marks[-1]
-    drawing.line(left, level, width, level, "mean")
+
+    def height(value: float) -> float:
+        return bottom - (bottom - top) * (value - marks[0]) / (marks[-1] - marks[0])
+
+    drawing.line(left, height(1.0), width, height(1.0), "mean")
     every = max(1, int(np.ceil(34 / step)))
     for index, place in enumerate(places):
         if (len(places) - 1 - index) % every == 0:
             drawing.text(left + 24 + index * step, bottom + 18, f"{place:,}", "middle", "axis")
     for each in series:
-        points = [
-            (left + 24 + index * step, bottom - (bottom - top) * value / marks[-1])
-            for index, value in enumerate(each.values)
-        ]
+        points = [(left + 24 + index * step, height(value)) for index, value in enumerate(each.values)]
         drawing.curve(points, f"curve {each.style}")
         for (x, y), place, value in zip(points, places, each.values, strict=True):
             drawing.point(x, y, each.style, f"{each.name}, {place} {what}: {unit.text(value)}")
@@ -224,7 +228,7 @@ def _across(
 ) -> None:
     """Lines across a picture at round numbers."""
     for mark in marks:
-        y = bottom - (bottom - top) * mark / marks[-1]
+        y = bottom - (bottom - top) * (mark - marks[0]) / (marks[-1] - marks[0])
         drawing.line(left, y, right, y)
         if labelled:
             drawing.text(left - 8, y + 4, f"{number(mark)}{suffix}", "end", "axis")

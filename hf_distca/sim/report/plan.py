@@ -27,32 +27,33 @@ def plan_report(figures: Mapping[str, Any]) -> str:
     documents = sum(each["documents"] for each in figures["histogram"])
     tokens = sum(each["tokens"] for each in figures["histogram"])
     title = (
-        f"Busiest rank {figures['max_over_mean']:.3f}× the mean as planned, "
-        f"{figures['packed_max_over_mean']:.2f}× as packed"
+        f"The busiest rank has {figures['max_over_mean']:.3f}× the mean core attention; "
+        f"packed in order, {figures['packed_max_over_mean']:.2f}×"
     )
+    source = "everything here is counted from the plan of one micro-batch."
     lead = (
         f"{documents:,} documents, {tokens:,} tokens; {setting['ranks']} ranks of at most "
-        f"{setting['tokens_per_rank']:,} tokens"
+        f"{setting['tokens_per_rank']:,} tokens."
     )
     parts = [_keys, lengths_section, _load, _bytes, _tasks, _origin]
-    return page("hf-distca plan", title, lead, [part(figures) for part in parts], figures)
+    return page("hf-distca plan", title, source, lead, [part(figures) for part in parts], figures)
 
 
 def _keys(figures: Mapping[str, Any]) -> str:
     return key_figures(
         figures,
         [
-            ("busiest rank's pairs over the mean, as planned", "max_over_mean", RATIO),
-            ("the same, packed in order", "packed_max_over_mean", RATIO),
+            ("core attention alone, as planned over as packed", "attention_speed_up", TIMES),
+            ("busiest rank over the mean, as planned", "max_over_mean", RATIO),
+            ("busiest rank over the mean, as packed", "packed_max_over_mean", RATIO),
             ("most tokens of a rank over the mean", "tokens_max_over_mean", RATIO),
-            ("core attention alone, packed over planned", "attention_speed_up", TIMES),
         ],
     )
 
 
 def _load(figures: Mapping[str, Any]) -> str:
     ranks = figures["by_rank"]
-    panels = [Panel("packed in order", ranks["pairs_packed"], "before"), Panel("planned", ranks["pairs"], "after")]
+    panels = [Panel("packed in order", ranks["pairs_packed"], "plain"), Panel("planned", ranks["pairs"], "planned")]
     columns = [
         ("packed, million pairs", "by_rank/pairs_packed"),
         ("planned, million pairs", "by_rank/pairs"),
@@ -60,13 +61,13 @@ def _load(figures: Mapping[str, Any]) -> str:
     return section(
         "Load of the ranks, before and after",
         [
-            "Query-key pairs that each rank computes in a layer, in millions: core attention alone. The step gains as "
-            "much less as other layers take of it: hf-distca simulate tells both."
+            "Millions of query-key pairs that each rank computes in a layer. They are core attention alone: the whole "
+            "step gains less, since other layers take their part of it. hf-distca simulate predicts both."
         ],
         figure(
             "Query-key pairs of each rank, before and after",
             partial(pictures.loads, panels, PAIRS, " M", "of query-key pairs"),
-            [("before", "packed in order"), ("after", "planned"), ("level", "mean of the ranks")],
+            [("plain", "packed in order"), ("planned", "planned"), ("level", "mean of the ranks")],
         ),
         _ranks(figures, columns, PAIRS, "Query-key pairs of each rank"),
         _ranks(
@@ -77,14 +78,14 @@ def _load(figures: Mapping[str, Any]) -> str:
 
 def _bytes(figures: Mapping[str, Any]) -> str:
     ranks = figures["by_rank"]
-    panels = [Panel("sent", ranks["bytes_sent"], "after"), Panel("received", ranks["bytes_received"], "after")]
+    panels = [Panel("sent", ranks["bytes_sent"], "planned"), Panel("received", ranks["bytes_received"], "planned")]
     return section(
         "Bytes by rank",
-        ["What each rank sends and receives in one layer's forward, in megabytes: Q and K/V rows there, O rows back."],
+        ["Megabytes that each rank sends and receives in one layer's forward: rows of Q, K and V, and O rows back."],
         figure(
             "Megabytes that each rank sends and receives",
             partial(pictures.loads, panels, MEGABYTES, " MB", "in a layer's forward"),
-            [("level", "mean of the ranks")],
+            [("planned", "planned"), ("level", "mean of the ranks")],
         ),
         key_figures(
             figures,

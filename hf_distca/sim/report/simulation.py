@@ -16,15 +16,15 @@ from hf_distca.sim.report.units import COUNT, GIGABYTES, MEGABYTES, RATIO, SECON
 STEP_PARTS = (
     ("attention_mean_seconds", "attention", "core attention"),
     ("other_mean_seconds", "other", "other layers"),
-    ("exchange_mean_seconds", "waits", "waits for exchanges"),
-    ("idle_seconds", "idle", "idle, until the slowest rank is done"),
+    ("exchange_mean_seconds", "waits", "waits for rows of other ranks"),
+    ("idle_seconds", "idle", "idle until the slowest rank is done"),
 )
 """Of the mean rank's step: field, class and name."""
-MEMORY_PARTS = (("state_bytes", "other", "model state"), ("rows_bytes", "attention", "rows"))
+PLANNED = [("plain", "without plans"), ("planned", "planned by hf_distca")]
 
 
 def simulation_report(figures: Mapping[str, Any]) -> str:
-    """One HTML file.
+    """Return one HTML file.
 
     Args:
         figures: what `hf-distca simulate --json` prints: the fields of `Simulation`, and `scaling` (the fields of
@@ -32,60 +32,54 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
             and `simulated_in`.
     """
     setting = figures["setting"]
+    source = "costs of the device were measured; steps, with the plans that training makes, were simulated."
     lead = (
-        f"{figures['documents']:,} documents, {figures['tokens']:,} tokens of {setting['lengths']}; "
-        f"{figures['ranks']:,} ranks of {figures['tokens_per_rank']:,} tokens; "
-        f"{setting['model']}; {figures['profile']}"
+        f"{setting['batches']:,} micro-batches of {setting['lengths']}: {figures['documents']:,} documents, "
+        f"{figures['tokens']:,} tokens. {figures['ranks']:,} ranks of {figures['tokens_per_rank']:,} tokens; "
+        f"{setting['model']}; {figures['profile']}."
     )
     parts = [_keys, _advice, lengths_section, _load, _time, _scaling, _bytes, _memory, _origin]
-    return page("hf-distca simulate", outcome(figures), lead, [part(figures) for part in parts], figures)
+    return page("hf-distca simulate", outcome(figures), source, lead, [part(figures) for part in parts], figures)
 
 
 def outcome(figures: Mapping[str, Any]) -> str:
-    """The result in a few words, both figures."""
-    step, attention = (f"{figures[name]:.2f}×" for name in ("speed_up", "attention_speed_up"))
+    """Return the result in a few words."""
+    packing, best = figures["over_packing"], figures["over_best"]
     if figures["speed_up"] < NOT_WORTH:
-        return f"Balancing does not pay here: a step {step} as fast, core attention alone {attention}"
-    return f"A step {step} as fast, core attention alone {attention}"
+        return f"No gain expected: {best['speed_up']:.2f}× the speed of {best['name']}"
+    if best["name"] == packing["name"]:
+        return f"{best['speed_up']:.2f}× the speed of {best['name']}, the best alternative"
+    gains = f"{packing['speed_up']:.2f}× the speed of {packing['name']}, {best['speed_up']:.2f}×"
+    return f"{gains} that of the best alternative"
 
 
-def load_panels(figures: Mapping[str, Any]) -> list[Panel]:
+def _load_panels(figures: Mapping[str, Any]) -> list[Panel]:
     """Core attention of each rank before and after."""
-    return [
-        Panel(
-            load["name"], load["attention_seconds"], "after" if load["name"] == figures["best_planned"] else "before"
-        )
-        for load in figures["load"]
-    ]
+    return [Panel(load["name"], load["attention_seconds"], _style(figures, load["name"])) for load in figures["load"]]
 
 
-def step_rows(figures: Mapping[str, Any]) -> list[tuple[str, list[Part]]]:
-    """What the time of a step goes into, by way."""
+def _step_rows(figures: Mapping[str, Any]) -> list[tuple[str, list[Part]]]:
+    """What the time of a step goes into, by strategy."""
     return [
         (way["name"], [Part(way[field], style, name) for field, style, name in STEP_PARTS]) for way in figures["ways"]
     ]
 
 
-def speed_ups(figures: Mapping[str, Any]) -> list[Series]:
-    """The step and core attention alone over the number of ranks."""
-    points = figures["scaling"]
-    return [
-        Series("core attention alone", [point["attention_speed_up"] for point in points], "before"),
-        Series("the step", [point["speed_up"] for point in points], "after"),
-    ]
+def _style(figures: Mapping[str, Any], name: str) -> str:
+    """Class of a strategy's marks."""
+    planned = {way["name"] for way in figures["ways"] if way["document_layout"] is not None}
+    return "planned" if name in planned else "plain"
 
 
 def _keys(figures: Mapping[str, Any]) -> str:
-    best = next(index for index, way in enumerate(figures["ways"]) if way["name"] == figures["best_planned"])
-    return key_figures(
-        figures,
-        [
-            ("the step, over the best other way", "speed_up", TIMES),
-            ("core attention alone, busiest rank", "attention_speed_up", TIMES),
-            ("busiest rank over the mean, as packed", "imbalance", TIMES),
-            (f"model FLOPs utilization, {figures['best_planned']}", f"ways/{best}/mfu", SHARE),
-        ],
-    )
+    packing, best = figures["over_packing"], figures["over_best"]
+    keys = [
+        (f"the speed of {packing['name']}", "over_packing/speed_up", TIMES),
+        (f"the speed of {best['name']}, the best alternative", "over_best/speed_up", TIMES),
+        ("the best alternative's speed, for core attention alone", "attention_speed_up", TIMES),
+        ("busiest rank over the mean, core attention under plain packing", "imbalance", TIMES),
+    ]
+    return key_figures(figures, keys[best["name"] == packing["name"] :])
 
 
 def _advice(figures: Mapping[str, Any]) -> str:
@@ -94,7 +88,7 @@ def _advice(figures: Mapping[str, Any]) -> str:
     processes = figures["ranks"] * figures["setting"]["tensor_parallel"]
     return section(
         "What to do",
-        [*figures["advice"], *(["To try it all the same:"] if figures["speed_up"] < NOT_WORTH else [])],
+        [*figures["advice"], *(["Settings to try it all the same:"] if figures["speed_up"] < NOT_WORTH else [])],
         code(arguments, "settings in Python"),
         code(f"accelerate launch --num_processes {processes} train.py", "the launch"),
     )
@@ -114,14 +108,14 @@ def _load(figures: Mapping[str, Any]) -> str:
     return section(
         "Load of the ranks, before and after",
         [
-            "Core attention that each rank computes in the first micro-batch, all layers, forward and backward, in "
-            "seconds. All ranks wait for the busiest one.",
-            *(["Plain packing cuts the longest documents, whose pieces attend to less."] if cut else []),
+            "Seconds of core attention that each rank computes in the first micro-batch: all layers, forward and "
+            "backward. All ranks wait for the busiest one.",
+            *(["Plain packing cuts the longest documents. Their parts attend to fewer tokens."] if cut else []),
         ],
         figure(
             "Core attention of each rank, before and after",
-            partial(pictures.loads, load_panels(figures), SECONDS, " s", "of core attention"),
-            [("before", "without plans"), ("after", "planned"), ("level", "mean of the ranks")],
+            partial(pictures.loads, _load_panels(figures), SECONDS, " s", "of core attention"),
+            [*PLANNED, ("level", "mean of the ranks")],
         ),
         table(
             figures,
@@ -143,13 +137,13 @@ def _time(figures: Mapping[str, Any]) -> str:
     return section(
         "Where the time of a step goes",
         [
-            "A step of the mean rank, in seconds, by way to train. Gradient synchronisation and the optimizer, which "
-            "are the same in all ways, are not in it. Bars far longer than those compared are broken off. “Cut” is "
-            "the share of documents that lose context."
+            "Seconds of a step on the mean rank, by strategy. Gradient synchronisation and the optimizer take "
+            "equally long under all strategies and are left out. The two strategies in bold are compared; bars far "
+            "longer than theirs are broken off. “Cut” is the share of documents that lose context."
         ],
         figure(
-            "Seconds of a step by way to train, divided into core attention, other layers, waits and idle time",
-            partial(pictures.stacks, step_rows(figures), SECONDS, " s", strong=_compared(figures)),
+            "Seconds of a step by strategy, divided into core attention, other layers, waits and idle time",
+            partial(pictures.stacks, _step_rows(figures), SECONDS, " s", strong=_compared(figures)),
             [(style, name) for _, style, name in STEP_PARTS],
         ),
         table(
@@ -175,16 +169,21 @@ def _time(figures: Mapping[str, Any]) -> str:
 
 def _scaling(figures: Mapping[str, Any]) -> str:
     points = figures["scaling"]
+    series = [
+        Series("core attention alone", [point["attention_speed_up"] for point in points], "attention"),
+        Series("the step", [point["speed_up"] for point in points], "planned"),
+    ]
     return section(
         "Speed-up over ranks",
         [
-            f"The best planned way over the best other way, with {figures['tokens_per_rank']:,} tokens on each rank. "
-            "Documents longer than all ranks hold together are cut to that."
+            "The best planned strategy compared with the best alternative, with "
+            f"{figures['tokens_per_rank']:,} tokens on each rank. A document longer than all ranks hold is cut to "
+            "what they hold."
         ],
         figure(
             "Speed-up of the step and of core attention alone over the number of ranks",
-            partial(pictures.lines, [point["ranks"] for point in points], speed_ups(figures), TIMES, "ranks"),
-            [("after", "the step"), ("before", "core attention alone, busiest rank"), ("level", "no change")],
+            partial(pictures.lines, [point["ranks"] for point in points], series, TIMES, "ranks"),
+            [("planned", "the step"), ("attention", "core attention alone, busiest rank"), ("level", "no change")],
         ),
         table(
             figures,
@@ -194,9 +193,9 @@ def _scaling(figures: Mapping[str, Any]) -> str:
                 Column("the step", "speed_up", TIMES),
                 Column("core attention alone", "attention_speed_up", TIMES),
                 Column("planned, s", "planned_seconds", SECONDS),
-                Column("other, s", "plain_seconds", SECONDS),
-                Column("best planned way", "best_planned"),
-                Column("best other way", "best_plain"),
+                Column("alternative, s", "plain_seconds", SECONDS),
+                Column("best planned", "best_planned"),
+                Column("best alternative", "best_plain"),
             ],
             "Speed-up by number of ranks, and the steps behind it",
         ),
@@ -204,13 +203,17 @@ def _scaling(figures: Mapping[str, Any]) -> str:
 
 
 def _bytes(figures: Mapping[str, Any]) -> str:
-    rows = [(way["name"], [Part(way["bytes_bottleneck"], "attention", "sent")]) for way in figures["ways"]]
+    rows = [
+        (way["name"], [Part(way["bytes_bottleneck"], _style(figures, way["name"]), "busiest rank")])
+        for way in figures["ways"]
+    ]
     return section(
         "Bytes",
-        ["What the busiest rank sends, or receives, for the core attention of one layer's forward."],
+        ["Megabytes that the busiest rank sends, or receives, for the core attention of one layer's forward."],
         figure(
-            "Megabytes of the busiest rank in one layer's forward, by way to train",
+            "Megabytes of the busiest rank in one layer's forward, by strategy",
             partial(pictures.stacks, rows, MEGABYTES, " MB", strong=_compared(figures)),
+            PLANNED,
         ),
         table(
             figures,
@@ -229,18 +232,9 @@ def _bytes(figures: Mapping[str, Any]) -> str:
 
 
 def _memory(figures: Mapping[str, Any]) -> str:
-    rows = [
-        (way["name"], [Part(way[field] or 0, style, name) for field, style, name in MEMORY_PARTS])
-        for way in figures["ways"]
-    ]
     return section(
         "Memory",
         [_counted() if figures["memory_counted"] else _at_least(figures["setting"]["checkpointing"])],
-        figure(
-            "Gigabytes of a GPU, by way to train",
-            partial(pictures.stacks, rows, GIGABYTES, " GB", strong=_compared(figures)),
-            [(style, name) for _, style, name in MEMORY_PARTS],
-        ),
         table(
             figures,
             "ways",
@@ -258,21 +252,21 @@ def _memory(figures: Mapping[str, Any]) -> str:
 
 def _counted() -> str:
     return (
-        "What a GPU has in memory: weights, gradients and optimizer, divided over all GPUs as by FSDP2, and "
-        "what rows take at the moment when that is the most. The model's step was run on tensors without numbers and "
-        "counted: of planned ways with the plan of the micro-batch that exchanges the most, of the others without an "
-        "exchange and along a line through two numbers of rows; under context parallelism K and V of the group, and "
-        "their gradients, are added. All have hf_distca's loss, which makes no whole logits. Memory of CUDA, NCCL and "
-        "of gaps between tensors, some 2 GB, is not in it."
+        "Memory of one GPU: weights, gradients and optimizer, divided over all GPUs as by FSDP2, and the most that "
+        "rows take at any moment. The model's step was run on fake tensors and counted. A planned strategy was "
+        "counted with the plan of the micro-batch that exchanges the most. The others were counted without an "
+        "exchange, for two numbers of rows, and extended along a line; context parallelism adds K and V of its group "
+        "and their gradients. All strategies have hf_distca's chunked loss. CUDA, NCCL and gaps between tensors, some "
+        "2 GB, are left out."
     )
 
 
 def _at_least(checkpointing: bool) -> str:
-    kept = "the input of every layer, O and its log-sum-exp" if checkpointing else "not reckoned without checkpointing"
+    kept = "the input of every layer, O and its log-sum-exp" if checkpointing else "not known without checkpointing"
     return (
-        "The least that a GPU has in memory: weights, gradients and optimizer, 16 bytes a parameter divided over all "
-        f"GPUs as by FSDP2 or ZeRO-3, and what is kept of the rows for the backward ({kept}). A layer at work, the "
-        "exchange and the loss come on top. GPUs that share layers are not counted."
+        "The least memory of one GPU, from shapes: weights, gradients and optimizer, 16 bytes a parameter divided "
+        f"over all GPUs as by FSDP2 or ZeRO-3, and what rows keep for the backward ({kept}). A layer at work, the "
+        "exchange and the loss are left out. GPUs that share layers are not counted."
     )
 
 
@@ -285,10 +279,7 @@ def _origin(figures: Mapping[str, Any]) -> str:
     ]
     return section(
         "Where this comes from",
-        [
-            "Predictions, not measurements: costs of the device were measured, plans are those that training makes, "
-            "and the schedule that runs was walked with them."
-        ],
+        ["Every strategy trains the same micro-batches. Planned ones follow the schedule that training follows."],
         facts(rows),
     )
 

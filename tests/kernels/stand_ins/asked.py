@@ -1,10 +1,18 @@
 """What stand-ins have in common: what they are asked for, and the results around the reference."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
+
+
+def signature(arguments: str) -> Callable[..., dict[str, Any]]:
+    """Return a function with these arguments, which returns them by name and refuses others."""
+    return eval(f"lambda {arguments}: locals()")
 
 
 def called(

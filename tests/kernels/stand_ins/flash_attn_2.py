@@ -5,7 +5,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tests.kernels.stand_ins.asked import backward, called, forward
+from tests.kernels.stand_ins.asked import backward, called, forward, signature
+
+FORWARD = signature(
+    "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, "
+    "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
+    "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False"
+)
+BACKWARD = signature(
+    "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, "
+    "softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, "
+    "rng_state=None, zero_tensors=False"
+)
 
 
 class FlashAttn2(ModuleType):
@@ -19,87 +30,33 @@ class FlashAttn2(ModuleType):
     def _wrapped_flash_attn_varlen_forward(self) -> None:
         """Its presence says that the version is new enough."""
 
-    def _flash_attn_varlen_forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        return_softmax: bool = False,
-        block_table: Tensor | None = None,
-        leftpad_k: Tensor | None = None,
-        seqused_k: Tensor | None = None,
-        zero_tensors: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert dropout_p == 0
+    def _flash_attn_varlen_forward(self, *args, **kwargs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         self.calls["forward"] += 1
-        asked = called(
-            (q, k, v),
-            (cu_seqlens_q, cu_seqlens_k),
-            (max_seqlen_q, max_seqlen_k),
-            scale=softmax_scale,
-            causal=causal,
-            window=as_integers(window_size_left, window_size_right),
-            softcap=softcap,
-        )
-        return *forward(q, k, v, *asked), torch.empty(0), torch.empty(2)
+        given = FORWARD(*args, **kwargs)
+        q, k, v = (given[name] for name in ("q", "k", "v"))
+        return *forward(q, k, v, *self._asked((q, k, v), given)), torch.empty(0), torch.empty(2)
 
-    def _flash_attn_varlen_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-        rng_state: Tensor | None = None,
-        zero_tensors: bool = False,
-    ) -> Tensor:
-        assert dropout_p == 0
-        assert alibi_slopes is None
+    def _flash_attn_varlen_backward(self, *args, **kwargs) -> Tensor:
         self.calls["backward"] += 1
-        self.deterministic = deterministic
-        asked = called(
-            (q, k, v, dout, out),
-            (cu_seqlens_q, cu_seqlens_k),
-            (max_seqlen_q, max_seqlen_k),
-            scale=softmax_scale,
-            causal=causal,
-            window=as_integers(window_size_left, window_size_right),
-            softcap=softcap,
-        )
-        grads = backward(dout, q, k, v, out, softmax_lse, *asked)
-        for given, grad in zip((dq, dk, dv), grads, strict=True):
-            given.copy_(grad)
+        given = BACKWARD(*args, **kwargs)
+        self.deterministic = given["deterministic"]
+        do, q, k, v, o = (given[name] for name in ("dout", "q", "k", "v", "out"))
+        grads = backward(do, q, k, v, o, given["softmax_lse"], *self._asked((q, k, v, do, o), given))
+        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+            given[name].copy_(grad)
         return torch.empty(0)
 
-
-def as_integers(left: int, right: int) -> tuple[int, int]:
-    assert isinstance(left, int)
-    assert isinstance(right, int)
-    return left, right
+    def _asked(self, tensors, given):
+        window = (given["window_size_left"], given["window_size_right"])
+        assert all(isinstance(side, int) for side in window)
+        assert given["dropout_p"] == 0
+        assert given["alibi_slopes"] is None
+        return called(
+            tensors,
+            (given["cu_seqlens_q"], given["cu_seqlens_k"]),
+            (given["max_seqlen_q"], given["max_seqlen_k"]),
+            scale=given["softmax_scale"],
+            causal=given["causal"],
+            window=window,
+            softcap=given["softcap"],
+        )

@@ -65,8 +65,8 @@ def test_results_are_those_of_the_reference(server, ranks, nano_batches):
 
 
 class WithoutSoftcap(CpuKernel):
-    def check(self, *, params, **kwargs):
-        if params.softcap is not None:
+    def check(self, need, device):
+        if need.params.softcap is not None:
             raise ValueError("no softcap")
 
 

@@ -1,0 +1,202 @@
+"""Findings of hf-distca doctor: versions, the device and its kernel, and the launch."""
+
+import importlib.util
+import os
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, distributions, metadata
+from ipaddress import ip_address
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from accelerate.utils import str_to_bool
+from packaging.requirements import Requirement
+
+from hf_distca.kernels import choose_kernel
+
+NAME = "hf-distca"
+SAME_EVERYWHERE = (NAME, "torch", "transformers", "accelerate", "deepspeed", "attention_kernel")
+"""Findings that ranks must share, since all ranks exchange rows in the same order."""
+AGREE = (
+    "ranks differ: install the same packages on every host; where GPUs differ, set attention_kernel to what all have"
+)
+EXPANDABLE = "expandable_segments:True"
+INTERFACE = "GLOO_SOCKET_IFNAME"
+HOW = f"set {INTERFACE} on every host to an interface that the others reach, such as eth0 (ip -brief address)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: its name, what was found, and what to change (empty where nothing is).
+
+    Attributes:
+        needed: whether training fails, or is not what was asked for, until the change is made.
+    """
+
+    name: str
+    found: str
+    change: str = ""
+    needed: bool = False
+
+    @property
+    def state(self) -> str:
+        """One word: ok, advice (better changed) or wrong (to be changed)."""
+        return "wrong" if self.needed else "advice" if self.change else "ok"
+
+
+def together(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, tuple[int, ...] | None]]:
+    """Return the findings of all ranks, each once, with its ranks; None where all ranks have it."""
+    ranks_of: dict[str, dict[Finding, list[int]]] = {}
+    for rank, findings in enumerate(by_rank):
+        for finding in findings:
+            ranks_of.setdefault(finding.name, {}).setdefault(finding, []).append(rank)
+    found: list[tuple[Finding, tuple[int, ...] | None]] = []
+    for name, forms in ranks_of.items():
+        for finding, ranks in forms.items():
+            if len({form.found for form in forms}) > 1 and name in SAME_EVERYWHERE and not finding.needed:
+                finding = replace(finding, change=AGREE, needed=True)
+            found.append((finding, tuple(ranks) if len(ranks) < len(by_rank) else None))
+    return found
+
+
+def table(found: Sequence[tuple[Finding, tuple[int, ...] | None]]) -> str:
+    """Return findings for people: state, name, what was found on which ranks, and below it what to do."""
+    width = max(len(finding.name) for finding, _ in found)
+    lines = []
+    for finding, ranks in found:
+        runs = [
+            [rank for _, rank in run] for _, run in groupby(enumerate(ranks or ()), lambda pair: pair[1] - pair[0])
+        ]
+        named = ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+        of_ranks = "" if ranks is None else f" ({'ranks' if ranks[1:] else 'rank'} {named})"
+        lines.append(f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}{of_ranks}")
+        lines += [f"{'':<{width + 8}}  -> {finding.change}"] if finding.change else []
+    return "\n".join(lines)
+
+
+def version_findings() -> list[Finding]:
+    """Return findings on Python, hf_distca, and the packages that it needs or can use."""
+    try:
+        about = metadata(NAME)
+    except PackageNotFoundError:
+        change = "pip install it, from a wheel or with -e from a checkout"
+        return [Finding(NAME, "not installed as a package, so what it needs is not known", change)]
+    needs = [Requirement(line) for line in about.get_all("Requires-Dist", [])]
+    installed = {package.name.lower(): package.version for package in distributions()}
+    own = [Finding("python", platform.python_version()), Finding(NAME, about["Version"])]
+    return [*own, *package_findings(needs, about.get_all("Provides-Extra", []), installed.get)]
+
+
+def package_findings(
+    needs: Sequence[Requirement], extras: Sequence[str], version_of: Callable[[str], str | None]
+) -> list[Finding]:
+    """Return a finding for each package that is needed, and then for each that an extra names."""
+    findings = []
+    for extra in ("", *extras):
+        for need in needs:
+            always, wanted = (need.marker is None or need.marker.evaluate({"extra": name}) for name in ("", extra))
+            if not wanted or always == bool(extra):
+                continue
+            found = version_of(need.name)
+            if found is None and extra:
+                findings.append(Finding(need.name, f"not installed; pip install '{NAME}[{extra}]' if you want it"))
+            elif found is not None and need.specifier.contains(found, prereleases=True):
+                findings.append(Finding(need.name, found))
+            else:
+                found, change = found or "not installed", f"pip install '{need.name}{need.specifier}'"
+                findings.append(Finding(need.name, f"{found}, needs {need.specifier}", change, needed=True))
+    return findings
+
+
+def device_of(environment: Mapping[str, str]) -> torch.device:
+    """Return the device that this process trains on: the host's GPU of its local rank, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def device_findings(device: torch.device, processes: int) -> list[Finding]:
+    """Return findings on the device, on a host with so many processes, and on its kernel for most models."""
+    found, change = f"cpu, {os.cpu_count()} cores", ""
+    if device.type == "cuda":
+        about, count = torch.cuda.get_device_properties(device), torch.cuda.device_count()
+        free, total = (size / 1e9 for size in torch.cuda.mem_get_info(device))
+        found = f"{about.name}, compute capability {about.major}.{about.minor}, {free:.1f} GB free of {total:.1f}"
+        if processes > count:
+            found += f", one of {count} for {processes} processes"
+            change = "start no more processes on a host than it has GPUs, or all over gloo (ddp_backend='gloo')"
+    elif torch.version.cuda is None and Path("/dev/nvidiactl").exists():
+        found = f"cpu: torch {torch.__version__} was built without CUDA, but the host has an NVIDIA GPU"
+        change = "install a build of torch with CUDA (pytorch.org/get-started)"
+    findings = [Finding("device", found, change, needed=bool(change))]
+    try:
+        choice = choose_kernel(device)
+    except ValueError as error:
+        return [*findings, Finding("attention_kernel", "none", str(error), needed=True)]
+    findings.append(Finding("attention_kernel", f"auto is {choice.kernel.name}"))
+    findings += [Finding(f"not {name}", why) for name, why in choice.passed_over.items()]
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        change = "pip install triton: it merges the results of two kernels"
+        findings.append(Finding("triton", "not installed", change, needed=True))
+    return findings
+
+
+def number_of_processes(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return how many processes were launched, on all hosts and on this one."""
+    world = int(environment.get("WORLD_SIZE", "1"))
+    return world, int(environment.get("LOCAL_WORLD_SIZE", world))
+
+
+def launch_findings(environment: Mapping[str, str], *, cuda: bool, cores: int, threads: int) -> list[Finding]:
+    """Return findings on processes, torch's threads on the host's cores, the network, and settings of launchers."""
+    given, (world, local) = environment.get, number_of_processes(environment)
+    found, change = f"{world}, of which {local} on a host" if local < world else f"{world} on one host", ""
+    if world == 1:
+        found = "1; launched on several, as training will be, this also measures their links"
+    elif "LOCAL_RANK" not in environment:
+        found = f"{world}, but LOCAL_RANK is not set: each would train alone, on the host's first GPU"
+        change = "launch with accelerate launch or torchrun, or set LOCAL_RANK, a process's number on its host"
+    findings = [Finding("processes", found, change, needed=bool(change))]
+    found = f"{threads} threads in each of {local} processes on {cores} cores" if local > 1 else f"{threads}"
+    fit, change = max(cores // local, 1), ""
+    if local > 1 and local * threads > cores and not cuda:
+        change = f"set OMP_NUM_THREADS={fit}: threads that wait for a core slow all down"
+        change = f"launch at most {cores} processes on this host" if threads == fit else change
+    findings += [Finding("OMP_NUM_THREADS", found, change), _gloo(environment, several_hosts=local < world)]
+    if all(str_to_bool(given(f"ACCELERATE_USE_{name}", "false")) for name in ("CPU", "DEEPSPEED")):
+        found = "set, and accelerate then trains without DeepSpeed, which was asked for"
+        change = "leave it out; processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU by themselves"
+        findings.append(Finding("ACCELERATE_USE_CPU", found, change, needed=True))
+    compiler = given("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if compiler != "no":
+        change = "set it to no in accelerate's config; modules inside layers may be compiled (layer.mlp.compile())"
+        findings.append(Finding("dynamo_backend", f"{compiler}, but whole models cannot be compiled", change, True))
+    if cuda:
+        allocator = given("PYTORCH_ALLOC_CONF", given("PYTORCH_CUDA_ALLOC_CONF", "not set"))
+        change = f"set PYTORCH_ALLOC_CONF={EXPANDABLE}: exchange buffers that grow then leave no gaps in memory"
+        findings.append(Finding("PYTORCH_ALLOC_CONF", allocator, "" if EXPANDABLE in allocator else change))
+    if cuda and given("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found = "1, by which kernels of all streams start one after another"
+        change = "leave it out unless something else needs it: exchanges then run beside attention"
+        findings.append(Finding("CUDA_DEVICE_MAX_CONNECTIONS", found, change))
+    return findings
+
+
+def _gloo(environment: Mapping[str, str], *, several_hosts: bool) -> Finding:
+    """The address of this host that gloo, which carries control messages, gives to other hosts."""
+    found, address = environment.get(INTERFACE), None
+    if found is not None:
+        interfaces = [name for _, name in socket.if_nameindex()]
+        missing = ", ".join(name for name in found.split(",") if name not in interfaces)
+        more = f", but this host has no interface {missing}, only {', '.join(interfaces)}" if missing else ""
+        return Finding(INTERFACE, found + more, HOW if missing else "", needed=bool(missing))
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    found = f"not set; this host's name {socket.gethostname()!r} resolves to {address or 'no address'}"
+    if not several_hosts or (address is not None and not ip_address(address).is_loopback):
+        return Finding(INTERFACE, found)
+    return Finding(INTERFACE, f"{found}, which no other host reaches", HOW, needed=True)

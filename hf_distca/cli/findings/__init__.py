@@ -1,1 +1,0 @@
-"""What hf-distca doctor looks at."""

@@ -1,0 +1,188 @@
+"""Count what training takes of a rank's memory: the model's state and a micro-batch together, and the longest rows."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_distca.config import DistCAConfig
+from hf_distca.memory.core_attention import Use, busiest_rank
+from hf_distca.memory.live import Part, without_numbers
+from hf_distca.memory.micro_batch import count_micro_batch
+from hf_distca.memory.model_state import ModelState, Strategy, model_state
+from hf_distca.memory.models import count_by_layers, model_after, model_of_config, repeated_layers
+from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.patches.model import base_model
+from hf_distca.patches.prepare import prepare_model
+from hf_distca.patches.tensor_parallel import config_on_a_rank, is_divided_at_load
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
+
+OF_STATE: tuple[Part, ...] = ("weights", "gradients")
+"""Parts of a counted step that belong to what a strategy keeps, see `ModelState`."""
+STEP, MOST = 1024, 1 << 24
+"""Tokens. Rows of a multiple of STEP are asked about, up to MOST."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, as far as its memory depends on it.
+
+    Attributes:
+        strategy: how ranks share the model's state.
+        mixed: compute in bfloat16, else in float32.
+        checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
+        shards: into how many the strategy divides the state; None for one on each rank.
+    """
+
+    strategy: Strategy
+    mixed: bool
+    checkpointing: Mapping[str, Any] | None = None
+    shards: int | None = None
+
+    @property
+    def weights(self) -> torch.dtype:
+        """Dtype of the weights that the model computes with: ddp autocasts float32 ones."""
+        return torch.bfloat16 if self.mixed and self.strategy != "ddp" else torch.float32
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Dtype of autocast; None without."""
+        return torch.bfloat16 if self.mixed and self.strategy == "ddp" else None
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on a rank.
+
+    Attributes:
+        state: what is kept from step to step.
+        parts: what a micro-batch takes besides, by part, at the moment of the most.
+    """
+
+    state: ModelState
+    parts: dict[Part, int]
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state.total + sum(self.parts.values())
+
+
+class MemoryCounter:
+    """Counts the memory of one model; what trainings share is counted once.
+
+    Args:
+        model: as it will be trained, before it is wrapped for several ranks; or the config of one.
+        settings: of plans; `kinds` are the model's.
+        options: of hf_distca.
+    """
+
+    def __init__(self, model: nn.Module | PreTrainedConfig, settings: PlanSettings, options: DistCAConfig) -> None:
+        self._given, self._settings, self._options = model, settings, options
+        self._longest: dict[int, MicroBatchPlan] = {}  # by tokens of a rank
+        self._counted: dict[Any, tuple[MicroBatchPlan, dict[Part, int]]] = {}
+
+    @cached_property
+    def _model(self) -> Any:
+        if isinstance(self._given, nn.Module):
+            return self._given
+        return model_of_config(self._given, torch.float32, without_numbers())
+
+    def count(self, plan: MicroBatchPlan, training: Training, rank: int | None = None) -> RankMemory:
+        """Count the memory of a micro-batch.
+
+        Args:
+            plan: of the micro-batch.
+            training: how the model is trained.
+            rank: whose memory it is; None for the rank that exchanges the most.
+        """
+        return RankMemory(self.state(training), self._parts(plan, training, rank))
+
+    def longest(self, available: int, training: Training) -> int:
+        """Return the most tokens per rank that fit into so many bytes, see `longest_documents`."""
+
+        def needed(tokens: int) -> int:
+            if tokens not in self._longest:
+                settings = replace(self._settings, tokens_per_rank=tokens)
+                self._longest[tokens] = plan_micro_batch(longest_documents(settings), settings)
+            return sum(self._parts(self._longest[tokens], training).values())
+
+        return longest_tokens(needed, available - self.state(training).total)
+
+    def state(self, training: Training) -> ModelState:
+        """Return what a rank keeps of the model from step to step."""
+        shards = training.shards or self._settings.ranks
+        return model_state(self._model, training.strategy, shards, mixed=training.mixed)
+
+    def _parts(self, plan: MicroBatchPlan, training: Training, rank: int | None = None) -> dict[Part, int]:
+        """Bytes by part that a micro-batch takes on the device besides the model's state."""
+        rank = busiest_rank(plan, self._settings) if rank is None else rank
+        key = id(plan), rank, training.weights, training.autocast, repr(training.checkpointing)
+        if key not in self._counted:
+            counted = self._count(plan, training, rank)
+            parts = {part: size for part, size in counted.items() if part not in (*OF_STATE, "host")}
+            self._counted[key] = plan, parts  # which keeps the plan, and its id
+        return self._counted[key][1]
+
+    def _count(self, plan: MicroBatchPlan, training: Training, rank: int) -> dict[Part, int]:
+        use = Use(
+            counted_kernel(self._settings.kernel),
+            training.autocast,
+            training.checkpointing,
+            self._options.keep_received,
+            self._options.keep_core_attention,
+        )
+
+        def of_config(config: PreTrainedConfig) -> dict[Part, int]:
+            mode = without_numbers()
+            model = model_of_config(config, training.weights, mode)
+            prepare_model(model, self._options, ping_pong=self._settings.ping_pong)
+            return count_micro_batch(model, plan, rank, use, mode)
+
+        if isinstance(self._given, PreTrainedConfig):
+            return count_by_layers(of_config, self._given, repeated_layers(self._model))
+        mode = without_numbers()
+        return count_micro_batch(self._copy(training, mode), plan, rank, use, mode)
+
+    def _copy(self, training: Training, mode: Any) -> nn.Module:
+        """A model without numbers that computes what this rank's does."""
+        dtype = None if training.strategy == "ddp" else training.weights
+        if not is_divided_at_load(self._given):
+            return model_after(self._model, mode, dtype)
+        # A copy would be divided too, and ask other ranks for their shares.
+        base = base_model(self._model)
+        alone = model_of_config(config_on_a_rank(base), dtype or base.dtype, mode)
+        prepare_model(alone, self._options, ping_pong=self._settings.ping_pong)
+        return alone
+
+
+def longest_documents(settings: PlanSettings) -> list[int]:
+    """Lengths of documents that fill all ranks: one that they share, or one on each where documents stay whole."""
+    if settings.document_layout == "whole":
+        return [settings.tokens_per_rank] * settings.ranks
+    return [settings.tokens_per_rank * settings.ranks]
+
+
+def longest_tokens(needed: Callable[[int], int], available: int) -> int:
+    """The most tokens, a multiple of STEP, that need no more bytes than there are; 0 where not even STEP fit.
+
+    Memory is counted at STEP times powers of two, and taken to grow along a line between two of them.
+
+    Args:
+        needed: bytes of so many tokens.
+        available: bytes.
+    """
+    low = 0
+    high = STEP
+    while high <= MOST and needed(high) <= available:
+        low, high = high, 2 * high
+    if low == 0 or high > MOST:
+        return low
+    slope = (needed(high) - needed(low)) / (high - low)
+    return low + int((available - needed(low)) / slope) // STEP * STEP

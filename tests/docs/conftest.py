@@ -1,0 +1,1 @@
+from tests.examples.conftest import checkpoint as checkpoint

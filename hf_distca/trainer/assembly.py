@@ -1,4 +1,4 @@
-"""From a model and its settings to a dispatcher: the one way of the trainer and of loops of one's own."""
+"""Build a dispatcher from a model and its settings, for the trainer and for custom training loops."""
 
 from pathlib import Path
 
@@ -15,7 +15,10 @@ from hf_distca.trainer.choices import choices_of
 
 
 def is_checkpointed(model: PreTrainedModel) -> bool:
-    """Whether layers are run again in the backward; older transformers know it by its first name alone."""
+    """Return whether layers run again in the backward pass.
+
+    Older versions of transformers have only the attribute `is_gradient_checkpointing`.
+    """
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(getattr(model, next(name for name in names if hasattr(type(base_model(model)), name))))
 

@@ -25,7 +25,7 @@ class DistCATrainer(DistCAMixin, Trainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Trainer's own: the mixin's takes anything.
+        # Trainer's own __init__ names its arguments; the mixin's takes anything.
         given = named_arguments(super(DistCAMixin, self).__init__, args, kwargs)
         settings, model = given.get("args"), given.get("model")
         if isinstance(settings, DistCAArguments):

@@ -1,4 +1,4 @@
-"""One rank's rows of a planned micro-batch as tensors, without padding."""
+"""Collate one rank's rows of a planned micro-batch into tensors, without padding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -87,29 +87,29 @@ class DistCACollator:
 
 
 def excerpt_document(excerpt: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]) -> TokenDocument:
-    """The tokens and targets of an excerpt.
+    """Return the tokens and targets of an excerpt.
 
     Args:
         excerpt: one EXCERPT.
-        documents: the whole documents, by their index in the data set.
+        documents: whole documents, by their index in the data set.
     """
     whole = documents[excerpt["document"]]
     rows = whole.rows(excerpt["start"], excerpt["stop"])
     if excerpt["stop"] == excerpt["end"]:
-        # What a truncated document has dropped is no target either.
+        # A token that truncation dropped is no target.
         rows = TokenDocument(rows.input_ids, np.append(rows.targets[:-1], IGNORED_TARGET))
     return rows
 
 
 def rows_batch(rows: Sequence[TokenDocument], starts: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Rows of documents, one after another, as a model's inputs.
+    """Concatenate rows of documents into a model's inputs.
 
     Args:
-        rows: consecutive rows of documents.
-        starts: the position of the first of each in its document.
+        rows: consecutive rows of each document.
+        starts: position of the first row of each in its document.
 
     Returns:
-        `input_ids`, `position_ids`, `labels` and `shift_labels`, each [1, all rows] int64, the labels already
+        `input_ids`, `position_ids`, `labels` and `shift_labels`, each [1, all rows] int64. The labels are already
         shifted.
     """
     positions = [np.arange(start, start + len(part.input_ids)) for start, part in zip(starts, rows, strict=True)]

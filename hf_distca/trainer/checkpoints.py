@@ -24,9 +24,9 @@ def agreed_checkpoint(
         resume_from_checkpoint: as Trainer.train takes it.
 
     Raises:
-        ValueError: on every rank, if any rank finds no checkpoint, an incomplete one, one of the model only, or
-            optimizer
-        state that DeepSpeed cannot load on this number of ranks.
+        ValueError: on every rank, if any rank finds no complete checkpoint with optimizer state. Also if DeepSpeed
+            cannot
+        load that state on this number of ranks.
     """
     checkpoint, error, saved_by = None, None, 0
     if resume_from_checkpoint:

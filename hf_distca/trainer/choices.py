@@ -85,7 +85,7 @@ def setup_of(model: PreTrainedModel, settings: PlanSettings, profile: DeviceProf
 def _profile(
     model: PreTrainedModel, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None
 ) -> DeviceProfile:
-    """Return the profile that is named by the user, kept by this run or measured now; the same on every rank."""
+    """Return the profile named by the user, kept by this run or measured now; the same on every rank."""
     with raised_together(config.exchange_timeout):
         if config.device_profile is not None:
             return DeviceProfile.load(config.device_profile)

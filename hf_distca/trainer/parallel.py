@@ -159,7 +159,8 @@ def _with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
     """Let the layer's input require a gradient if one of the layer's parameters does.
 
     DeepSpeed reduces the gradients of such a layer in a full backward hook. If no input requires a gradient, as with
-    LoRA or frozen embeddings, that hook runs before the layer's backward pass and releases the parameters too early.
+    LoRA or frozen embeddings, that hook runs before the layer's backward pass. It then releases the parameters too
+    early.
     """
     inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
     if not torch.is_grad_enabled() or not inputs or any(x.requires_grad for x in inputs):

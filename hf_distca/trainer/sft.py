@@ -44,16 +44,16 @@ class DistCASFTConfig(DistCAArguments, SFTConfig):
 class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     """TRL's `SFTTrainer` on packed documents with balanced core attention.
 
-    TRL prepares the data (chat templates, labels of completions or of assistant messages), makes the LoRA adapters of
-    `peft_config`, and computes loss, entropy and token accuracy without whole logits. hf_distca packs the documents.
-    Loss and metrics are means over all targets of all ranks and micro-batches.
+    TRL prepares the data (chat templates, labels of completions or of assistant messages) and makes the LoRA adapters
+    of `peft_config`. TRL computes loss, entropy and token accuracy without whole logits. hf_distca packs the
+    documents. Loss and metrics are means over all targets of all ranks and micro-batches.
 
     The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. A model that is given by name is loaded
     with `attn_implementation="distca"`.
 
     Raises:
         ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
-            training begins, with the reason.
+        training begins, with the reason.
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:

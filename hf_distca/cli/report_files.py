@@ -1,4 +1,4 @@
-"""Check files before work begins, and write them."""
+"""Check that files can be written before work begins, and write them."""
 
 import argparse
 import os
@@ -15,10 +15,10 @@ def add_report_option(parser: argparse.ArgumentParser) -> None:
 
 
 def check_writable(*names: str | None) -> None:
-    """Raise unless files can be written. Call it before the work whose outcome the files take.
+    """Raise unless files can be written; called before the work whose results they take.
 
     Raises:
-        InputError: a file's folder does not exist, or it is a folder itself, or writing is not allowed.
+        InputError: the folder does not exist, the path is a folder, or writing is not allowed.
     """
     for name in filter(None, names):
         path = Path(name).absolute()
@@ -34,7 +34,7 @@ def write_report(path: str, content: bytes) -> None:
     """Write a file.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: the file cannot be written.
     """
     try:
         Path(path).write_bytes(content)

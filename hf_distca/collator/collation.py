@@ -16,9 +16,9 @@ class DistCACollator:
     """Collator of planned micro-batches: `collate_fn` of a `DataLoader` over `RankDocuments`.
 
     The batch of a rank has `input_ids`, `position_ids` (in the token's document), `labels` and `shift_labels`, each
-    [1, rows of this rank] int64, and the plan under `distca_plan`. `labels` and `shift_labels` are the same: already
-    shifted in the whole document, so that the row before a cut predicts the first token after the cut, and -100 at the
-    end of a document. There is no `attention_mask`: the plan says which rows attend to which.
+    [1, rows of this rank] int64. It also has the plan under `distca_plan`. `labels` and `shift_labels` are the same,
+    shifted in the whole document: the row before a cut predicts the first token after the cut. The end of a document
+    has -100. There is no `attention_mask`: the plan says which rows attend to which.
 
     The example has two documents of 4 and 2 tokens on two ranks of 3 tokens. The first document is cut: its last token
     lies on rank 1, at position 3, and is the target of rank 0's last row.

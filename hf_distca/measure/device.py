@@ -101,8 +101,8 @@ def _fitted(tasks: Tasks, seconds: FloatArray) -> KernelCost:
     """Fit costs to measured calls, each weighted by its seconds per query row.
 
     This is the weight of a call in a step with equally many query rows in calls of each kind. With equal weights,
-    short calls would bend the costs of long calls, on which a step spends its time: the fit's numbers are too few for
-    both.
+    short calls would distort the costs of long calls: the few fitted numbers cannot describe both. A step spends its
+    time on long calls.
     """
     return KernelCost.fitted(tasks, seconds, seconds / tasks.rows)
 

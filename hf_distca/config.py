@@ -267,7 +267,7 @@ class DistCAConfig:
 
 
 def _ranks_per_node(given: Any) -> str:
-    """Return the setting as a string, from any form in Python or YAML: 8, [8, 8, 4] or "8, 8, 4"."""
+    """Return the setting as a string, from any form in YAML or Python, such as [8, 8, 4]."""
     parts = given if isinstance(given, (list, tuple)) else str(given).split(",")
     parts = [str(part).strip() for part in parts]
     if parts == [AS_LAUNCHED]:

@@ -12,7 +12,6 @@ def when_imported(name: str, call: Callable[[], None]) -> None:
     """Call `call` right after a module's import; call it now if the module has been imported.
 
     Args:
-        name: full name of the module.
         call: may import modules that import the module.
     """
     if name in sys.modules:

@@ -27,8 +27,7 @@ def read_lengths(path: str, column: str | None = None) -> list[int] | list[list[
 
     Args:
         path: a table (.csv, .jsonl or .parquet); else JSON with one list of lengths, or one list per rank. Lists of
-            ranks
-        may be empty.
+            ranks may be empty.
         column: of a table, with lengths or lists of tokens; None takes the first of `COLUMNS` in the table.
 
     Raises:

@@ -39,9 +39,6 @@ NAMES: dict[Part, str] = {
 class ModelMemory:
     """Memory that training a user's model takes.
 
-    Attributes:
-        kinds: attention kinds of the model's layers.
-
     Raises:
         InputError: there is no such model, or it cannot be planned.
     """

@@ -9,7 +9,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.units import read_tokens
 
 MOST_RANKS = 4096
-"""Planning 4096 ranks of 32768 tokens takes 16 s on two busy cores, and grows with the square of the ranks."""
+"""Planning 4096 ranks of 32768 tokens takes 16 s on two busy cores; time grows with ranks squared."""
 MOST_TOKENS = 2**27
 """Maximum number of tokens of a rank, more than any device holds."""
 MOST_BATCHES = 100_000

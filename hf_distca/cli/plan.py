@@ -174,7 +174,7 @@ def _memory(options: argparse.Namespace) -> "ModelMemory | None":
         raise InputError(f"{given[0]} is what --model has: leave one of them out")
     if options.dtype == "float16":
         raise InputError("--model computes in bfloat16 or float32; give one of them as --dtype")
-    from hf_distca.cli.model_memory import ModelMemory  # with all of transformers
+    from hf_distca.cli.model_memory import ModelMemory  # imports all of transformers
 
     return ModelMemory(options)
 

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         InputError: the kernel is unavailable, the heads do not fit, or the file cannot be written.
     """
-    if os.environ.get("RANK", "0") == "0":  # which writes
+    if os.environ.get("RANK", "0") == "0":  # rank 0 writes the file
         check_writable(options.output)
     device = device_of(os.environ)
     world, _ = number_of_processes(os.environ)

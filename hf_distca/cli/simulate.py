@@ -142,7 +142,7 @@ def _simulation(
 
 def _memory(options: argparse.Namespace, setup: Setup, *, counted: bool) -> Memory:
     """Return the memory of a GPU: counted on a step of the model itself, or bounded from shapes."""
-    from hf_distca.memory.simulated import CountedMemory, LeastMemory  # with all of transformers
+    from hf_distca.memory.simulated import CountedMemory, LeastMemory  # imports all of transformers
 
     if not counted:
         return LeastMemory(setup)
@@ -157,7 +157,7 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
     changed = {
         setting.name: getattr(config, setting.name)
         for setting in fields(config)
-        if getattr(config, setting.name) != setting.default and setting.name != "ranks_per_node"  # a launch tells
+        if getattr(config, setting.name) != setting.default and setting.name != "ranks_per_node"  # the launch gives it
     }
     best = next(way for way in result.ways if way.name == result.best_planned)
     precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(setup.profile.dtype, {})
@@ -225,7 +225,7 @@ def _settings(options: argparse.Namespace, setup: Setup) -> PlanSettings:
 def _model(name: str) -> ModelShape:
     if name in MODELS:
         return MODELS[name]
-    from hf_distca.cli.model_shape import shape_of  # with all of transformers
+    from hf_distca.cli.model_shape import shape_of  # imports all of transformers
 
     return shape_of(name)
 

@@ -42,8 +42,7 @@ class Columns:
     Attributes:
         length: name of the column that may hold the document's length.
         model_inputs: arguments of the model's forward; any other column is left out, as with `remove_unused_columns`
-            of
-        transformers. None leaves out nothing.
+            of transformers. None leaves out nothing.
     """
 
     length: str = "length"
@@ -84,8 +83,7 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
 
     Args:
         example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the length column. Labels
-            are
-        unshifted, with -100 for no loss; without labels every token is a label.
+            are unshifted, with -100 for no loss; without labels every token is a label.
         name: name of the example in error messages, such as "document 3".
 
     Raises:

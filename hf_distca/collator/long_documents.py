@@ -84,12 +84,7 @@ def cut_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments)
 
 
 def warn_truncated(documents: int, tokens: int, limit: int, limit_name: str) -> None:
-    """Log how many documents and tokens the policy "truncate" drops.
-
-    Args:
-        documents: number of truncated documents.
-        tokens: number of dropped tokens.
-    """
+    """Log how many documents and tokens the policy "truncate" drops."""
     logger.warning(
         "Truncated %d documents to %s = %d tokens; %d tokens are dropped.",
         documents,

@@ -24,8 +24,7 @@ class PlannedDocuments:
 
     Attributes:
         plan: plan of all ranks. Its documents are the excerpts in order, then one-token fillers until every rank holds
-            a
-        row: a rank without rows would be missing in every exchange.
+            a row: a rank without rows would be missing in every exchange.
         excerpts: [excerpts] of dtype EXCERPT, the tokens of the data set behind each document of the plan.
         documents: whole documents of which this rank holds rows, by their index in the data set.
     """
@@ -48,8 +47,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     Raises:
         ValueError: the data set has columns that packing would drop. On indexing: `token_document` refuses a document,
-            or
-        its length differs from `lengths`.
+            or its length differs from `lengths`.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     `batch_size`, because the number of documents varies.
 
     Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, all micro-batches of
-    an epoch have about the same number of tokens and a similar mix of long and short documents, drawn anew in each
-    epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller. The
+    an epoch have about the same number of tokens and a similar mix of long and short documents. They are drawn anew in
+    each epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller. The
     number of micro-batches is the same in every epoch.
 
     Where documents stay whole on one rank, a micro-batch has one bin for each rank, and its documents come bin after

@@ -37,7 +37,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
 
     Raises:
         ValueError: rank or tokens_per_rank is out of range. On iteration: `token_document` refuses a document, or the
-        document is too long under the policy "error".
+            document is too long under the policy "error".
     """
 
     def __init__(

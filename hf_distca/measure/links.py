@@ -42,7 +42,7 @@ def measured_link(
         groups: more than one rank, all of the world.
         peers: [ranks] receiver of each rank's rows.
         alone: use the default group, which may use all of a link and leaves no room for attention; else the exchange's
-        group.
+            group.
         limit_s: seconds after which no larger size is begun.
     """
     sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)

@@ -33,7 +33,6 @@ def measured_profile(
     """Measure one device; its links are taken from an H100.
 
     Args:
-        hidden: hidden size of the model.
         dtype: of activations.
         queries: as in `measured_kernel`.
         limit_s: as in `measured_kernel`.
@@ -70,11 +69,10 @@ def with_links(
     """Return the mean of all ranks' profiles, with links measured by all ranks together. A collective.
 
     Args:
-        profile: of this rank's device.
         groups: more than one rank.
         ranks_per_node: as in PlanSettings.
         collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
-        Over gloo both are the same.
+            Over gloo both are the same.
         limit_s: as in `measured_exchange`.
     """
     agreed = _mean(groups.all_gather(profile))

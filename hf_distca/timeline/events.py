@@ -75,7 +75,7 @@ def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         more = {"pairs": span.pairs} if span.pairs else {}
         events.append(_slice(span, span.kind, place, COMPUTE, zero.until(span.begin), zero.until(span.end), more))
-    lanes: list[int] = []  # when each becomes free
+    lanes: list[int] = []  # time at which each lane becomes free
     for number, send, wait in _exchanges(spans):
         begin, end = zero.until(send.begin), zero.until(wait.end)
         lane = next((lane for lane, free in enumerate(lanes) if free <= begin), len(lanes))

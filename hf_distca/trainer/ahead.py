@@ -22,9 +22,9 @@ class UpcomingBatches:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._plans: deque[MicroBatchPlan] = deque()  # of this step, not begun
+        self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
         self._loader: Iterator[dict[str, Any]] | None = None
-        self._fetched: list[dict[str, Any]] = []  # from the loader, for the next step
+        self._fetched: list[dict[str, Any]] = []  # batches for the next step
         self._bound: tuple[MicroBatchPlan, BoundPlan] | None = None
 
     def fetch(self, loader: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:

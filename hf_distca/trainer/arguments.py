@@ -86,7 +86,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
             if launch.serves_on is not None:
                 return  # a server only calls `serve_if_server` with its arguments
         join_on_cpu(self)
-        behind: Any = super(DistCAConfig, self)  # the trainer's own arguments
+        behind: Any = super(DistCAConfig, self)  # the arguments of the trainer
         behind.__post_init__()
         for name, (values, why) in REFUSED.items():
             value = getattr(self, name, values[0])

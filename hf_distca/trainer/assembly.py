@@ -50,8 +50,8 @@ def make_dispatcher(
         folder: Folder in which the measured costs of the device are kept for the same run. None keeps nothing.
 
     Raises:
-        ValueError: The model cannot be planned, the kernel does not support its attention, the nodes do not add up to
-            the number of ranks, or the settings differ between ranks. The message says what to change.
+        ValueError: The model cannot be planned, or the kernel does not support its attention. Also if nodes do not add
+            up to the number of ranks, or settings differ between ranks. The message says what to change.
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """

@@ -33,7 +33,7 @@ class AttentionTime:
         choices = [plan.choice for plan in plans if plan.choice is not None]
         if len(choices) == len(plans):
             return float(np.sum([choice.attention for choice in choices], axis=0).max())
-        # Workers beyond the ranks are servers, which come and go.
+        # Workers beyond the ranks are servers, whose number changes.
         pairs = np.sum([self._pairs(plan)[: len(seen)] for plan in plans], axis=0)
         return float(sum(seen) * pairs.max() / max(pairs.sum(), 1.0))
 

@@ -25,8 +25,7 @@ def agreed_checkpoint(
 
     Raises:
         ValueError: on every rank, if any rank finds no complete checkpoint with optimizer state. Also if DeepSpeed
-            cannot
-        load that state on this number of ranks.
+            cannot load that state on this number of ranks.
     """
     checkpoint, error, saved_by = None, None, 0
     if resume_from_checkpoint:

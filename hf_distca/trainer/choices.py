@@ -64,11 +64,7 @@ def choices_of(
 
 
 def setup_of(model: PreTrainedModel, settings: PlanSettings, profile: DeviceProfile, *, checkpointing: bool) -> Setup:
-    """Return the training in the terms of a simulation: model shape, device, ranks and tokens.
-
-    Args:
-        checkpointing: whether layers run again in the backward pass.
-    """
+    """Return the training in the terms of a simulation: model shape, device, ranks and tokens."""
     base, layers = base_model(model), layers_by_kind(model)
     weights = matrix_weights(base, layers)
     shape = ModelShape(layers, weights.hidden, weights.before, weights.after, weights.head, base.num_parameters())

@@ -171,8 +171,7 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments
 
     Raises:
         ValueError: on every rank, if the remaining documents would come in another order than before; names the
-            settings
-        and their required values.
+            settings and their required values.
     """
     place, error = DataPlace(order), None
     if checkpoint is not None and not args.ignore_data_skip:

@@ -43,7 +43,7 @@ class Observed:
     Attributes:
         kernel: seconds of kernel calls.
         between: seconds without core attention in the first forward pass, from the first to the last layer's core
-        attention.
+            attention.
         step: seconds of the step.
     """
 

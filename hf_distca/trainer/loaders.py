@@ -128,7 +128,6 @@ def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: 
 
     Args:
         groups: of this rank. Ranks that share its rows, as with tensor parallelism, must have the same data set too.
-        progress: show a progress bar.
 
     Returns:
         [documents] int64 tokens of each document; the fingerprint.

@@ -151,7 +151,7 @@ class DistCAMixin(_Trainer):
         args, processes = self.args, self.args.world_size
         attention = AttentionTime(self.model)
         flops = None
-        if args.device.type == "cuda":  # no other device's peak is known
+        if args.device.type == "cuda":  # peaks of other devices are unknown
             flops = ModelFlops(self.model, shared_by=max(processes // self.dispatcher.groups.ranks, 1))
         return StepMeter(
             self.dispatcher, self.pool, attention, processes=processes, flops=flops, costs=self._learned_costs
@@ -198,7 +198,7 @@ class DistCAMixin(_Trainer):
                     dataset, description, batch_size, sampler_fn, is_training, *args, **kwargs
                 )
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
-        # None before training has begun.
+        # The place has no capacity before training begins.
         capacity = int(self._progress.place.order.get(CAPACITY, 0)) if is_training else 0
         return self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
 
@@ -253,8 +253,8 @@ class DistCAMixin(_Trainer):
 
         Raises:
             RuntimeError: Another rank failed. The message says which one and why.
-            ValueError: The checkpoint is incomplete or does not fit this run, the trainer has trained before under
-                DeepSpeed, or the model is not wrapped for several ranks. Every rank raises it before training begins.
+            ValueError: The checkpoint is incomplete or does not fit this run. Also if the trainer has trained before
+                under DeepSpeed, or the model is not wrapped for several ranks. Every rank raises it before training.
         """
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
@@ -392,7 +392,7 @@ class DistCAMixin(_Trainer):
         targets = self._get_num_items_in_batch([inputs], self.args.device)
         loss, _, _ = super().prediction_step(model, inputs, True, *args, **kwargs)
         assert loss is not None
-        assert targets is not None  # planned batches have some
+        assert targets is not None  # planned batches have labels
         self._evaluation.add(loss, targets)
         return loss, None, None
 

@@ -37,7 +37,6 @@ class Remedies:
 
         Args:
             figures: means over the steps, see `StepMeter.figures`; empty if there were none.
-            steps: number of steps.
         """
         if not figures or not steps:
             return

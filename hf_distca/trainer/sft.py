@@ -53,7 +53,7 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
 
     Raises:
         ValueError: The model, the arguments or the data set cannot be trained this way. Every rank raises it before
-        training begins, with the reason.
+            training begins, with the reason.
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:

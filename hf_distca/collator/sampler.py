@@ -14,7 +14,7 @@ from hf_distca.planner.settings import Choices
 CLASSES_PER_OCTAVE = (1, 4, 16)
 """Length classes per doubling of length, coarsest (most random) first, for placing documents."""
 SPARE_BATCHES = 200
-"""One spare micro-batch for so many: room for random placement, at most 0.5 %."""
+"""Micro-batches for each spare one, which leaves room for random placement: 0.5 % at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +45,8 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
 
     Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, all micro-batches of
     an epoch have about the same number of tokens and a similar mix of long and short documents. They are drawn anew in
-    each epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller. The
-    number of micro-batches is the same in every epoch.
+    each epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller.
+    The number of micro-batches is the same in every epoch.
 
     Where documents stay whole on one rank, a micro-batch has one bin for each rank, and its documents come bin after
     bin.

@@ -9,11 +9,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, call: Callable[[], None]) -> None:
-    """Call `call` right after a module's import; call it now if the module has been imported.
-
-    Args:
-        call: may import modules that import the module.
-    """
+    """Call `call` right after a module's import; call it now if the module has been imported."""
     if name in sys.modules:
         call()
     else:

@@ -74,11 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
-    """Return findings on links within nodes and between nodes.
-
-    Args:
-        nodes: [ranks] node of each rank.
-    """
+    """Return findings on links within and between nodes; `nodes` is [ranks] the node of each rank."""
     findings = []
     for where in ("within", "between"):
         of_kind = {pair: rates[pair] for pair in rates if (where == "within") == (nodes[pair[0]] == nodes[pair[1]])}

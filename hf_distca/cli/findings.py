@@ -120,11 +120,7 @@ def device_of(environment: Mapping[str, str]) -> torch.device:
 
 
 def device_findings(device: torch.device, processes: int) -> list[Finding]:
-    """Return findings on the device and on its kernel for most models.
-
-    Args:
-        processes: number of processes on this host.
-    """
+    """Return findings on the device, on a host with `processes` processes, and its kernel for most models."""
     found, change = f"cpu, {os.cpu_count()} cores", ""
     if device.type == "cuda":
         about, count = torch.cuda.get_device_properties(device), torch.cuda.device_count()

@@ -63,7 +63,6 @@ def lengths_of(source: str, load: Callable[[], Any], column: str | None, expecte
     """Return the document lengths of a data set of `datasets`.
 
     Args:
-        source: name that the user gave.
         column: as in `read_lengths`.
         expected: valid sources, for the error.
 

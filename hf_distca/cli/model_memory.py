@@ -37,11 +37,7 @@ NAMES: dict[Part, str] = {
 
 
 class ModelMemory:
-    """Memory that training a user's model takes.
-
-    Raises:
-        InputError: there is no such model, or it cannot be planned.
-    """
+    """Memory that training a user's model takes; InputError if the model cannot be found or planned."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options

@@ -71,11 +71,7 @@ def positive_seconds(text: str) -> float:
 
 
 def check_stages(settings: PlanSettings) -> None:
-    """Raise if exchange buffers hold too few rows to plan their stages in time.
-
-    Raises:
-        InputError: the message says what to set.
-    """
+    """Raise InputError if exchange buffers hold too few rows to plan their stages in time."""
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
     if rows < LEAST_STAGE:
         raise InputError(

@@ -110,11 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan, print and write.
-
-    Raises:
-        InputError: the options or the files cannot be used.
-    """
+    """Plan, print and write; raise InputError if the options or files cannot be used."""
     check_writable(options.report, options.dump)
     lengths = one_micro_batch(options, options.ranks * options.tokens_per_rank)
     memory = _memory(options)

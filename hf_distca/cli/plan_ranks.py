@@ -14,11 +14,7 @@ from hf_distca.sim.lengths import histogram
 
 
 def figures_of_ranks(documents: Sequence[int], plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, Any]:
-    """Return a histogram of documents and lists with one number per rank, summed over nano-batches.
-
-    Args:
-        documents: length of each document in tokens.
-    """
+    """Return a histogram of document lengths, and lists with one number per rank, summed over nano-batches."""
     kind = settings.dominant_kind
     plans = [nano.plans[kind] for nano in plan.nano_batches]
     tasks = np.concatenate([each.tasks for each in plans])

@@ -131,11 +131,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _device(name: str) -> Any:
-    """Return the torch device of this name.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """Return the torch device of this name; raise ValueError if there is no such device."""
     import torch
 
     try:

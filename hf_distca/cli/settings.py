@@ -15,7 +15,6 @@ def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> N
     """Add the option of a setting, such as `--tokens-per-rank` for `tokens_per_rank`.
 
     Args:
-        name: field of DistCAConfig that gives type, default, choices and help.
         changes: overrides, as `add_argument` takes them.
     """
     setting = next(setting for setting in fields(DistCAConfig) if setting.name == name)
@@ -34,11 +33,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> N
 
 
 def config_of(options: argparse.Namespace) -> DistCAConfig:
-    """Return the settings from the given options, with defaults for all others.
-
-    Raises:
-        ValueError: a value is out of range; says what was found and what is expected.
-    """
+    """Return the settings from the given options, with defaults for all others."""
     names = {setting.name for setting in fields(DistCAConfig)}
     return DistCAConfig(
         **{name: value for name, value in vars(options).items() if name in names and value is not None}
@@ -56,14 +51,7 @@ def add_node_option(parser: argparse.ArgumentParser) -> None:
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
-    """Return the number of ranks of each node, [nodes].
-
-    Args:
-        config: made by `config_of`.
-
-    Raises:
-        ValueError: the nodes do not add up to `ranks`.
-    """
+    """Return the number of ranks of each node, [nodes]; raise ValueError if nodes do not add up to `ranks`."""
     whole, left = divmod(ranks, RANKS_PER_NODE)
     default = (*[RANKS_PER_NODE] * whole, *[left] * (left > 0))
     planned = config.planning(ranks, default)["ranks_per_node"]

@@ -90,11 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulate and print.
-
-    Raises:
-        InputError: the options or the files cannot be used.
-    """
+    """Simulate and print; raise InputError if the options or files cannot be used."""
     began = time.perf_counter()
     check_writable(options.report)
     if options.tokens_per_rank < 2:

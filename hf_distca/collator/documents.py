@@ -49,11 +49,7 @@ class Columns:
     model_inputs: frozenset[str] | None = None
 
     def used(self, present: Iterable[str]) -> list[str]:
-        """Return the present columns that are used.
-
-        Raises:
-            ValueError: `input_ids` is missing, or a packed batch cannot carry a column.
-        """
+        """Return the present columns that are used; raise ValueError if a packed batch cannot carry them."""
         present = list(present)
         if "input_ids" not in present:
             raise ValueError(
@@ -119,14 +115,7 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
 
 
 def check_labels_length(labels: int, length: int, name: str) -> None:
-    """Raise if `labels` and `input_ids` differ in length.
-
-    Args:
-        name: name of the example in the error message, such as "document 3".
-
-    Raises:
-        ValueError: the lengths differ.
-    """
+    """Raise ValueError if `labels` and `input_ids` differ in length; `name` is the example's name."""
     if labels != length:
         raise ValueError(
             f"{name} has {labels} labels for {length} input_ids. Give one label per token, not shifted, with "
@@ -135,11 +124,7 @@ def check_labels_length(labels: int, length: int, name: str) -> None:
 
 
 def fetch_documents(dataset: Any, indices: Sequence[int], columns: Columns) -> list[TokenDocument]:
-    """Return checked documents of a data set, read in one batch if the data set supports batched reads.
-
-    Raises:
-        ValueError: see `token_document`.
-    """
+    """Return documents checked by `token_document`, in one batched read if the data set supports that."""
     if hasattr(dataset, "__getitems__"):
         examples = dataset.__getitems__(list(indices))
     else:

@@ -36,10 +36,9 @@ def _message(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device
 def measured_link(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> LinkCost:
-    """Measure an exchange in which every rank sends to another rank. A collective.
+    """Measure an exchange in which every rank sends to another rank. A collective of the world.
 
     Args:
-        groups: more than one rank, all of the world.
         peers: [ranks] receiver of each rank's rows.
         alone: use the default group, which may use all of a link and leaves no room for attention; else the exchange's
             group.
@@ -50,11 +49,7 @@ def measured_link(
 
 
 def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], float]:
-    """Return GB/s from each rank to each other rank, with all ranks sending at a time. A collective.
-
-    Args:
-        groups: more than one rank, all of the world.
-    """
+    """Return GB/s from each rank to each other rank, all sending at a time. A collective of the world."""
     ranks = groups.ranks
     rates: dict[tuple[int, int], float] = {}
     for shift in range(1, ranks):
@@ -89,10 +84,9 @@ def _timed(
 def measured_exchange(
     groups: Groups, device: torch.device, ranks_per_node: int | tuple[int, ...], *, limit_s: float = inf
 ) -> Links:
-    """Measure exchanges inside nodes, between nodes, and beside computation. A collective.
+    """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world.
 
     Args:
-        groups: more than one rank, all of the world.
         ranks_per_node: as in PlanSettings.
         limit_s: seconds for each kind of link after which no larger size is begun.
     """

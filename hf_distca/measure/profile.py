@@ -33,7 +33,6 @@ def measured_profile(
     """Measure one device; its links are taken from an H100.
 
     Args:
-        dtype: of activations.
         queries: as in `measured_kernel`.
         limit_s: as in `measured_kernel`.
     """
@@ -69,7 +68,6 @@ def with_links(
     """Return the mean of all ranks' profiles, with links measured by all ranks together. A collective.
 
     Args:
-        groups: more than one rank.
         ranks_per_node: as in PlanSettings.
         collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
             Over gloo both are the same.

@@ -16,11 +16,7 @@ WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 240, 64, 40
 
 
 def text_of(name: str, steps: Sequence[RankStep], clock_error: float) -> str:
-    """Return a step as text, one line for each rank, with totals.
-
-    Args:
-        clock_error: of the trace, in milliseconds.
-    """
+    """Return a step as text, one line for each rank, with totals; `clock_error` is in milliseconds."""
     begin, end = _time_of(steps)
     clocks = f", clocks within {clock_error:.2g} ms" if len(steps) > 1 else ""
     lines = [

@@ -63,10 +63,7 @@ class Zero(NamedTuple):
 
 
 def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any]:
-    """Return the trace of one rank.
-
-    Args:
-        spans: of the kinds `TRACED`.
+    """Return the trace of one rank from spans of the kinds `TRACED`.
 
     Returns:
         Content for json.dump: "traceEvents", and under "otherData" rank, ranks and clock_error_us.

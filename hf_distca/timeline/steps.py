@@ -75,11 +75,7 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
-    """Return the steps that all ranks share, by name, in order of time; each step lists all ranks.
-
-    Args:
-        joined: a trace from `read_traces`.
-    """
+    """Return the steps that all ranks share, by name, in order of time; `joined` comes from `read_traces`."""
     events = sorted((event for event in joined["traceEvents"] if event["ph"] == "X"), key=lambda event: event["ts"])
     steps: dict[int, dict[str, RankStep]] = {event["pid"]: {} for event in joined["traceEvents"]}
     for event in events:

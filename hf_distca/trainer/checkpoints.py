@@ -92,10 +92,6 @@ def _loads_zero_shards(accelerator: Accelerator) -> bool:
 
 
 def _zero_ranks(checkpoint: Path) -> int:
-    """Return the number of ranks that saved a ZeRO checkpoint, as far as this host holds their shards.
-
-    Returns:
-        0 if this host holds no shard.
-    """
+    """Return the number of ranks of a ZeRO checkpoint whose shards this host holds; 0 without shards."""
     found = [_ZERO_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*")]
     return max((int(match[1]) + 1 for match in found if match), default=0)

@@ -44,17 +44,12 @@ AGREED = (
 )
 """Arguments that must be the same on all ranks, besides the order of documents.
 
-They decide which micro-batches come, and when. Ranks that differ in one would exchange rows of different
-micro-batches.
+They decide which micro-batches come, and when. Ranks that differ would exchange rows of different micro-batches.
 """
 
 
 def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
-    """Raise unless every rank trains on the same micro-batches in the same order. A collective of the world.
-
-    Raises:
-        ValueError: on every rank, if an argument differs between ranks.
-    """
+    """Raise ValueError on every rank if ranks differ in micro-batches or order. A collective of the world."""
     mine: dict[str, Any] = _drawn(args) | {name: getattr(args, name) for name in AGREED}
     mine["settings of plans"] = dispatcher.settings
     gathered = dispatcher.groups.all_gather(mine, in_world=True)

@@ -23,9 +23,6 @@ _PROBE_BYTES = 1 << 20
 def disk_errors_named(folder: Path) -> Iterator[None]:
     """Name the file and the cause if writing into a folder fails because of the disk.
 
-    Args:
-        folder: may not exist yet.
-
     Raises:
         OSError: the disk takes no more; `filename` is the file, or the folder if the file is unknown.
     """

@@ -32,10 +32,9 @@ class EvaluationLoss:
 
 
 def check_can_evaluate(model: nn.Module, accelerator: Accelerator) -> None:
-    """Raise if a model cannot be evaluated before training.
+    """Raise ValueError before training, if FSDP, ZeRO-1 or ZeRO-2 has not prepared the model yet.
 
-    Raises:
-        ValueError: FSDP, ZeRO-1 or ZeRO-2 has not yet prepared the model, which it does together with the optimizer.
+    They prepare a model only together with its optimizer.
     """
     if prepares_with_optimizer(accelerator) and not is_wrapped(model, accelerator):
         raise ValueError(

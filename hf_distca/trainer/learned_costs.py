@@ -53,12 +53,7 @@ class Observed:
 
 
 def observe(spans: Sequence[Span], step: float) -> Observed:
-    """Sum a rank's spans of one step.
-
-    Args:
-        spans: kernel calls, waits and phases of one step.
-        step: seconds of the step.
-    """
+    """Sum one rank's kernel calls, waits and phases of a step that took `step` seconds."""
     kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
     begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
     first_backward = min(begins, default=np.inf)
@@ -127,7 +122,6 @@ class Step:
     """A watched step.
 
     Attributes:
-        plans: one for each micro-batch.
         seen: [ranks] times that each rank measured.
     """
 

@@ -27,11 +27,7 @@ from hf_distca.trainer.arguments import DistCAArguments
 
 
 class PackedLoaders:
-    """Make loaders of data sets that hf_distca packs.
-
-    Args:
-        columns: called when a loader is made; returns the columns of the data to use.
-    """
+    """Make loaders of data sets that hf_distca packs; `columns` is called when a loader is made."""
 
     def __init__(self, args: DistCAArguments, dispatcher: Dispatcher, columns: Callable[[], Columns]) -> None:
         self._args = args
@@ -153,10 +149,7 @@ def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: 
 
 
 def is_dispatched(dataset: Any, args: DistCAArguments) -> bool:
-    """Return whether accelerate's loader has rank 0 read for all ranks.
-
-    Such a loader can send tensors only.
-    """
+    """Return whether accelerate's loader has rank 0 read for all ranks, which can send tensors only."""
     config: Any = args.accelerator_config
     dispatches: bool | None = config.dispatch_batches
     return isinstance(dataset, IterableDataset) if dispatches is None else dispatches
@@ -164,11 +157,7 @@ def is_dispatched(dataset: Any, args: DistCAArguments) -> bool:
 
 @contextmanager
 def lengths_read_on_host(trainer: Trainer, dataset: Any, args: DistCAArguments) -> Iterator[None]:
-    """Make a trainer's loaders report document lengths, read before batches go to the device.
-
-    Args:
-        trainer: with a padding-free `data_collator`.
-    """
+    """Make a padding-free trainer's loaders report document lengths, read before batches go to the device."""
     collator = trainer.data_collator
     if not is_dispatched(dataset, args):
         trainer.data_collator = CollatorWithLengths(collator)

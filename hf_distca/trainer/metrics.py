@@ -17,7 +17,7 @@ class Metric:
 
     Attributes:
         unit: unit of the value; "ratio" for a quotient, "share" for a number from 0 to 1.
-        meaning: description of the value, over the micro-batches since the last log.
+        meaning: of the value over the micro-batches since the last log.
         where: condition under which the metric is logged.
     """
 

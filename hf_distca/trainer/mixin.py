@@ -322,11 +322,7 @@ class DistCAMixin(_Trainer):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the trainer's loss over the targets of all ranks.
-
-        Raises:
-            ValueError: the plan did not reach the attention of the model.
-        """
+        """Return the loss over the targets of all ranks; raise ValueError if the plan did not reach attention."""
         plan = inputs[PLAN_KEY]
         if num_items_in_batch is None:  # evaluation of a trainer that takes the mean on each rank
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)

@@ -58,14 +58,7 @@ def named_arguments(init: Callable[..., None], args: tuple[Any, ...], kwargs: Ma
 
 
 def check_kind(trainer: type) -> None:
-    """Raise if a trainer class does not train on single documents.
-
-    Args:
-        trainer: class that includes DistCAMixin.
-
-    Raises:
-        ValueError: the class is a subclass of a TRL trainer other than SFTTrainer.
-    """
+    """Raise ValueError if a trainer class is a subclass of a TRL trainer other than SFTTrainer."""
     for base in trainer.__mro__:
         if base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer"):
             if base.__name__ in ("SFTTrainer", "_BaseTrainer"):
@@ -78,14 +71,7 @@ def check_kind(trainer: type) -> None:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise unless a trainer with these arguments can train exactly; called before the trainer is built.
-
-    Args:
-        given: the trainer's arguments by name.
-
-    Raises:
-        ValueError: the message says what was found, why it cannot work and what to set.
-    """
+    """Raise ValueError unless a trainer with these named arguments can train exactly; called before it is built."""
     args, packs = given.get("args"), given.get("data_collator") is None
     if not isinstance(args, DistCAArguments):
         raise ValueError(
@@ -140,14 +126,7 @@ def _check_loading(args: Any) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise unless a trainer can train exactly as launched.
-
-    Args:
-        trainer: with accelerator and model, before anything is planned.
-
-    Raises:
-        ValueError: the message says what was found, why it cannot work and what to set.
-    """
+    """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
     if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise ValueError(
             "torch.compile of a whole model leaves out planned attention and layers in which two nano-batches take "

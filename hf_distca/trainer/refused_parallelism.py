@@ -20,12 +20,7 @@ SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
 
 
 def check_rows_are_whole(context: int, sequence: int) -> None:
-    """Raise unless each rank has rows of its own.
-
-    Args:
-        context: number of ranks that share rows by context parallelism.
-        sequence: number of ranks that share rows by sequence parallelism.
-    """
+    """Raise unless each rank has rows of its own; arguments are sizes of context and sequence parallelism."""
     if context > 1:
         raise ValueError(
             f"context parallelism (cp_size={context}) {ROWS_ARE_PLACED}; set cp_size=1 and give the ranks to "
@@ -39,11 +34,7 @@ def check_rows_are_whole(context: int, sequence: int) -> None:
 
 
 def check_parallelism(trainer: Trainer) -> None:
-    """Raise unless plans support the trainer's strategy.
-
-    Raises:
-        ValueError: the message says what was found, why it cannot work and what to set.
-    """
+    """Raise ValueError unless plans support the trainer's strategy."""
     args: Any = trainer.args
     check_rows_are_whole(trainer.get_cp_size(), trainer.get_sp_size())
     tensor = trainer.get_tp_size()

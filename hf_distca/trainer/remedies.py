@@ -17,11 +17,7 @@ LOOKED_AT = ("imbalance_degree", "exposed_exchange_share", "ping_pong_share")
 
 
 class Remedies:
-    """Average figures over some fifty steps, and warn of each problem once.
-
-    Args:
-        ping_pong: whether plans have two nano-batches where possible.
-    """
+    """Average figures over some fifty steps, and warn of each problem once."""
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
         self._settings, self._ping_pong = settings, ping_pong
@@ -33,11 +29,7 @@ class Remedies:
         self._sums = dict.fromkeys(LOOKED_AT, 0.0)
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
-        """Add the logged figures of some steps.
-
-        Args:
-            figures: means over the steps, see `StepMeter.figures`; empty if there were none.
-        """
+        """Add means over some steps, from `StepMeter.figures`; empty figures change nothing."""
         if not figures or not steps:
             return
         self._steps += steps

@@ -17,7 +17,6 @@ def loaded_model(name: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
 
     Args:
         name: a folder, or a name on the hub.
-        init_kwargs: keyword arguments of `from_pretrained`.
     """
     chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **init_kwargs}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **chosen)
@@ -29,8 +28,7 @@ class Tokenizing:
 
     Args:
         field: column with the text.
-        processing_class: tokenizer, or processor with a tokenizer; None if the user gives none.
-        model_name: model whose tokenizer is loaded if one is needed and none is given.
+        processing_class: tokenizer, or processor with a tokenizer; None loads the tokenizer of `model_name` if needed.
 
     Attributes:
         processing_class: the given or loaded tokenizer.

@@ -52,11 +52,7 @@ class StepTracer(TrainerCallback):
         self._forget()
 
     def begin_step(self, number: int) -> None:
-        """Start a step before its batches are fetched. A collective at the first recorded step.
-
-        Args:
-            number: of the step, from 1 on.
-        """
+        """Start step `number`, from 1 on, before its batches are fetched. A collective at the first recorded step."""
         self.end()
         if self._steps < STEPS_BEFORE or self._traced == self._args.trace_steps:
             return

@@ -80,8 +80,8 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
     shared = [f"ranks {ranks} on {uuid}" for uuid, ranks in ranks_by_uuid.items() if len(ranks) > 1]
     if shared:
         raise ValueError(
-            f"NCCL takes one rank per GPU, got {'; '.join(shared)}: start one process per GPU, each with its own "
-            'torch.cuda.set_device(LOCAL_RANK), or all over gloo, with ddp_backend="gloo" or '
+            f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start one process per "
+            'GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use gloo, with ddp_backend="gloo" or '
             'init_process_group("gloo")'
         )
 

@@ -84,7 +84,7 @@ class Failures:
         try:
             self._store.set(self._key(self._rank), f"{type(error).__name__}: {error}")
         except Exception as unreachable:  # must not take the place of the error itself
-            logger.debug("other ranks are not told: %s", unreachable)
+            logger.debug("cannot report the error to other ranks: %s", unreachable)
 
     def _others(self) -> dict[int, str]:
         """What other ranks left, as soon as any has; none where none does in time."""
@@ -98,7 +98,7 @@ class Failures:
                     return {rank: self._store.get(key).decode() for rank, key in found.items()}
                 time.sleep(_PAUSE_S)
         except Exception as unreachable:  # must not take the place of the error itself
-            logger.debug("errors of other ranks cannot be read: %s", unreachable)
+            logger.debug("cannot read the errors of other ranks: %s", unreachable)
             return {}
 
 

@@ -43,9 +43,9 @@ def agreed_checkpoint(
     if saved_by not in (0, groups.ranks):
         raise ValueError(
             f"DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks, but {groups.ranks} ranks train "
-            f"now, and each rank needs its own share. Train on {saved_by} ranks; or convert the checkpoint to a "
-            'universal checkpoint, which any number of ranks can load, and set {"checkpoint": {"load_universal": '
-            "true}} in DeepSpeed's configuration"
+            f"now, and each rank needs its own shard. Train on {saved_by} ranks; or convert the checkpoint to a "
+            "universal checkpoint, which any number of ranks can load, and set "
+            '{"checkpoint": {"load_universal": true}} in DeepSpeed\'s configuration'
         )
     return checkpoint
 

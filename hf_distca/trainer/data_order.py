@@ -59,8 +59,8 @@ def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
         by_rank = [values[name] for values in gathered]
         if len(set(by_rank)) > 1:
             raise ValueError(
-                f"{name} differs between ranks, so they would train on different micro-batches; the values from rank 0 "
-                f"on are {by_rank}. Start all ranks with the same arguments"
+                f"{name} differs between ranks, so they would train on different micro-batches; its values by rank "
+                f"are {by_rank}. Start all ranks with the same arguments"
             )
 
 

@@ -94,10 +94,10 @@ def unreachable(rank: int, error: Exception) -> RuntimeError:
         address = socket.gethostbyname(host)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     return RuntimeError(
-        f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: {error}\n"
-        "Unless another rank failed before, look at the network: gloo gives others the address of the interface "
-        f"named by GLOO_SOCKET_IFNAME ({'not set' if interface is None else interface} on this host), and without it "
-        f"the one that the host's name resolves to ({host!r} here to {address}). Where other hosts cannot reach that, "
-        "set GLOO_SOCKET_IFNAME on every host to an interface that they can, such as eth0; `ip -brief address` lists "
-        "them"
+        f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: {error}\nUnless "
+        "another rank failed before, check the network: gloo gives other ranks the address of the interface named by "
+        f"GLOO_SOCKET_IFNAME ({'not set' if interface is None else interface} on this host), and without it the "
+        f"address that the host's name resolves to ({host!r} here to {address}). Where other hosts cannot reach that "
+        "address, set GLOO_SOCKET_IFNAME on every host to an interface that they can reach, such as eth0; `ip -brief "
+        "address` lists interfaces"
     )

@@ -89,8 +89,8 @@ class Dispatcher:
         others = self.groups.all_gather(mine)
         if any(other != others[0] for other in others):
             return ValueError(
-                f"settings differ between ranks, which would make different plans; on this rank they are {mine}. Start "
-                "all ranks with the same settings"
+                f"settings differ between ranks, so they would make different plans; this rank has {mine}. Start all "
+                "ranks with the same settings"
             )
         return None
 

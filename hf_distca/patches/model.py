@@ -152,7 +152,7 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
         raise ValueError(
             f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, in modules "
             "of a class ...Attention with a layer_idx, so a plan cannot reach its attention; train it with "
-            f"{_other_implementations(model)} and transformers' Trainer"
+            f"transformers' Trainer and one of {_other_implementations(model)} as attn_implementation"
         )
     name = config._attn_implementation
     if name != ATTENTION_NAME:
@@ -163,8 +163,8 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     if config.model_type in CHANGING_MASKS:
         raise ValueError(
             f"the layers of {type(model).__name__} compute a custom mask from the values and add it to the causal "
-            f"mask, which a plan cannot express; train it with {_other_implementations(model)} and transformers' "
-            "Trainer"
+            "mask, which a plan cannot express; train it with transformers' Trainer and one of "
+            f"{_other_implementations(model)} as attn_implementation"
         )
     check_dropout(config, attentions)
     _check_positions(model)
@@ -173,16 +173,16 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
         if hands_on(module, "position_bias"):
             raise ValueError(
                 f"{module_name} of {type(model).__name__} adds a bias to its scores (position_bias) for each pair of "
-                f"a query and a key, which a plan does not exchange; train it with {_other_implementations(model)} "
-                "and transformers' Trainer"
+                "a query and a key, which a plan does not exchange; train it with transformers' Trainer and one of "
+                f"{_other_implementations(model)} as attn_implementation"
             )
     _check_mixing(model)
     for module in [*attentions.values(), *filter(has_attention, decoder_layers(model))]:
         if not _hands_keywords_on(module):
             raise ValueError(
                 f"{type(model).__name__} drops keywords on the way to its attention: {type(module).__name__}.forward "
-                "takes none, or does not use them, so the plan would not reach it; train it with "
-                f"{_other_implementations(model)} and transformers' Trainer"
+                "takes none, or does not use them, so the plan would not reach it; train it with transformers' "
+                f"Trainer and one of {_other_implementations(model)} as attn_implementation"
             )
     _check_loss(model)
     return attentions
@@ -216,8 +216,8 @@ def _check_positions(model: PreTrainedModel) -> None:
         )
     if reason is not None:
         raise ValueError(
-            f"{reason}, as packed batches need; train this model with {_other_implementations(model)} and "
-            "transformers' Trainer"
+            f"{reason}, as packed batches need; train this model with transformers' Trainer and one of "
+            f"{_other_implementations(model)} as attn_implementation"
         )
 
 
@@ -240,7 +240,7 @@ def _check_causal(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> N
         raise ValueError(
             f"{not_causal[0]} of {type(model).__name__} is not causal: its rows attend to later rows or to an "
             f"encoder's, but a plan supports attention to earlier rows only; {decoder}train this model with "
-            f"{_other_implementations(model)} and transformers' Trainer"
+            f"transformers' Trainer and one of {_other_implementations(model)} as attn_implementation"
         )
 
 
@@ -252,8 +252,8 @@ def _check_loss(model: PreTrainedModel) -> None:
     if computes_loss and is_stock and "loss_function" not in forward.__code__.co_names:
         raise ValueError(
             f"{type(model).__name__} does not use transformers' loss function, but takes the mean over its own rows, "
-            "so ranks with different numbers of targets would have no exact loss; train it with "
-            f"{_other_implementations(model)} and transformers' Trainer"
+            "so ranks with different numbers of targets would have no exact loss; train it with transformers' "
+            f"Trainer and one of {_other_implementations(model)} as attn_implementation"
         )
 
 
@@ -265,17 +265,17 @@ def _check_mixing(model: PreTrainedModel) -> None:
     expected = sum(layer_type in MIXING for layer_type in types)
     if len(layers) < expected:
         raise ValueError(
-            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but only in {len(layers)} of "
-            "them a module is known that mixes along the row (with a convolution, or attention of its own); documents "
-            f"could not be kept apart in the others. Train this model with {_other_implementations(model)} and "
-            "transformers' Trainer"
+            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but only in {len(layers)} "
+            "of them a module is known that mixes along the row (with a convolution, or attention of its own); "
+            "documents could not be kept apart in the others. Train this model with transformers' Trainer and one of "
+            f"{_other_implementations(model)} as attn_implementation"
         )
     for layer in layers:
         if not takes_keywords(layer):
             raise ValueError(
                 f"{type(layer).__name__}.forward has no **kwargs, so the plan would not reach the module in it that "
-                f"mixes along the row, and documents would mix; train this model with {_other_implementations(model)} "
-                "and transformers' Trainer"
+                "mixes along the row, and documents would mix; train this model with transformers' Trainer and one "
+                f"of {_other_implementations(model)} as attn_implementation"
             )
 
 

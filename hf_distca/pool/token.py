@@ -26,8 +26,8 @@ def parse_token(text: str) -> bytes:
         if 2 * len(token) == len(digits) == 2 * TOKEN_BYTES:
             return token
     raise TokenError(
-        f"a token has {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters; use the token that the "
-        "training run wrote"
+        f"a token has {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters that are not a token; use "
+        "the token that the training run wrote"
     )
 
 

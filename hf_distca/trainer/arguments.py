@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "pad_to_multiple_of": ((None,), "documents are packed without padding"),
     "activation_offloading": (
         (False,),
-        "it copies saved activations on a CUDA stream that does not wait for exchanges of rows; to save memory use "
+        "it copies saved activations on a CUDA stream that does not wait for exchanges of rows. To save memory use "
         "gradient_checkpointing, and under FSDP activation_checkpointing_offload",
     ),
 }

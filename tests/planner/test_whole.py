@@ -40,7 +40,9 @@ def test_a_document_that_does_not_fit():
 
 
 def test_documents_that_do_not_fit_together():
-    with pytest.raises(ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 with none cut"):
+    with pytest.raises(
+        ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting a document"
+    ):
         on_ranks([6, 6, 6], 2, 10)
 
 

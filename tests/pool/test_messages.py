@@ -119,7 +119,7 @@ CALL, HELLO = make_call(0, 0, 0, FULL, "forward"), ServerHello("", 4000, "cpu", 
         (b'["End", {"x": 1}, 0]', "'x'"),
         (b'["ServerWelcome", {}, 0]', "missing"),
         (b'["ServerWelcome", {"server": true}, 0]', "True is no <class 'int'>"),
-        (b'["Reply", {"call_id": 0, "seconds": NaN, "pairs": 0}, 0]', "NaN is no number"),
+        (b'["Reply", {"call_id": 0, "seconds": NaN, "pairs": 0}, 0]', "NaN is not a number"),
         (b'["Reply", {"call_id": 0, "seconds": 1%s, "pairs": 0}, 0]' % (b"0" * 400), "too large"),
     ],
 )

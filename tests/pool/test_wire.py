@@ -91,9 +91,9 @@ def test_payloads_of_any_size_arrive_whole(ends):
 @pytest.mark.parametrize(
     ("data", "error", "said"),
     [
-        (framed(b"[]"), ProtocolError, "no message of this protocol"),
-        (framed(b""), ProtocolError, "no message of this protocol"),
-        ((-2).to_bytes(4, "big", signed=True), ProtocolError, "no message of this protocol"),
+        (framed(b"[]"), ProtocolError, "message does not follow the protocol"),
+        (framed(b""), ProtocolError, "message does not follow the protocol"),
+        ((-2).to_bytes(4, "big", signed=True), ProtocolError, "message does not follow the protocol"),
         ((MESSAGE_BYTES + 1).to_bytes(4, "big"), LinkLost, "bad message length"),
         (b"\xff" * 4 + (2**63).to_bytes(8, "big"), LinkLost, "bad message length"),
     ],

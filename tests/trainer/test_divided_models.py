@@ -95,7 +95,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT makes .* set both to 1"),
     "chats": (
         {"chats": True},
-        r"losses have not been tried with tensor parallelism \(tp_size=2\).* set tp_size=1, or give DistCATrainer",
+        r"losses are not tested with tensor parallelism \(tp_size=2\).* set tp_size=1, or train with DistCATrainer",
     ),
     "accumulation": (
         {"model": {"model_type": "qwen3"}, "arguments": {"gradient_accumulation_steps": 2}},
@@ -104,15 +104,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"divided": {"pp_size": 4}}, r"\(pp_size=4\) gives ranks different layers, .* set pp_size=1"),
     "context": (
         {"divided": None, "arguments": {"parallelism_config": {"cp_size": 2, "dp_shard_size": 2}}},
-        r"context parallelism \(cp_size=2\) divides documents .*; set cp_size=1 and give the ranks to dp_shard_size",
+        r"context parallelism \(cp_size=2\) divides documents .*; set cp_size=1, and raise dp_shard_size",
     ),
     "sequence": (
         {"divided": None, "arguments": {"parallelism_config": {"sp_size": 2, "dp_shard_size": 2}}},
-        r"sequence parallelism \(sp_size=2\) divides documents .*; set sp_size=1 and leave the ranks to ZeRO-3",
+        r"sequence parallelism \(sp_size=2\) divides documents .*; set sp_size=1, and use ZeRO-3",
     ),
     "whole model": (
         {"divided": None, "arguments": {**SHARDED, "parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}},
-        r"of size 2 is set, but every rank holds the whole model.*DistributedConfig\(tp_size=…, fsdp_size=…\)",
+        r"of size 2 is set, but the model was not divided.*DistributedConfig\(tp_size=…, fsdp_size=…\)",
     ),
     "other data": (
         {"lengths by rank": [LENGTHS, LENGTHS, LENGTHS, LENGTHS[:-1]]},

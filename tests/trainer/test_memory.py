@@ -39,7 +39,7 @@ def test_adapters_and_bfloat16_are_counted(tmp_path, caplog):
     model = peft.get_peft_model(small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     trainer = make_trainer(str(tmp_path), model=model, bf16=True)
     message, _ = told(caplog, trainer, 10**9)
-    assert message.startswith("memory with 160 tokens on each rank: 0.0 GB of 1.0")
+    assert message.startswith("memory with 160 tokens on each rank: 0.0 of 1.0 GB")
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, None), ({"every_n_layers": 2}, {"every_n_layers": 2})])

@@ -80,7 +80,9 @@ class Pool:
             speed, link = self.speeds.joined(info.id, info.pairs_per_second), self.members.link(info.id)
             assert link is not None
             name = self.members.name(info.id)
-            self.members.tell(f"attention server {name} joined: speed {speed:.2f}, rows travel over {link.carried_by}")
+            self.members.tell(
+                f"attention server {name} takes part: speed {speed:.2f}, rows travel over {link.carried_by}"
+            )
 
     def wait_for(self, servers: int, timeout_s: float) -> None:
         """Refresh until so many servers take part, or go on without the rest. A collective."""

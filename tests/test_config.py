@@ -39,7 +39,7 @@ def test_what_ranks_per_node_cannot_be(given):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [("3", "3 does not divide the 8 ranks"), ("4,3", "4,3 is 7 ranks together")]
+    ("given", "told"), [("3", "3 does not divide the 8 ranks"), ("4,3", "4,3 adds up to 7 ranks")]
 )
 def test_nodes_of_other_ranks(given, told):
     with pytest.raises(ValueError, match=f"ranks_per_node={told}.*the number of ranks of every node"):

@@ -101,9 +101,9 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
         check_labels_length(len(labels), length, name)
     if "attention_mask" in used and np.shape(example["attention_mask"]) != (length,):
         raise ValueError(
-            f"{name} has an attention_mask of shape {np.shape(example['attention_mask'])} for {length} input_ids, but "
-            "a packed document attends to itself, causally, and needs no other mask. Remove the column, or give one 1 "
-            "per token."
+            f"{name} has an attention_mask of shape {np.shape(example['attention_mask'])} for {length} input_ids, "
+            "but a packed document attends to itself, causally, and needs no other mask. Remove the column, or give "
+            "a 1 for each token."
         )
     if "attention_mask" in used and not np.all(np.asarray(example["attention_mask"]) == 1):
         raise ValueError(

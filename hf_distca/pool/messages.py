@@ -336,7 +336,7 @@ def _typed(kind: Any, value: Any) -> Any:
         return float(value)
     if value in inner if origin is Literal else type(value) is kind:
         return value
-    raise ValueError(f"{value!r:.60} is not a {kind}")
+    raise ValueError(f"{value!r:.60} is not of type {kind}")
 
 
 @cache

@@ -123,7 +123,7 @@ class Channel:
             self._framed.send_bytes(own)
             if not hmac.compare_digest(self._framed.recv_bytes(len(other)), other):
                 raise AuthenticationError(
-                    f"the peer has another token, or is not a {service}; use the token of this run"
+                    f"the peer has another token, or is another service than {service}; use the token of this run"
                 )
 
     def send(self, message: Message, payload: Sequence[Buffer] = (), timeout_s: float | None = None) -> None:

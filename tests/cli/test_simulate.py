@@ -198,7 +198,7 @@ def test_lengths_that_no_number_holds(tmp_path, capsys):
 def test_a_column_that_is_not_there(tmp_path, capsys):
     Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "data")
     assert main(["simulate", *SETTING, "--lengths", str(tmp_path / "data")]) == 2
-    assert "has columns ['text'], none of ['length', 'input_ids']: name one" in capsys.readouterr().err
+    assert "has columns ['text'], but none of ['length', 'input_ids']; set --column" in capsys.readouterr().err
 
 
 def test_gpus_that_share_layers(capsys):

@@ -219,7 +219,7 @@ def test_what_none_can_do(name, change, message, installed):
             "torch_varlen",
             CAPPED,
             9,
-            "does not support softcap, got 30.0; set attention_kernel to .flash_attn., .flash_attn_3. or .flash_attn_4.",
+            "does not support softcap, got 30.0; set .* to .flash_attn., .flash_attn_3. or .flash_attn_4.",
         ),
         ("torch_varlen", {}, 7, r"compute capability 8.0 .* got 7\.0; 'reference' runs on any"),
         ("flash_attn", {}, 7, "8.0"),

@@ -167,7 +167,7 @@ def test_a_wrong_token_is_noticed_by_the_side_that_connects(listener, token):
 
 
 def test_another_service_is_noticed(listener, token):
-    with pytest.raises(AuthenticationError, match="or is no directory"):
+    with pytest.raises(AuthenticationError, match="or is another service than directory"):
         greet(listener, token, "directory")
 
 

@@ -264,7 +264,7 @@ def test_the_command_joins_and_draws(traced, tmp_path, capsys):
         (["--step", "9"], "the trace has no step 9; choose one of step 4, step 5"),
         (["{folder}/trace_rank_0.json"], "are both of rank 0; give one file per rank"),
         (["{folder}/nothing.json"], "No such file"),
-        (["{folder}", "--joined", "/nonexistent/x"], "cannot write /nonexistent/x: no such folder"),
+        (["{folder}", "--joined", "/nonexistent/x"], "cannot write /nonexistent/x: there is no such folder"),
         (["tests"], "tests has no trace_rank_*.json"),
         ([__file__], "is not a trace that training wrote with trace_steps"),
         (["{folder}/../broken.json"], "is not a trace that training wrote with trace_steps: KeyError('dur')"),

@@ -238,7 +238,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "liger_kernel_config with a loss": Feature(
         {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
-        refused={"*": ("would replace the loss of planned steps", "remove 'cross_entropy' from")},
+        refused={"*": ("would replace the loss of planned steps", "remove 'cross_entropy' from liger_kernel_config")},
     ),
     "use_liger_kernel and mlp_chunk_rows": Feature(
         {"use_liger_kernel": True, "mlp_chunk_rows": 16},
@@ -246,7 +246,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "torch_compile": Feature(
         {"torch_compile": True},
-        refused={"*": ("cannot compile planned attention", "to compile modules inside the layers")},
+        refused={"*": ("cannot compile planned attention", "compile modules inside the layers")},
     ),
     "EMA callback": Feature(
         given=lambda model: {"callbacks": [Average(model)]},
@@ -284,11 +284,11 @@ FEATURES: dict[str, Feature] = {
     "attention_mask of ones": Feature(example=with_column("attention_mask", lambda length: [1] * length)),
     "attention_mask with zeros": Feature(
         example=with_column("attention_mask", lambda length: [0] * length),
-        refused={"*": ("attention_mask with zeros", "Tokenize with padding=False")},
+        refused={"*": ("attention_mask with zeros", "padding=False")},
     ),
     "attention_mask of rows and columns": Feature(
         example=with_column("attention_mask", lambda length: [[1] * length] * length),
-        refused={"*": ("attention_mask of shape (90, 90) for 90 input_ids", "Remove the column")},
+        refused={"*": ("attention_mask of shape (90, 90) for 90 input_ids", "give a 1 for each token")},
     ),
     "position_ids": Feature(
         example=with_column("position_ids", lambda length: list(range(length))),
@@ -296,7 +296,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "a collator that pads": Feature(
         given=lambda model: {"data_collator": Pad()},
-        refused={"*": ("which do not show where documents begin", "DataCollatorWithFlattening")},
+        refused={"*": ("do not show where documents begin", "DataCollatorWithFlattening")},
     ),
     # Loaders
     "dataloader_num_workers": Feature(
@@ -341,7 +341,7 @@ FEATURES: dict[str, Feature] = {
     # Loss
     "compute_metrics": Feature(
         given=lambda model: {"compute_metrics": print},
-        refused={"*": ("the rows of a document lie on several ranks", "call evaluate(), which reports the exact")},
+        refused={"*": ("the rows of a document lie on several ranks", "call evaluate()")},
     ),
     "compute_loss_func": Feature(
         given=lambda model: {"compute_loss_func": print},
@@ -363,7 +363,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "model_init": Feature(
         given=lambda model: {"model": None, "model_init": lambda: plain("distca")},
-        refused={"*": ("replace the model when training begins", "make the model first and pass it as model")},
+        refused={"*": ("would replace the model when training begins", "make the model first and pass it as model")},
     ),
     # Models
     "a frozen tower for images": Feature(model=with_frozen_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),

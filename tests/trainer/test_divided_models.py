@@ -86,7 +86,7 @@ SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRAN
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": (
         {"model": {"num_key_value_heads": 1}},
-        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks; load",
+        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks. Load",
     ),
     "servers": (
         {"arguments": {"attention_servers": "external"}},
@@ -99,7 +99,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "accumulation": (
         {"model": {"model_type": "qwen3"}, "arguments": {"gradient_accumulation_steps": 2}},
-        r"steps=2 gives \w*Qwen3ForCausalLM wrong gradients .* over the 2 ranks .* set gradient_accumulation_steps=1",
+        r"steps=2 gives \w*Qwen3ForCausalLM wrong gradients .* over the 2 ranks.* Set gradient_accumulation_steps=1",
     ),
     "pipeline": ({"divided": {"pp_size": 4}}, r"\(pp_size=4\) gives ranks different layers, .* set pp_size=1"),
     "context": (

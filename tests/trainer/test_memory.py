@@ -24,7 +24,7 @@ def test_it_says_what_is_needed_and_warns_if_that_does_not_fit(tmp_path, caplog)
     trainer = make_trainer(str(tmp_path), model=model, tokens_per_rank=8192, activation_checkpointing=True)
     message, warnings = told(caplog, trainer, 10**10)
     assert message.startswith("memory with 8192 tokens on each rank: ")
-    assert " GB of 10.0 (" in message
+    assert " of 10.0 GB (" in message
     assert not warnings
     caplog.clear()
     _, (warning,) = told(caplog, trainer, 10**9)

@@ -321,15 +321,15 @@ def without_mlps(model):
 
 def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools: dict[int, RankPool]):
     towers = (
-        "rank 1: ValueError: batches of text give model.vision_tower, model.multi_modal_projector of "
-        "Gemma3ForConditionalGeneration no gradient, so"
+        "rank 1: ValueError: model.vision_tower, model.multi_modal_projector of "
+        "Gemma3ForConditionalGeneration get no gradient from batches of text, so DDP"
     )
     messages = [
         "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa'; load it with",
-        "rank 1: ValueError: attn_pdrop is 0.1; dropped attention weights",
+        "rank 1: ValueError: attn_pdrop is 0.1, but workers cannot draw the same dropped attention weights",
         "rank 1: ValueError: torch.compile of a whole model cannot compile planned attention",
         "rank 1: ValueError: kernel 'torch_varlen' computes on CUDA, got cpu",
-        "rank 1: ValueError: mlp_chunk_rows=16 changes nothing",
+        "rank 1: ValueError: mlp_chunk_rows=16 has no effect on",
         f"{towers} with ddp_find_unused_parameters=False",
         f"{towers} with gradient_checkpointing_kwargs={{'use_reentrant': True}}",
     ]

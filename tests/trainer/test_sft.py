@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "pad_to_multiple_of": (8, "without padding; leave it at None"),
     "activation_offloading": (True, "To save memory use gradient_checkpointing"),
     "label_smoothing_factor": (0.1, "already shifted"),
-    "gradient_checkpointing_kwargs": ({"selective": True}, "keep_core_attention=True does"),
+    "gradient_checkpointing_kwargs": ({"selective": True}, "keep_core_attention=True already does"),
     "per_device_train_batch_size": (4, "contradicts tokens_per_rank"),
 }
 

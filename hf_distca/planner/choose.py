@@ -44,6 +44,9 @@ LONG_OVER_NODES = 0.25
 HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
 """Share of a step that ranks wait, up to which larger groups, or groups that are larger but still inside nodes, are
 worth it only if they compute more evenly."""
+UNEVEN = 0.05
+"""Share by which the slowest group may compute longer than the mean, up to which a larger group that is no faster is
+the last one tried."""
 WAITING = 0.1
 """Share of a step that ranks wait in two nano-batches, from which on coarser balance may be faster."""
 HARDLY_HIDDEN = 0.2
@@ -266,7 +269,8 @@ class _Search:
             self._jointly(level, finest)
             placing = self._placing(level)
             cuts = placing is not None and placing.left  # documents that fit into no group cross nodes
-            if self._best is best and best is not None and not cuts:
+            uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
+            if self._best is best and best is not None and not cuts and not uneven:
                 break
         if self._best is None:
             return

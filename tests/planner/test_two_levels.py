@@ -92,5 +92,5 @@ def test_keys_cross_to_a_node_once():
     [((0, 0, 1), 4), ((1, 1, 0, 0), 4), ((0, 0, 2, 2), 4), ((0, 1, 0, 1), 4), ((0, 0, 1, 1, 3), 5)],
 )
 def test_nodes_that_are_not_numbered_in_order_are_refused(nodes, workers):
-    with pytest.raises(ValueError, match=f"nodes must have one number per worker, {workers} workers"):
+    with pytest.raises(ValueError, match=f"nodes must have one number per worker, {workers} in all"):
         balance(fixed_layout([[8]] * 4), workers=Workers.uniform(workers), nodes=nodes)

@@ -35,7 +35,7 @@ def test_no_rank_is_left_empty():
 
 
 def test_a_document_that_does_not_fit():
-    with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*takes 10; raise tokens_per_rank.*long_documents"):
+    with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents"):
         on_ranks([3, 11], 2, 10)
 
 

@@ -213,7 +213,7 @@ FEATURES: dict[str, Feature] = {
         {**BF16, "gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9), rounds=True
     ),
     "weights in bfloat16": Feature({"learning_rate": 30.0, "max_steps": 1}, in_bfloat16, rounds=True),
-    "fp16 on the CPU": Feature({"fp16": True}, refused={"*": ("which accelerate does on GPUs only", "use bf16=True")}),
+    "fp16 on the CPU": Feature({"fp16": True}, refused={"*": ("which accelerate does on GPUs only", "set bf16=True")}),
     "--mixed_precision bf16": Feature(
         environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
         refused=dict.fromkeys(

@@ -51,7 +51,7 @@ def trainer(tmp_path, documents=((1, 2, 3),), model=None, **options):
         ({"balance_tolerance": -0.1}, "balance_tolerance must be 0 or more"),
         ({"balance_block_size": 0}, "balance_block_size must be positive"),
         ({"loss_chunk_bytes": -1}, r"loss_chunk_bytes must be 0 \(all logits at once\) or more, got -1"),
-        ({"mlp_chunk_rows": -1}, "mlp_chunk_rows must be 0 or more, got -1"),
+        ({"mlp_chunk_rows": -1}, r"mlp_chunk_rows must be 0 .* or more, got -1"),
         ({"attention_servers": "many"}, "attention_servers must be a number of processes or 'external', got 'many'"),
     ],
 )
@@ -102,7 +102,7 @@ def test_prediction(tmp_path):
     [("llama", "attention_dropout"), ("gpt2", "attn_pdrop"), ("bert", "attention_probs_dropout_prob")],
 )
 def test_attention_dropout_in_the_config(tmp_path, model_type, name):
-    with pytest.raises(ValueError, match=rf"^{name} is 0\.1; .* Load the model with {name}=0\.0"):
+    with pytest.raises(ValueError, match=rf"^{name} is 0\.1, .* Load the model with {name}=0\.0"):
         trainer(tmp_path, model=small_model(model_type, **{name: 0.1}))
 
 
@@ -118,7 +118,7 @@ def test_attention_dropout_in_a_layer(tmp_path, model_type, config, name, dropou
     model = small_model(model_type, **config)
     layer_name, layer = list(decoder_attentions(model).items())[-1]
     setattr(layer, name, dropout)
-    with pytest.raises(ValueError, match=rf"^{name} of {layer_name} is 0\.2; "):
+    with pytest.raises(ValueError, match=rf"^{name} of {layer_name} is 0\.2, "):
         trainer(tmp_path, model=model)
 
 
@@ -150,7 +150,7 @@ def test_other_attention_implementation(tmp_path):
 WITHOUT_POSITIONS = "takes no position_ids: it counts the positions of a whole row"
 NOT_CAUSAL = r"is not causal: .*set is_decoder=True in its config, or train .* one of \['eager'"
 WRONG = {
-    "stablelm": r"drops keywords .*\(StableLmDecoderLayer\.forward .*one of \['eager'",
+    "stablelm": r"drops keywords .*: StableLmDecoderLayer\.forward .*one of \['eager'",
     "bloom": r"AttentionInterface.*one of \['eager'",
     "gptj": r"GPTJForCausalLM.*AttentionInterface.*one of \['eager'",
     "roberta": r"counts positions from its padding token.*one of \['eager'",

@@ -218,7 +218,7 @@ class DistCAConfig:
         if self.loss_chunk_bytes < 0:
             raise ValueError(f"loss_chunk_bytes must be 0 (all logits at once) or more, got {self.loss_chunk_bytes}")
         if self.mlp_chunk_rows < 0:
-            raise ValueError(f"mlp_chunk_rows must be 0 or more, got {self.mlp_chunk_rows}")
+            raise ValueError(f"mlp_chunk_rows must be 0 (all rows at once) or more, got {self.mlp_chunk_rows}")
         if self.trace_steps < 0:
             raise ValueError(f"trace_steps must be 0 (no trace) or more, got {self.trace_steps}")
         choices = {
@@ -274,7 +274,7 @@ def _ranks_per_node(given: Any) -> str:
         return AS_LAUNCHED
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError(
-            "ranks_per_node must be a number of ranks, one number for each node such as '8,8,4', or 'auto', got "
+            "ranks_per_node must be one number of ranks, a number for each node such as '8,8,4', or 'auto', got "
             f"{given!r}"
         )
     return ",".join(str(int(part)) for part in parts)

@@ -34,12 +34,12 @@ def test_without_a_launch_all_links_are_alike():
     "given", ["", "0", "8,0", "8,", "-8", "8;8", "8.0", 8.0, 0, -1, True, None, [], [8, "x"], "all"]
 )
 def test_what_ranks_per_node_cannot_be(given):
-    with pytest.raises(ValueError, match=r"ranks_per_node must be a number of ranks, one number for each node.*got "):
+    with pytest.raises(ValueError, match=r"ranks_per_node must be one number of ranks, a number for each node.*got "):
         DistCAConfig(ranks_per_node=given)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [("3", "3 does not divide the 8 ranks"), ("4,3", "4,3 is 7 ranks together")]
+    ("given", "told"), [("3", "3 does not divide the 8 ranks"), ("4,3", "4,3 adds up to 7 ranks")]
 )
 def test_nodes_of_other_ranks(given, told):
     with pytest.raises(ValueError, match=f"ranks_per_node={told}.*the number of ranks of every node"):

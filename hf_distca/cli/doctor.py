@@ -30,10 +30,12 @@ Findings are "ok", "advice" (could be better) or "wrong" (must be changed). The 
 else 0.
 """
 
-CONNECT = "let ranks reach one another first: GLOO_SOCKET_IFNAME above, the launch, and for NCCL see NCCL_DEBUG=INFO"
+CONNECT = (
+    "connect the ranks first: see GLOO_SOCKET_IFNAME above, the launch, and for NCCL the output with NCCL_DEBUG=INFO"
+)
 Rates = Mapping[tuple[int, int], float]
 """GB/s from a sender to a receiver."""
-LOOK = "look at what is between these two: every exchange waits for the slowest"
+LOOK = "check the network between these two ranks: every exchange waits for the slowest link"
 SLOW = 1 / 3
 """Fraction of the median rate of a kind of link, below which a link counts as slow."""
 

@@ -79,8 +79,8 @@ def lengths_of(source: str, load: Callable[[], Any], column: str | None, expecte
     found = next((name for name in names if name in data.column_names), None)
     if found is None:
         raise InputError(
-            f"{source} has columns {data.column_names}, none of {names}: name one with lengths, or with lists of "
-            "tokens, by --column"
+            f"{source} has columns {data.column_names}, but none of {names}; set --column to a column of lengths, or "
+            "of lists of tokens"
         )
     return _of_column(f"{source}: column {found}", data.with_format("arrow").data.column(found).combine_chunks())
 
@@ -108,7 +108,9 @@ def _of_column(where: str, values: Any) -> NDArray[np.int64]:
         raise InputError(f"{where} holds no documents")
     if found.min() < 1:
         row = int(found.argmin())
-        raise InputError(f"{where}: row {row} is {found[row]}; a document has at least 1 token, leave empty ones out")
+        raise InputError(
+            f"{where}: row {row} is {found[row]}, but a document has at least 1 token; leave empty documents out"
+        )
     return found
 
 
@@ -123,7 +125,9 @@ def _check_length(path: str, where: str, length: Any) -> None:
     if isinstance(length, bool) or not isinstance(length, int):
         raise InputError(f"{path}: {where} is {_described(length)}, not a number of tokens; {EXPECTED}")
     if length < 1:
-        raise InputError(f"{path}: {where} is {length}; a document has at least 1 token, leave empty ones out")
+        raise InputError(
+            f"{path}: {where} is {length}, but a document has at least 1 token; leave empty documents out"
+        )
 
 
 def _described(value: Any) -> str:

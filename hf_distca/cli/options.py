@@ -75,8 +75,8 @@ def check_stages(settings: PlanSettings) -> None:
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
     if rows < LEAST_STAGE:
         raise InputError(
-            f"--exchange-buffer-bytes {settings.exchange_buffer_bytes} holds {rows} rows of K and V, and stages of "
-            f"fewer than {LEAST_STAGE} are too many to plan; raise it"
+            f"--exchange-buffer-bytes {settings.exchange_buffer_bytes} holds {rows} rows of K and V, but stages of "
+            f"fewer than {LEAST_STAGE} rows are too many to plan; raise --exchange-buffer-bytes"
         )
 
 

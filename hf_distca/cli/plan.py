@@ -164,12 +164,12 @@ def _memory(options: argparse.Namespace) -> "ModelMemory | None":
     given = [f"--{name.replace('_', '-')}" for name in (*HEADS, "window") if getattr(options, name) is not None]
     if options.model is None:
         if options.device_memory is not None:
-            raise InputError("--device-memory says how long rows of a model may be: give --model too")
+            raise InputError("--device-memory limits the rows of a model, but no model is given; add --model")
         return None
     if given:
-        raise InputError(f"{given[0]} is what --model has: leave one of them out")
+        raise InputError(f"{given[0]} and --model both describe the model; leave one of them out")
     if options.dtype == "float16":
-        raise InputError("--model computes in bfloat16 or float32; give one of them as --dtype")
+        raise InputError("memory with --model is counted in bfloat16 or float32 only; set --dtype to one of them")
     from hf_distca.cli.model_memory import ModelMemory  # imports all of transformers
 
     return ModelMemory(options)
@@ -206,10 +206,10 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
     if not rows or settings.document_layout != "fixed":
         return plan_micro_batch(documents, settings)
     if len(rows) != ranks:
-        raise InputError(f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank")
+        raise InputError(f"got {len(rows)} rows of documents for {ranks} ranks; give one row per rank, or set --ranks")
     for rank, row in enumerate(rows):
         if sum(row) > tokens:
-            raise InputError(f"row {rank} holds {sum(row)} tokens, but a rank takes {tokens}; raise --tokens-per-rank")
+            raise InputError(f"row {rank} holds {sum(row)} tokens, but a rank holds {tokens}; raise --tokens-per-rank")
     return plan_placed(rows, settings)
 
 

@@ -19,7 +19,7 @@ def check_writable(*names: str | None) -> None:
     for name in filter(None, names):
         path = Path(name).absolute()
         if not path.parent.is_dir():
-            raise InputError(f"cannot write {name}: no such folder; make it first")
+            raise InputError(f"cannot write {name}: there is no such folder; make the folder first")
         if path.is_dir():
             raise InputError(f"cannot write {name}: it is a folder; name a file")
         if not os.access(path if path.exists() else path.parent, os.W_OK):

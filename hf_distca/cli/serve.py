@@ -137,12 +137,12 @@ def _device(name: str) -> Any:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"no device is called {name!r}; use cpu, or a GPU such as cuda:0") from error
+        raise ValueError(f"{name!r} is not a device; use cpu, or a GPU such as cuda:0") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r} cannot serve; use cpu, or a GPU such as cuda:0")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ValueError(f"there is no device {name!r}: {count} GPUs were found; use cpu or another GPU")
+            raise ValueError(f"device {name!r} does not exist: {count} GPUs were found; use cpu or another GPU")
         device = torch.device("cuda", device.index or 0)
     return device

@@ -89,7 +89,7 @@ def _lognormal(source: str) -> Draw:
         return lognormal(median, sigma)
     except ValueError as error:
         raise InputError(
-            f"{source!r} is no distribution: expected {LOGNORMAL}, such as lognormal:4000,1.5 ({error})"
+            f"{source!r} is not a distribution: expected {LOGNORMAL}, such as lognormal:4000,1.5 ({error})"
         ) from error
 
 

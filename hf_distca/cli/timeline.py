@@ -39,10 +39,10 @@ def run(options: argparse.Namespace) -> None:
         joined = read_traces(_files(options.traces))
         steps_by_name = steps_of(joined)
         if not steps_by_name:
-            raise InputError("the traces share no step; give the files of one training")
+            raise InputError("the traces have no step in common; give the files of one training")
         name = list(steps_by_name)[-1] if options.step is None else f"step {options.step}"
         if name not in steps_by_name:
-            raise InputError(f"there is no {name} in the trace; it has {', '.join(steps_by_name)}")
+            raise InputError(f"the trace has no {name}; choose one of {', '.join(steps_by_name)}")
         steps, clock_error = steps_by_name[name], joined["otherData"]["clock_error_us"] / 1e3
         if options.joined:
             write_report(options.joined, json.dumps(joined).encode())
@@ -65,7 +65,10 @@ def _files(given: list[str]) -> list[Path]:
     for path in map(Path, given):
         inside = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
         if not inside:
-            raise InputError(f"{path} holds no trace_rank_*.json: training writes them with trace_steps")
+            raise InputError(
+                f"{path} has no trace_rank_*.json, which training writes with trace_steps; set trace_steps, or name "
+                "another folder"
+            )
         found += inside
     return found
 

@@ -62,10 +62,10 @@ class Columns:
         unknown = sorted(set(present) - known)
         if unknown:
             raise ValueError(
-                f"The data set has columns that a packed batch does not carry: {unknown}. Expected 'input_ids', "
+                f"The data set has columns that a packed batch cannot carry: {unknown}. Expected 'input_ids', "
                 f"optionally 'labels', an 'attention_mask' of ones and '{self.length}'. Remove the others with "
-                f"dataset.remove_columns({unknown}); remove_unused_columns=True leaves out those that the model does "
-                "not take."
+                f"dataset.remove_columns({unknown}), or set remove_unused_columns=True to drop columns that the model "
+                "does not take."
             )
         return present
 
@@ -96,14 +96,14 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
         check_labels_length(len(labels), length, name)
     if "attention_mask" in used and np.shape(example["attention_mask"]) != (length,):
         raise ValueError(
-            f"{name} has an attention_mask of shape {np.shape(example['attention_mask'])} for {length} input_ids. A "
-            "packed document attends to itself, causally, and a mask cannot say otherwise: remove the column, or give "
-            "a one for each token."
+            f"{name} has an attention_mask of shape {np.shape(example['attention_mask'])} for {length} input_ids, "
+            "but a packed document attends to itself, causally, and needs no other mask. Remove the column, or give "
+            "a 1 for each token."
         )
     if "attention_mask" in used and not np.all(np.asarray(example["attention_mask"]) == 1):
         raise ValueError(
-            f"{name} has an attention_mask with zeros. Documents are packed without padding: tokenize with "
-            "padding=False, and mask the loss of a prompt with labels of -100."
+            f"{name} has an attention_mask with zeros, but documents are packed without padding. Tokenize with "
+            "padding=False; to leave a prompt out of the loss set its labels to -100."
         )
     if columns.length in used and int(example[columns.length]) != length:
         raise ValueError(
@@ -118,8 +118,8 @@ def check_labels_length(labels: int, length: int, name: str) -> None:
     """Raise ValueError if `labels` and `input_ids` differ in length; `name` is the example's name."""
     if labels != length:
         raise ValueError(
-            f"{name} has {labels} labels for {length} input_ids. Give one label per token, not shifted, with "
-            "-100 where no loss is wanted, or no column 'labels' at all."
+            f"{name} has {labels} labels for {length} input_ids. Give one label per token, not shifted, and -100 for "
+            "tokens without a loss; or remove the column 'labels'."
         )
 
 

@@ -36,8 +36,8 @@ def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: boo
     """
     if not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"{type(dataset).__name__} has no length, so no global micro-batches can be formed from it. "
-            "Use StreamPacker for a stream, or a data set with a length."
+            f"{type(dataset).__name__} has no length, so its documents cannot be planned in advance. Use StreamPacker "
+            "for a stream, or a data set with a length."
         )
     if len(dataset) == 0:
         raise ValueError("The data set is empty; expected at least one document.")
@@ -85,8 +85,8 @@ def _given_lengths(dataset: datasets.Dataset, length_column: str) -> NDArray[np.
     lengths = np.asarray(dataset.select_columns([length_column]).with_format("numpy")[:][length_column])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise ValueError(
-            f"The column '{length_column}' has the type {dataset.features[length_column]}; expected one "
-            "integer per document. Remove the column, and lengths are computed from input_ids."
+            f"The column '{length_column}' has the type {dataset.features[length_column]}; expected one integer per "
+            "document. Remove the column: lengths are then computed from input_ids."
         )
     _check_no_empty(lengths, 0)
     return lengths.astype(np.int64)

@@ -51,10 +51,9 @@ def fit_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments,
     if len(too_long) and policy == "error":
         longest = int(np.argmax(lengths))
         raise ValueError(
-            f"{len(too_long)} of {len(lengths)} documents are longer than {limit_name} = {limit} tokens; the "
-            f"longest, document {longest}, has {lengths[longest]}. Raise tokens_per_rank, use more ranks, or "
-            "choose what becomes of long documents: 'truncate' keeps their first tokens, 'split' cuts them "
-            "into excerpts."
+            f"{len(too_long)} of {len(lengths)} documents are longer than {limit_name} = {limit} tokens; the longest, "
+            f"document {longest}, has {lengths[longest]}. Raise tokens_per_rank, use more ranks, or set "
+            "long_documents: 'truncate' keeps the first tokens of a long document, 'split' cuts it into excerpts."
         )
     if len(too_long) and policy == "truncate":
         warn_truncated(len(too_long), int((lengths[too_long] - limit).sum()), limit, limit_name)

@@ -61,7 +61,9 @@ class RankDocuments(Dataset[PlannedDocuments]):
         if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
             used = columns.used(dataset.column_names)
             if left_out := sorted(set(dataset.column_names) - set(used)):
-                logger.info("columns %s are not used: neither the model nor a packed batch takes them", left_out)
+                logger.info(
+                    "columns %s are ignored, because neither the model nor a packed batch takes them", left_out
+                )
             # A long document as a Python list costs 100 times its array.
             dataset = dataset.select_columns(used).with_format("numpy")
         self.dataset = dataset
@@ -82,9 +84,9 @@ class RankDocuments(Dataset[PlannedDocuments]):
         for index, document in zip(indices, documents, strict=True):
             if len(document.input_ids) != self.lengths[index]:
                 raise ValueError(
-                    f"document {index} has {len(document.input_ids)} tokens, but {self.lengths[index]} when "
-                    "lengths were taken. Expected a data set that gives the same tokens each time; tokenize "
-                    f"it beforehand, and recompute or remove the column '{self.columns.length}'."
+                    f"document {index} has {len(document.input_ids)} tokens, but had {self.lengths[index]} when its "
+                    "length was read, so the plans do not fit it. Tokenize the data set beforehand, so that it "
+                    f"returns the same tokens each time; recompute or remove the column '{self.columns.length}'."
                 )
         return PlannedDocuments(plan, excerpts, dict(zip(indices, documents, strict=True)))
 

@@ -75,12 +75,14 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         choices: Callable[[], Choices | None] = lambda: None,
     ):
         if len(excerpts) == 0:
-            raise ValueError("There are no documents to form micro-batches from; expected at least one.")
+            raise ValueError(
+                "There are no documents, so no micro-batch can be formed; expected at least one document."
+            )
         lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
         if lengths.max() > capacity:
             raise ValueError(
-                f"A document has {lengths.max()} tokens, more than the {capacity} tokens that it may have here. "
-                "Apply fit_documents with this capacity first."
+                f"A document has {lengths.max()} tokens, but a micro-batch holds at most {capacity}. Apply "
+                "fit_documents with this capacity first."
             )
         self.excerpts = excerpts
         self.capacity = capacity

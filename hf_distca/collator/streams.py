@@ -83,9 +83,9 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             length = len(document.input_ids)
             if length > limit and self.long_documents == "error":
                 raise ValueError(
-                    f"{name} has {length} tokens, more than {limit_name} = {limit}, within which a streamed "
-                    "document must stay. Raise tokens_per_rank, use a data set with a length (its documents "
-                    "may span ranks), or choose 'truncate' or 'split' for long documents."
+                    f"{name} has {length} tokens, but a streamed document must fit into {limit_name} = {limit}. Raise "
+                    "tokens_per_rank, use a data set with a length (its documents may span ranks), or set "
+                    "long_documents to 'truncate' or 'split'."
                 )
             if length > limit and self.long_documents == "truncate":
                 truncated += 1

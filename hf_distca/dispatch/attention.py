@@ -58,8 +58,8 @@ def disaggregated_attention(
     """
     if q_THD.shape[0] != plan.rows:
         raise ValueError(
-            f"the plan gives this rank {plan.rows} rows, the model runs on {q_THD.shape[0]}; a plan belongs "
-            "to the batch it came with"
+            f"the plan gives this rank {plan.rows} rows, but the model runs on {q_THD.shape[0]}; use each plan only "
+            "with the batch that it was made for"
         )
     plan.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
     kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk)
@@ -80,8 +80,8 @@ def disaggregated_attention(
     ):
         if kind not in nano.routes:
             raise ValueError(
-                f"a layer has {kind}; the plan was made for {'; '.join(map(str, (*plan.local, *nano.routes)))}: "
-                "give all of them in PlanSettings.kinds"
+                f"a layer has {kind}, but the plan was made for {'; '.join(map(str, (*plan.local, *nano.routes)))}; "
+                "list the kinds of all layers in PlanSettings.kinds"
             )
         key = (module, nano.index)
         were_kept = recomputes and key in plan.kept_results

@@ -78,8 +78,8 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
     shared = [f"ranks {ranks} on {uuid}" for uuid, ranks in ranks_by_uuid.items() if len(ranks) > 1]
     if shared:
         raise ValueError(
-            f"NCCL takes one rank per GPU, got {'; '.join(shared)}: start one process per GPU, each with its own "
-            'torch.cuda.set_device(LOCAL_RANK), or all over gloo, with ddp_backend="gloo" or '
+            f"NCCL takes one rank per GPU, but several ranks share one: {'; '.join(shared)}. Start one process per "
+            'GPU, each with its own torch.cuda.set_device(LOCAL_RANK); or use gloo, with ddp_backend="gloo" or '
             'init_process_group("gloo")'
         )
 
@@ -92,10 +92,10 @@ def unreachable(rank: int, error: Exception) -> RuntimeError:
         address = socket.gethostbyname(host)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     return RuntimeError(
-        f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: {error}\n"
-        "Unless another rank failed before, look at the network: gloo gives others the address of the interface "
-        f"named by GLOO_SOCKET_IFNAME ({'not set' if interface is None else interface} on this host), and without it "
-        f"the one that the host's name resolves to ({host!r} here to {address}). Where other hosts cannot reach that, "
-        "set GLOO_SOCKET_IFNAME on every host to an interface that they can, such as eth0; `ip -brief address` lists "
-        "them"
+        f"rank {rank} cannot reach the other ranks over gloo, which carries control messages: {error}\nUnless "
+        "another rank failed before, check the network: gloo gives other ranks the address of the interface named by "
+        f"GLOO_SOCKET_IFNAME ({'not set' if interface is None else interface} on this host), and without it the "
+        f"address that the host's name resolves to ({host!r} here to {address}). Where other hosts cannot reach that "
+        "address, set GLOO_SOCKET_IFNAME on every host to an interface that they can reach, such as eth0; `ip -brief "
+        "address` lists interfaces"
     )

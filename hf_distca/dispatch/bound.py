@@ -386,8 +386,8 @@ class BoundPlan:
         """
         if any(nano.has_cuts for nano in self.nano_batches):
             raise ValueError(
-                "a layer mixes the rows of a document otherwise than by attention, but the plan cuts documents "
-                "between ranks; plan with document_layout='whole'"
+                "a layer mixes the rows of a document other than by attention, but the plan cuts documents between "
+                "ranks; plan with document_layout='whole'"
             )
         return tuple(rows for nano in self.nano_batches for rows in nano.document_rows)
 

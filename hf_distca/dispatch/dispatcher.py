@@ -88,7 +88,10 @@ class Dispatcher:
         mine = (self.settings, self.kernel.name, self.keep_received, self.keep_core_attention)
         others = self.groups.all_gather(mine)
         if any(other != others[0] for other in others):
-            return ValueError(f"settings differ between ranks, here they are {mine}; start all ranks alike")
+            return ValueError(
+                f"settings differ between ranks, so they would make different plans; this rank has {mine}. Start all "
+                "ranks with the same settings"
+            )
         return None
 
     def choose_by(self, choices: Choices | None) -> None:
@@ -139,8 +142,8 @@ class Dispatcher:
                 nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]
                 if nodes is not None and nodes != self.settings.nodes:
                     raise ValueError(
-                        f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have "
-                        f"{self.settings.nodes}: plan with the same ranks_per_node as the dispatcher's"
+                        f"the plan is made for ranks on the nodes {nodes}, but the dispatcher's settings have the "
+                        f"nodes {self.settings.nodes}; use the same ranks_per_node for both"
                     )
 
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:

@@ -82,7 +82,7 @@ class Failures:
         try:
             self._store.set(self._key(self._rank), f"{type(error).__name__}: {error}")
         except Exception as unreachable:  # must not hide the error itself
-            logger.debug("other ranks are not told: %s", unreachable)
+            logger.debug("cannot report the error to other ranks: %s", unreachable)
 
     def _others(self) -> dict[int, str]:
         """Return other ranks' errors, by rank, as soon as there are any; empty after `wait_s`."""
@@ -96,7 +96,7 @@ class Failures:
                     return {rank: self._store.get(key).decode() for rank, key in found.items()}
                 time.sleep(_PAUSE_S)
         except Exception as unreachable:  # must not hide the error itself
-            logger.debug("errors of other ranks cannot be read: %s", unreachable)
+            logger.debug("cannot read the errors of other ranks: %s", unreachable)
             return {}
 
 

@@ -43,8 +43,8 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise ValueError(
-                f"the mesh has the dimensions {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}; expected the one of "
-                'the data-parallel ranks, such as mesh["dp"]'
+                f"the mesh has the dimensions {mesh.mesh_dim_names} of sizes {tuple(mesh.shape)}; expected one "
+                'dimension, that of the data-parallel ranks, such as mesh["dp"]'
             )
         mesh = mesh.get_group()
     return sorted(dist.get_process_group_ranks(mesh))
@@ -174,7 +174,9 @@ class Groups:
     def check_open(self) -> None:
         """Raise if the groups are closed: torch would take a group of None for all processes of the world."""
         if self.closed:
-            raise RuntimeError("the groups of this dispatcher are closed; make a new trainer or dispatcher to go on")
+            raise RuntimeError(
+                "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
+            )
 
     def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:
         """Return every rank's value, in the order of the ranks. A collective on the CPU.

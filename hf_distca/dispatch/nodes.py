@@ -58,7 +58,7 @@ def _tell(places: Sequence[Place]) -> None:
     hosts = [host for host, _ in groupby(host for host, _ in places)]
     if len(hosts) > len(set(hosts)):
         logger.warning(
-            "ranks that share a host are not numbered one after another, so plans cannot let bytes stay on it; launch "
-            "them host by host (torchrun does; mpirun --map-by slot)"
+            "ranks that share a host are not numbered one after another, so plans cannot prefer exchanges inside a "
+            "host. Launch ranks host by host (torchrun does; mpirun --map-by slot)"
         )
     logger.info("ranks on each node, as launched: %s", ", ".join(map(str, _sizes(places))))

@@ -26,15 +26,14 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     input_ids = batch["input_ids"]
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
         raise ValueError(
-            f"input_ids has the shape {tuple(input_ids.shape)}; expected [1, tokens], all documents one "
-            "after another in one row. Use transformers' DataCollatorWithFlattening, or the collator of "
-            "hf_distca."
+            f"input_ids has the shape {tuple(input_ids.shape)}; expected [1, tokens], with all documents packed into "
+            "one row. Use transformers' DataCollatorWithFlattening, or the collator of hf_distca."
         )
     attention_mask = batch.get("attention_mask")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask has the shape {tuple(attention_mask.shape)} for input_ids of {tuple(input_ids.shape)}. "
-            "Documents attend to themselves, causally, and a mask cannot say otherwise: leave it out."
+            f"attention_mask has the shape {tuple(attention_mask.shape)} for input_ids of {tuple(input_ids.shape)}, "
+            "but packed documents attend to themselves, causally, and need no other mask. Leave attention_mask out."
         )
     if attention_mask is not None and not bool((attention_mask == 1).all()):
         raise ValueError(
@@ -49,9 +48,9 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     if batch.get("position_ids") is not None:
         return _lengths_by_position(batch["position_ids"], tokens)
     raise ValueError(
-        f"The batch has only {sorted(batch)}: nothing says where its documents begin. Expected position_ids "
-        "that restart at 0 with each document, or cu_seq_lens_q; "
-        "DataCollatorWithFlattening(return_position_ids=True) gives the former."
+        f"The batch has only {sorted(batch)}, which do not show where documents begin. Expected position_ids that "
+        "restart at 0 with each document, or cu_seq_lens_q; DataCollatorWithFlattening(return_position_ids=True) "
+        "returns position_ids."
     )
 
 
@@ -121,8 +120,8 @@ def _lengths_by_position(position_ids: torch.Tensor, tokens: int) -> tuple[int, 
     starts = (positions_T == 0).nonzero().flatten()
     if tokens == 0 or positions_T[0] != 0:
         raise ValueError(
-            f"position_ids begin with {positions_T[:5].tolist()}; expected 0 at the first token of each "
-            "document, the first one included (DataCollatorWithFlattening with position_ids_start=0)."
+            f"position_ids begin with {positions_T[:5].tolist()}; expected 0 at the first token of each document, "
+            "including the first document (DataCollatorWithFlattening with position_ids_start=0)."
         )
     breaks = ((positions_T[1:] != positions_T[:-1] + 1) & (positions_T[1:] != 0)).nonzero().flatten()
     if len(breaks):

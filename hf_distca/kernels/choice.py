@@ -74,7 +74,10 @@ def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin
     if device.type == "cpu":
         return Choice(_checked(CpuKernel(), device, needs), {})
     if device.type != "cuda":
-        raise ValueError(f"kernel 'auto' knows cpu and cuda devices, got {device}; 'reference' runs on any device")
+        raise ValueError(
+            f"kernel 'auto' chooses for cpu and cuda devices only, got {device}; set attention_kernel='reference', "
+            "which runs on any device"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     passed_over: dict[str, str] = {}
     for name in FASTEST_FIRST.get(major, ELSEWHERE):
@@ -85,7 +88,7 @@ def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin
             passed_over[name] = str(error)
     reasons = "".join(f"\n- {reason}" for reason in passed_over.values())
     raise ValueError(
-        f"no kernel that is installed can compute this model's attention on {device}, a GPU of compute capability "
+        f"no installed kernel can compute this model's attention on {device}, a GPU of compute capability "
         f"{major}.{minor}:{reasons}"
     )
 

@@ -116,7 +116,7 @@ class TaskShapes:
         """Make the shapes as `build` does, where `place` copies numbers to the device, perhaps many together."""
         q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
         if len(q_lens) != len(k_lens):
-            raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give one of each per task")
+            raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give both for every task")
         if any(n < 0 for n in q_lens + k_lens):
             raise ValueError(f"lengths must be 0 or more, got q_lens {q_lens} and k_lens {k_lens}")
 
@@ -211,8 +211,8 @@ def check_tensors(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShape
         raise ValueError(f"q and k differ in head dim: {q_QHD.shape[2]} and {k_KGD.shape[2]}")
     if k_KGD.shape[1] != v_KGE.shape[1] or q_QHD.shape[1] % k_KGD.shape[1]:
         raise ValueError(
-            "k and v must have as many heads as each other, and q a multiple of that, got "
-            f"{k_KGD.shape[1]}, {v_KGE.shape[1]} and {q_QHD.shape[1]}"
+            f"k and v must have the same number of heads, and q a multiple of it, got {k_KGD.shape[1]}, "
+            f"{v_KGE.shape[1]} and {q_QHD.shape[1]}"
         )
     if not q_QHD.dtype == k_KGD.dtype == v_KGE.dtype:
         raise ValueError(
@@ -228,7 +228,7 @@ def _totals(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> t
         for i, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
             if k_len < q_len:
                 raise ValueError(
-                    f"task {i} has {q_len} query rows but only {k_len} key/value rows; causal attention is "
-                    "aligned at the last row, so a task needs at least as many keys as rows"
+                    f"task {i} has {q_len} query rows but only {k_len} key/value rows; causal attention aligns the "
+                    "last query with the last key, so a task needs at least as many keys as queries"
                 )
     return sum(q_lens), sum(k_lens)

@@ -71,7 +71,7 @@ class FlashVarlenKernel:
         if need.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(
                 f"kernel {self.name!r} computes in float16 and bfloat16, got {need.dtype}: train in bfloat16 "
-                "(bf16=True), or use 'reference', which takes any dtype but holds all scores of a task"
+                "(bf16=True), or use 'reference', which takes any dtype but keeps all scores of a task in memory"
             )
         if max(need.head_dim_qk, need.head_dim_v) > MAX_HEAD_DIM:
             raise ValueError(
@@ -80,8 +80,8 @@ class FlashVarlenKernel:
             )
         if need.params.softcap is not None and not self.version.softcap:
             raise ValueError(
-                f"kernel {self.name!r} has no softcap, got {need.params.softcap}; 'flash_attn', 'flash_attn_3' and "
-                "'flash_attn_4' have"
+                f"kernel {self.name!r} does not support softcap, got {need.params.softcap}; set attention_kernel to "
+                "'flash_attn', 'flash_attn_3' or 'flash_attn_4'"
             )
         if refusal := self._refusal(need, capability):
             raise ValueError(refusal)

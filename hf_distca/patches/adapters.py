@@ -26,8 +26,8 @@ def check_adapters(model: nn.Module) -> None:
         if reason := _reason(config):
             kind = getattr(config.peft_type, "value", config.peft_type)
             raise ValueError(
-                f"adapter {name!r} ({kind}) {reason}; use one that acts on each token alone, such as LoRA, or train "
-                "without planned attention"
+                f"adapter {name!r} ({kind}) {reason}. Use an adapter that processes each token alone, such as LoRA, "
+                "or train with attn_implementation='sdpa' and transformers' Trainer"
             )
 
 

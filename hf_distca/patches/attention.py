@@ -134,40 +134,41 @@ def _check_planned(
     layer = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if dropout > 0:
         raise ValueError(
-            f"{layer} asks for attention dropout {dropout} in a planned step; set model.config.attention_dropout = 0.0"
+            f"{layer} uses attention dropout {dropout} in a planned step, where workers cannot draw the same dropped "
+            "weights; set model.config.attention_dropout = 0.0"
         )
     if query.shape[0] != 1:
         raise ValueError(
-            f"a planned step has batch size 1 (rows packed without padding), got {query.shape[0]}; put all documents "
-            "into one row"
+            f"a planned step needs batch size 1 (rows packed without padding), got {query.shape[0]}; pack all "
+            "documents into one row"
         )
     if isinstance(attention_mask, Tensor):
         raise ValueError(
-            f"{layer} got an attention_mask of shape {list(attention_mask.shape)} in a planned step; pack documents "
-            "without padding and leave attention_mask out"
+            f"{layer} got an attention_mask of shape {list(attention_mask.shape)}, but a planned step has no padding "
+            "to mask; pack documents without padding and leave attention_mask out"
         )
     if isinstance(attention_mask, DeferredMask):
         if attention_mask.added_by_model:
             raise ValueError(
-                f"{layer} lays a mask of its own over the causal one, which a plan cannot express; train this model "
-                "with stock attention and transformers' Trainer"
+                f"{layer} adds a custom mask to the causal mask, and a plan cannot express it; train this model with "
+                "stock attention and transformers' Trainer"
             )
         if attention_mask.local_size not in (None, *reach):
             raise ValueError(
-                f"{layer} masks by a local size of {attention_mask.local_size}, but has "
-                f"sliding_window={reach.window} and chunks of {reach.chunk} rows; a plan knows full, sliding-window "
-                "and chunked attention only, so this model cannot train with planned attention"
+                f"{layer} masks by a local size of {attention_mask.local_size}, but has sliding_window={reach.window} "
+                f"and chunks of {reach.chunk} rows. A plan supports only full, sliding-window and chunked attention; "
+                "train this model with stock attention and transformers' Trainer"
             )
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise ValueError(
-            f"{layer} is not causal; a plan knows causal attention only: train this model with stock attention and "
-            "transformers' Trainer"
+            f"{layer} is not causal, but a plan supports causal attention only; train this model with stock attention "
+            "and transformers' Trainer"
         )
     for name in ("position_bias", "cache"):
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"{layer} passes {name}, which a planned step cannot use; train this model with stock attention and "
-                "transformers' Trainer"
+                f"{layer} passes {name}, which planned attention does not support; train this model with stock "
+                "attention and transformers' Trainer"
             )
 
 

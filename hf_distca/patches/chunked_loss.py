@@ -146,8 +146,8 @@ class _OfLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
-                "the backward of a loss computed in chunks ran a second time, but the first has used up its "
-                "gradients; set loss_chunk_bytes=0 for retain_graph=True"
+                "the backward of a loss computed in chunks ran a second time, but the first backward freed the "
+                "gradients; set loss_chunk_bytes=0 to use retain_graph=True"
             )
         gradients, ctx.gradients = ctx.gradients, None
         return (*(None if gradient is None else gradient.mul_(grad) for gradient in gradients), None)

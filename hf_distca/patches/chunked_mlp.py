@@ -49,14 +49,14 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
                 module.__class__ = subclasses.setdefault(cls, type(cls.__name__, (_ChunkedMLP, cls), {}))
             vars(module)["chunk_rows"] = rows
             chunked += 1
-    reasons = "; ".join(left) or "there is no module of a class ...MLP in them"
+    reasons = "; ".join(left) or "they have no module whose class name ends in MLP"
     if not chunked:
         raise ValueError(
-            f"mlp_chunk_rows={rows} changes nothing in the decoder layers of {type(model).__name__}: {reasons}; set "
+            f"mlp_chunk_rows={rows} has no effect on the decoder layers of {type(model).__name__}: {reasons}; set "
             "mlp_chunk_rows=0"
         )
     if left:
-        logger.warning("mlp_chunk_rows leaves some MLPs as they are: %s", reasons)
+        logger.warning("mlp_chunk_rows does not apply to some MLPs: %s", reasons)
 
 
 def _why_not(module: nn.Module) -> str:
@@ -64,7 +64,7 @@ def _why_not(module: nn.Module) -> str:
     if any(EXPERTS in type(inner).__name__ for inner in module.modules()):
         return "routes rows to experts"
     if "forward" in vars(module):
-        return "has got another forward, such as Liger's"
+        return "has another forward, such as Liger's"
     return ""
 
 

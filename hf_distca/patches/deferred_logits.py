@@ -97,8 +97,8 @@ class DeferredLogits:
             return self._tensor
         if not self._head.fits(self._hidden.shape[:-1].numel()):
             logger.warning_once(
-                f"{asked_by!r} reads all logits of a planned step at once, which takes tokens × vocabulary values of "
-                "memory; the loss does not need them: read some rows at a time, or the loss alone"
+                f"{asked_by!r} reads all logits of a planned step at once, which takes memory for tokens × vocabulary "
+                "values. The loss does not need all logits: read some rows at a time, or only the loss"
             )
         tensor = self._head.logits(self._hidden, self._steps)
         if torch.is_grad_enabled():

@@ -21,15 +21,15 @@ def check_dropout(config: PreTrainedConfig, attentions: dict[str, nn.Module]) ->
     for name, value in config.to_dict().items():
         if IN_CONFIG.fullmatch(name) and _probability(value) > 0:
             raise ValueError(
-                f"{name} is {value}; dropped attention weights cannot be drawn alike on every worker. Load the model "
-                f"with {name}=0.0"
+                f"{name} is {value}, but workers cannot draw the same dropped attention weights. Load the model with "
+                f"{name}=0.0"
             )
     for layer, module in attentions.items():
         for name, value in _attributes(module):
             if IN_MODULE.fullmatch(name) and (probability := _probability(value)) > 0:
                 raise ValueError(
-                    f"{name} of {layer} is {probability}; dropped attention weights cannot be drawn alike on every "
-                    "worker. Set it to 0.0 in every attention layer"
+                    f"{name} of {layer} is {probability}, but workers cannot draw the same dropped attention weights. "
+                    "Set it to 0.0 in every attention layer"
                 )
 
 

@@ -49,8 +49,8 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
         return
     if not isinstance(getattr(head, "out_features", None), int) or isinstance(head, nn.Embedding):
         logger.warning_once(
-            f"the loss of {type(base).__name__} is computed from all logits at once: its head is "
-            f"{type(head).__name__}, not a linear layer"
+            f"the loss of {type(base).__name__} is computed from all logits at once, which takes more memory, because "
+            f"its head is {type(head).__name__}, not a linear layer"
         )
         return
     if not isinstance(head, PlannedHead):
@@ -130,7 +130,7 @@ class PlannedHead(nn.Module):
             for kind in HOOKS:
                 for hook in getattr(module, kind).values():
                     if not str(getattr(hook, "__module__", None)).startswith(WRAPPERS):
-                        return f"{name} has a hook of its own, {hook!r}, which is to see them"
+                        return f"{name} has a hook of its own, {hook!r}, which needs to see all of them"
             if module is not self and (isinstance(module, FSDPModule) or _is_gathered_apart(self, module)):
                 return f"{name} gathers its weights apart from the rest of the head, for each chunk anew"
         return None
@@ -210,8 +210,8 @@ class PlannedHead(nn.Module):
             return result
         if torch.is_grad_enabled() or self.forward_in_shares is not None:
             raise ValueError(
-                "logits of a planned step are asked for after the model's forward, when FSDP2 has the head's weights "
-                "in shards again, and no gradient would reach them; ask under torch.no_grad(), or set "
+                "logits of a planned step are read after the model's forward, when FSDP2 has sharded the head's "
+                "weights again, so they would get no gradient; read them under torch.no_grad(), or set "
                 "loss_chunk_bytes=0"
             )
         whole = {name: p.full_tensor() for name, p in in_shards.items()}

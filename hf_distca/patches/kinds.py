@@ -72,8 +72,8 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
         kinds[kind_on_a_rank(kind, model, module)] = None
     if not kinds:
         raise ValueError(
-            f"{type(model).__name__} has no attention layers that are named as transformers names them: of a class "
-            "...Attention and with a layer_idx; train it with stock attention and transformers' Trainer"
+            f"{type(model).__name__} has no attention layers that can be found by transformers' names: a class "
+            "...Attention with a layer_idx. Train it with stock attention and transformers' Trainer"
         )
     return tuple(kinds)
 
@@ -98,9 +98,9 @@ def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
     unknown = sorted(set(layer_types) - set(known))
     if unknown:
         raise ValueError(
-            f"{type(config).__name__} has layers of type {unknown}; a planned step is exact only where every layer is "
-            f"one of {sorted(known)}. Choose a model of these, or train this one with stock attention and "
-            "transformers' Trainer"
+            f"{type(config).__name__} has layers of type {unknown}, but a planned step is exact only for layers of "
+            f"the types {sorted(known)}. Choose a model with these types only, or train this model with stock "
+            "attention and transformers' Trainer"
         )
     return [known[layer_type] for layer_type in layer_types]
 
@@ -120,8 +120,8 @@ def _kind(config: PreTrainedConfig, module: nn.Module, reach: Reach) -> Attentio
     q_heads = getattr(config, "num_attention_heads", None)
     if q_heads is None:
         raise ValueError(
-            f"{type(config).__name__} does not say how many heads {type(module).__name__} has (num_attention_heads), "
-            "so its attention cannot be planned; train it with stock attention and transformers' Trainer"
+            f"{type(config).__name__} has no num_attention_heads, so the heads of {type(module).__name__} are unknown "
+            "and its attention cannot be planned; train this model with stock attention and transformers' Trainer"
         )
     if getattr(config, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
         dim_qk = config.qk_nope_head_dim + config.qk_rope_head_dim

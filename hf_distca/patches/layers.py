@@ -68,8 +68,8 @@ def check_layers(model: PreTrainedModel) -> None:
     """Raise ValueError if a model has no layers in which two nano-batches can take turns."""
     if not decoder_layers(model):
         raise ValueError(
-            f"{type(model).__name__} has no decoder layer of transformers' GradientCheckpointingLayer; set "
-            "ping_pong=False"
+            f"{type(model).__name__} has no decoder layer based on transformers' GradientCheckpointingLayer, which "
+            "ping-pong needs; set ping_pong=False"
         )
 
 
@@ -147,8 +147,9 @@ class _PlannedLayer(nn.Module):
         calls = 1 + takes_turns
         if ran.attentions - attentions < calls * self.attends or ran.mixing - mixing < calls * self.mixes:
             raise ValueError(
-                f"{type(self).__name__} ran without its plan in some module that attends or mixes along the row: "
-                "documents would attend to one another, or be mixed; this model cannot train with planned attention"
+                f"{type(self).__name__} did not pass its plan to every module that attends or mixes along the row, so "
+                "documents would not be kept apart. This model cannot train with planned attention; train it with "
+                "stock attention and transformers' Trainer"
             )
         return result
 
@@ -187,9 +188,10 @@ class _PlannedLayer(nn.Module):
                 if "output_capturing_hook" in hook.__qualname__ or hook.__module__.startswith(OF_WEIGHTS):
                     continue
                 logger.warning_once(
-                    f"ping-pong is off in every {type(self).__name__} with a hook inside, such as "
-                    f"{hook.__module__}.{hook.__qualname__} on {name}: the hook is to see all rows in one call. "
-                    "Exchanges hide behind less computation; results stay the same."
+                    f"ping-pong is off in every {type(self).__name__}, because a module inside has a hook, such as "
+                    f"{hook.__module__}.{hook.__qualname__} on {name}, which must see all rows in one call. Results "
+                    "stay the same, but less computation hides exchanges; put the hook on the whole layer to use "
+                    "ping-pong."
                 )
                 return True
         return False

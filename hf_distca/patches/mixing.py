@@ -103,9 +103,9 @@ class _MixingModule(nn.Module):
     ) -> Any:
         if checkpoints_around() != around_layer:
             raise ValueError(
-                f"{type(self).__name__} runs in a gradient checkpoint that begins inside its decoder layer: it would "
-                "be computed again without the layer's plan, its documents as one. Put checkpoints around whole "
-                "layers, as model.gradient_checkpointing_enable() does"
+                f"{type(self).__name__} runs in a gradient checkpoint that begins inside its decoder layer, so "
+                "recomputation would lack the layer's plan and mix documents. Put checkpoints around whole layers, as "
+                "model.gradient_checkpointing_enable() does"
             )
         plan.ran.mixing += 1
         sizes = plan.document_rows

@@ -88,14 +88,14 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
     (module, *_) = mixing_modules(mixing[0])
     if config.document_layout not in (AUTO, "whole"):
         raise ValueError(
-            f"document_layout={config.document_layout!r} cuts documents, and {type(module).__name__} in "
-            f"{type(model).__name__} would be wrong for one that is cut: it mixes the rows of a document otherwise "
-            "than by attention. Set document_layout='whole', which 'auto' is for this model"
+            f"document_layout={config.document_layout!r} cuts documents, but {type(module).__name__} in "
+            f"{type(model).__name__} mixes the rows of a document other than by attention, and would be wrong for a "
+            "document that is cut. Set document_layout='whole', which 'auto' means for this model"
         )
     if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info(
-            "documents stay whole on their rank (document_layout='whole'): %s in %s mixes the rows of a document "
-            "otherwise than by attention",
+            "each document stays whole on one rank (document_layout='whole'), because %s in %s mixes the rows of a "
+            "document other than by attention",
             type(module).__name__,
             type(model).__name__,
         )
@@ -146,8 +146,8 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     if not attentions:
         raise ValueError(
             f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, in modules "
-            "that are named as transformers names them (a class ...Attention with a layer_idx); it can train with "
-            f"{_other_implementations(model)}, but not with planned attention"
+            "of a class ...Attention with a layer_idx, so a plan cannot reach its attention; train it with "
+            f"transformers' Trainer and one of {_other_implementations(model)} as attn_implementation"
         )
     name = config._attn_implementation
     if name != ATTENTION_NAME:
@@ -157,8 +157,9 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
         )
     if config.model_type in CHANGING_MASKS:
         raise ValueError(
-            f"the layers of {type(model).__name__} lay a mask of their own over the causal one, made from the values; "
-            f"a plan cannot express it. This model can train with {_other_implementations(model)}"
+            f"the layers of {type(model).__name__} compute a custom mask from the values and add it to the causal "
+            "mask, which a plan cannot express; train it with transformers' Trainer and one of "
+            f"{_other_implementations(model)} as attn_implementation"
         )
     check_dropout(config, attentions)
     _check_positions(model)
@@ -166,17 +167,17 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     for module_name, module in attentions.items():
         if hands_on(module, "position_bias"):
             raise ValueError(
-                f"{module_name} of {type(model).__name__} adds a bias to its scores (position_bias), one for each "
-                "pair of a query and a key, which a plan does not exchange; this model can train with "
-                f"{_other_implementations(model)}, but not with planned attention"
+                f"{module_name} of {type(model).__name__} adds a bias to its scores (position_bias) for each pair of "
+                "a query and a key, which a plan does not exchange; train it with transformers' Trainer and one of "
+                f"{_other_implementations(model)} as attn_implementation"
             )
     _check_mixing(model)
     for module in [*attentions.values(), *filter(has_attention, decoder_layers(model))]:
         if not _hands_keywords_on(module):
             raise ValueError(
-                f"{type(model).__name__} drops keywords on the way to its attention ({type(module).__name__}.forward "
-                f"takes none, or does not use them), so the plan would not reach it; this model can train with "
-                f"{_other_implementations(model)}, but not with planned attention"
+                f"{type(model).__name__} drops keywords on the way to its attention: {type(module).__name__}.forward "
+                "takes none, or does not use them, so the plan would not reach it; train it with transformers' "
+                f"Trainer and one of {_other_implementations(model)} as attn_implementation"
             )
     _check_loss(model)
     return attentions
@@ -192,7 +193,7 @@ def check_reentrant(model: PreTrainedModel) -> None:
     for name, module in decoder_attentions(base_model(model)).items():
         if getattr(module, "is_kv_shared_layer", False):
             raise ValueError(
-                f"{name} reads the keys and values of an earlier layer, and a reentrant checkpoint passes no gradient "
+                f"{name} reads the keys and values of an earlier layer, but a reentrant checkpoint passes no gradient "
                 "back to them; set gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
 
@@ -202,16 +203,16 @@ def _check_positions(model: PreTrainedModel) -> None:
     reason = None
     for name, module in model.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
-            reason = f"{name} of {type(model).__name__} numbers positions from its padding token on, not from 0"
+            reason = f"{name} of {type(model).__name__} counts positions from its padding token, not from 0"
     if not _takes_positions(model):
         reason = (
-            f"{type(model).__name__} takes no position_ids: it numbers the positions of a row by itself, and does not "
-            "begin again at 0 with each document"
+            f"{type(model).__name__} takes no position_ids: it counts the positions of a whole row, and does not "
+            "restart at 0 with each document"
         )
     if reason is not None:
         raise ValueError(
-            f"{reason} as packed batches do; this model can train with {_other_implementations(model)}, but not with "
-            "planned attention"
+            f"{reason}, as packed batches need; train this model with transformers' Trainer and one of "
+            f"{_other_implementations(model)} as attn_implementation"
         )
 
 
@@ -230,11 +231,11 @@ def _check_causal(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> N
     if not getattr(config, "is_causal", True):  # its masks are not causal, whatever its modules say
         not_causal = list(attentions)
     if not_causal:
-        decoder = "" if getattr(config, "is_decoder", True) else "set is_decoder=True in its config, else "
+        decoder = "" if getattr(config, "is_decoder", True) else "set is_decoder=True in its config, or "
         raise ValueError(
-            f"{not_causal[0]} of {type(model).__name__} is not causal: its rows attend to later ones or to an "
-            f"encoder's, and a plan knows earlier rows only; {decoder}this model can train with "
-            f"{_other_implementations(model)}, but not with planned attention"
+            f"{not_causal[0]} of {type(model).__name__} is not causal: its rows attend to later rows or to an "
+            f"encoder's, but a plan supports attention to earlier rows only; {decoder}train this model with "
+            f"transformers' Trainer and one of {_other_implementations(model)} as attn_implementation"
         )
 
 
@@ -245,9 +246,9 @@ def _check_loss(model: PreTrainedModel) -> None:
     is_stock = forward.__module__.startswith("transformers.")
     if computes_loss and is_stock and "loss_function" not in forward.__code__.co_names:
         raise ValueError(
-            f"{type(model).__name__} computes its loss without transformers' loss function, as the mean over its own "
-            "rows: ranks with different numbers of targets would have no exact loss. This model can train with "
-            f"{_other_implementations(model)} and transformers' Trainer"
+            f"{type(model).__name__} does not use transformers' loss function, but takes the mean over its own rows, "
+            "so ranks with different numbers of targets would have no exact loss; train it with transformers' "
+            f"Trainer and one of {_other_implementations(model)} as attn_implementation"
         )
 
 
@@ -259,17 +260,17 @@ def _check_mixing(model: PreTrainedModel) -> None:
     expected = sum(layer_type in MIXING for layer_type in types)
     if len(layers) < expected:
         raise ValueError(
-            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but {len(layers)} have a "
-            "module that is known to mix along the row (with a convolution, or attention of its own); in the others "
-            f"documents could not be kept apart. This model can train with {_other_implementations(model)}, but not "
-            "with planned attention"
+            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but only in {len(layers)} "
+            "of them a module is known that mixes along the row (with a convolution, or attention of its own); "
+            "documents could not be kept apart in the others. Train this model with transformers' Trainer and one of "
+            f"{_other_implementations(model)} as attn_implementation"
         )
     for layer in layers:
         if not takes_keywords(layer):
             raise ValueError(
                 f"{type(layer).__name__}.forward has no **kwargs, so the plan would not reach the module in it that "
-                f"mixes along the row, and documents would mix; this model can train with "
-                f"{_other_implementations(model)}, but not with planned attention"
+                "mixes along the row, and documents would mix; train this model with transformers' Trainer and one "
+                f"of {_other_implementations(model)} as attn_implementation"
             )
 
 

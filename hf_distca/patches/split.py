@@ -66,7 +66,7 @@ def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_
     elif isinstance(value, PLAIN):
         return (value,) * len(sizes)
     elif isinstance(value, Cache):
-        raise ValueError("a planned step has no use for cached keys and values; set model.config.use_cache = False")
+        raise ValueError("a planned step cannot use cached keys and values; set model.config.use_cache = False")
     raise ValueError(refusal.divide.format(name=name, described=_described(value), rows=rows))
 
 

@@ -39,9 +39,9 @@ def kind_on_a_rank(kind: AttentionKind, model: PreTrainedModel, attention: nn.Mo
     for heads, what in ((kind.q_heads, "query heads"), (kind.kv_heads, "key/value heads")):
         if heads % ranks:
             raise ValueError(
-                f"{name} has {heads} {what}, which tensor parallelism cannot divide among {ranks} ranks; load "
-                f"{type(model).__name__} with a tp_size that divides {kind.q_heads} and {kind.kv_heads}, and let more "
-                "ranks train on data of their own: DistributedConfig(tp_size=…, fsdp_size=…)"
+                f"{name} has {heads} {what}, which tensor parallelism cannot divide among {ranks} ranks. Load "
+                f"{type(model).__name__} with a tp_size that divides {kind.q_heads} and {kind.kv_heads}; raise "
+                "fsdp_size to use the other ranks: DistributedConfig(tp_size=…, fsdp_size=…)"
             )
     return replace(kind, q_heads=kind.q_heads // ranks, kv_heads=kind.kv_heads // ranks)
 

@@ -39,8 +39,8 @@ class ThreadState:
         inside = ThreadState.now(self.device_type)
         if inside.saved_tensors != self.saved_tensors:
             raise ValueError(
-                "ping-pong cannot pause inside a checkpoint, or a context that handles saved tensors, which a decoder "
-                "layer has around its attention; put it around the whole layer, or set ping_pong=False"
+                "a decoder layer has a checkpoint, or a context that handles saved tensors, around its attention, and "
+                "ping-pong cannot pause inside it; put it around the whole layer, or set ping_pong=False"
             )
         return inside
 

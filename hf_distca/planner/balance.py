@@ -86,8 +86,8 @@ def balance(
     workers = workers or Workers.uniform(layout.ranks)
     if len(workers) < layout.ranks:
         raise ValueError(
-            f"the layout has {layout.ranks} ranks, but only {len(workers)} workers are described; "
-            "every rank is a worker, dedicated ones come after them"
+            f"the layout has {layout.ranks} ranks, but only {len(workers)} workers are described; describe every "
+            "rank, then the dedicated servers"
         )
     rows = ShiftedRows.of(layout, window, row_overhead, balance_block_size)
     prices = Prices.of(row_bytes or RowBytes(), rows, gather_cost)

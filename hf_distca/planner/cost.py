@@ -188,7 +188,10 @@ def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(f"document lengths must be 64-bit integers in one dimension, got {lengths!r:.80}")
     if len(array) and float(array.astype(np.float64).sum()) > MOST_TOKENS:
-        raise ValueError(f"the documents hold more than {MOST_TOKENS} tokens; split the micro-batch")
+        raise ValueError(
+            f"the documents hold more than {MOST_TOKENS} tokens, which plans cannot count; use fewer documents in a "
+            "micro-batch"
+        )
     if len(array) and array.min() < 1:
         raise ValueError(f"document {int(array.argmin())} has length {int(array.min())}; leave empty documents out")
     return array.astype(np.int64)

@@ -25,8 +25,8 @@ def check_nodes(nodes: Sequence[int], ranks: int, workers: int) -> None:
     in_order = len(of_ranks) and of_ranks[0] == 0 and bool(np.all((steps == 0) | (steps == 1)))
     if len(nodes) != workers or not in_order or not np.array_equal(named, np.arange(len(named))):
         raise ValueError(
-            f"nodes must have a number for each of {workers} workers, 0, 1, 2, … in the order of the {ranks} ranks, "
-            f"then those of dedicated servers; got {tuple(nodes)!r:.120}"
+            f"nodes must have one number per worker, {workers} in all: 0, 1, 2, … in the order of the {ranks} ranks, "
+            f"then the nodes of dedicated servers; got {tuple(nodes)!r:.120}"
         )
 
 

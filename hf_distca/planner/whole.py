@@ -30,8 +30,8 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
         document = int(lengths.argmax())
         raise ValueError(
             f"document {document} has {int(lengths[document])} tokens, but with document_layout='whole' a document "
-            f"stays on one rank, which takes {tokens_per_rank}; raise tokens_per_rank, or let long_documents truncate "
-            "or split it"
+            f"stays on one rank, which holds {tokens_per_rank}; raise tokens_per_rank, or set long_documents to "
+            "'truncate' or 'split'"
         )
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order].tolist()
@@ -44,7 +44,8 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
         if in_order is None:
             raise ValueError(
                 f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks of "
-                f"{tokens_per_rank} with none cut; use fewer documents, more ranks or more tokens_per_rank"
+                f"{tokens_per_rank} without cutting a document; use fewer documents, more ranks or more "
+                "tokens_per_rank"
             )
         chosen = in_order
     placed: list[list[int]] = [[] for _ in range(ranks)]

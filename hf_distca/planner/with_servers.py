@@ -43,7 +43,10 @@ def balance_with_servers(
     """
     servers = len(workers) - layout.ranks
     if servers < 1:
-        raise ValueError(f"{len(workers)} workers for {layout.ranks} ranks leave no server")
+        raise ValueError(
+            f"{len(workers)} workers for {layout.ranks} ranks leave no server; describe at least one worker more than "
+            "there are ranks"
+        )
     if not ranks_serve:
         workers = Workers((IDLE,) * layout.ranks + workers.speed[layout.ranks :], (0.0,) * len(workers))
     nodes = _nodes_of_workers(settings.nodes, server_nodes or [None] * servers)

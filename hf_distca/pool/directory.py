@@ -88,7 +88,9 @@ class Directory:
                 try:
                     channel.send(End(), timeout_s=_ANSWER_S)
                 except LinkLost as error:
-                    logger.warning("server %s:%d was not told that training ended: %s", info.host, info.port, error)
+                    logger.warning(
+                        ("cannot report to server %s:%d that training ended: %s"), info.host, info.port, error
+                    )
         if self._tell_ended is not None:
             self._tell_ended()
 
@@ -153,7 +155,7 @@ class Membership:
                 raise  # another try would end alike
             except LinkLost as error:
                 if time.monotonic() + _RETRY_S > deadline or give_up():
-                    raise LinkLost(f"not joined within {wait_s:g} s; the last try: {error}") from error
+                    raise LinkLost(f"no training run answered within {wait_s:g} s; the last error: {error}") from error
             time.sleep(_RETRY_S)
 
     def poll(self, timeout_s: float) -> Message | None:
@@ -179,7 +181,7 @@ def server_info(hello: Message, server: int, came_from: str) -> ServerInfo:
         raise ProtocolError(f"a server begins with its hello, got {type(hello).__name__}")
     if _is_loopback(hello.host) and not _is_loopback(came_from):
         raise MismatchError(
-            f"the server listens on {hello.host}, where ranks on other hosts do not reach it; let it listen on an "
+            f"the server listens on {hello.host}, which ranks on other hosts cannot reach; let it listen on an "
             f"address of its network, such as {came_from}"
         )
     return ServerInfo(server, hello.host or came_from, hello.port, hello.device, hello.pairs_per_second)

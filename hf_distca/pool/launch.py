@@ -66,13 +66,13 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     ranks = world - servers
     if ranks < 1:
         raise ValueError(
-            f"attention_servers={servers} of {world} processes leaves no rank; start more: accelerate launch "
-            f"--num_processes {servers + 1} or above"
+            f"attention_servers={servers} of {world} processes leaves no rank to train; start more processes: "
+            f"accelerate launch --num_processes {servers + 1} or above"
         )
     if dist.is_initialized() or PartialState._shared_state:
         raise ValueError(
-            "attention_servers needs DistCATrainingArguments to be made before anything starts torch.distributed or "
-            "accelerate; make them first in the script"
+            "torch.distributed or accelerate has started already, but attention_servers divides the processes before "
+            "that; make DistCATrainingArguments first in the script"
         )
     own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.PrefixStore(
@@ -113,9 +113,9 @@ def _without_device(rank: int, device: str) -> str:
     if device == "cpu" or int(device.removeprefix("cuda:")) < (count := device_count()):
         return ""
     return (
-        f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and on one "
-        "that it shares with a rank it would add nothing; start no more processes on a host than it has GPUs, "
-        "servers included, or let servers join from other hosts: attention_servers='external' and hf-distca serve"
+        f"the attention server of rank {rank} would compute on {device}, but its host has {count} GPUs, and a server "
+        "that shares a GPU with a rank adds nothing. Start no more processes on a host than it has GPUs, servers "
+        "included; or start servers on other hosts with attention_servers='external' and hf-distca serve"
     )
 
 

@@ -315,11 +315,11 @@ def decode(text: bytes) -> tuple[Message, int]:
         message: Message = _typed(_KINDS[name], fields)
         return message, int(_typed(int, payload))
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"what came is no message of this protocol: {error}") from error
+        raise ValueError(f"a received message does not follow the protocol: {error}") from error
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")
 
 
 def _typed(kind: Any, value: Any) -> Any:
@@ -336,7 +336,7 @@ def _typed(kind: Any, value: Any) -> Any:
         return float(value)
     if value in inner if origin is Literal else type(value) is kind:
         return value
-    raise ValueError(f"{value!r:.60} is no {kind}")
+    raise ValueError(f"{value!r:.60} is not of type {kind}")
 
 
 @cache

@@ -78,7 +78,10 @@ def interface_of(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address == address for one in addresses):
             return str(name)
-    raise ValueError(f"no network interface of this host has the address {address}; NIXL's port is bound to one")
+    raise ValueError(
+        f"no network interface of this host has the address {address}, to which NIXL binds its port; use an address "
+        "of an interface of this host"
+    )
 
 
 def address_towards(host: str, port: int) -> str:
@@ -136,7 +139,7 @@ class NixlAgent:
         with self._failures("could not use the peer's metadata"):
             found = self._agent.add_remote_agent(metadata)
         if (found.decode() if isinstance(found, bytes) else found) != expected:
-            raise LinkLost("the peer's metadata has another name than the peer")
+            raise LinkLost("the metadata and the peer have different names")
 
     def forget(self, peer: str) -> None:
         """Make no more transfers with a peer that was met; without this one that was cut off cannot be met again."""
@@ -226,7 +229,7 @@ def _api() -> ModuleType:
             if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent
                 logging.getLogger("nixl").setLevel(logging.WARNING)
             return api
-    raise ImportError("NIXL is not installed; install nixl-cu12 or nixl-cu13, as PyTorch's CUDA is")
+    raise ImportError("NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of PyTorch")
 
 
 # Processes: memory that a peer may write to is not used again before the peer's process has certainly ended

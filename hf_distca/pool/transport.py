@@ -126,7 +126,7 @@ class NixlServerEnd:
         assert isinstance(frame.message, Call)
         call_id, places = frame.message.call_id, frame.message.places
         if places is None:
-            raise ProtocolError(f"call {call_id} does not say where its rows lie")
+            raise ProtocolError(f"call {call_id} does not name the memory of its rows")
         _check_size(frame, sum(size for _, size in places.rows), rows)
         if places.metadata:
             self._memory.agent.learn(_binary(places.metadata), self._peer.name)
@@ -143,7 +143,7 @@ class NixlServerEnd:
         """Read or write rows; `places` are addresses of the rank, which NIXL compares with what it has registered."""
         own = _pieces(rows)
         if [piece.size for piece in own] != [piece.size for piece in places]:
-            raise ProtocolError("the places that the rank names are of other sizes than the tensors")
+            raise ProtocolError("the memory that the rank names differs in size from the tensors")
         local, remote = Region(self._memory.space, own), Region(Space(self._peer.memory, self._peer.device), places)
         try:
             self._memory.agent.transfer(operation, local, remote, self._peer.name, timeout_s, self._channel.hung_up)
@@ -174,12 +174,12 @@ def choose(channel: Channel, memory: Memory, peer: NixlPeer | None) -> tuple[Tra
         if isinstance(memory, HostMemory):
             raise LinkLost(f"at the server: {memory.why}")
         if peer is None:
-            raise LinkLost("the rank does without NIXL")
+            raise LinkLost("the rank does not use NIXL")
         return NixlServerEnd(channel, memory, peer), RankWelcome("nixl", "both ends have it", own_process())
     except LinkLost as error:
         if isinstance(memory, Arena) and memory.required:
             raise MismatchError(
-                f"the server serves over NIXL only: {error}; serve with --transport auto, or set "
+                f"the server uses NIXL only, but this rank cannot: {error}; serve with --transport auto, or set "
                 "attention_server_transport='nixl'"
             ) from error
         return TcpTransport(channel), RankWelcome("tcp", str(error)[:1000])
@@ -194,8 +194,8 @@ def chosen(channel: Channel, memory: Memory, welcome: RankWelcome) -> tuple[Tran
         return NixlRankEnd(channel, memory, welcome.process), f"NIXL ({welcome.why})"
     if isinstance(memory, Arena) and memory.required:
         raise MismatchError(
-            f"the server does without NIXL, which was asked for: {welcome.why}; serve with --transport nixl, or set "
-            "attention_server_transport='auto'"
+            f"attention_server_transport='nixl' is set, but the server does not use NIXL: {welcome.why}; serve with "
+            "--transport nixl, or set attention_server_transport='auto'"
         )
     return TcpTransport(channel), f"TCP ({memory.why if isinstance(memory, HostMemory) else welcome.why})"
 

@@ -122,7 +122,9 @@ class Channel:
                 own, other = other, own
             self._framed.send_bytes(own)
             if not hmac.compare_digest(self._framed.recv_bytes(len(other)), other):
-                raise AuthenticationError(f"the peer has another token, or is no {service}; use the token of this run")
+                raise AuthenticationError(
+                    f"the peer has another token, or is another service than {service}; use the token of this run"
+                )
 
     def send(self, message: Message, payload: Sequence[Buffer] = (), timeout_s: float | None = None) -> None:
         """Send a message and its payload, which is not copied; returns when the system has taken all of it.
@@ -205,7 +207,7 @@ class Channel:
         except LinkLost:
             raise
         except BlockingIOError as error:
-            raise LinkLost(f"{what} stood still for as long as it may") from error
+            raise LinkLost(f"{what} made no progress until the timeout") from error
         except EOFError as error:
             raise (LinkLost if self._ended_because else PeerLeft)(
                 self._ended_because or "the peer closed the connection"

@@ -113,8 +113,8 @@ class DeviceProfile:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"no profile of a device at {name!r}: expected one of {', '.join(shipped)}, or a file that "
-                f"hf-distca profile has written ({type(error).__name__}: {error})"
+                f"no device profile at {name!r}: expected one of {', '.join(shipped)}, or a file that hf-distca "
+                f"profile wrote ({type(error).__name__}: {error})"
             ) from error
 
 

@@ -62,14 +62,17 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
             found = {event["pid"] for event in events}
             steps_of(content)
         except (ValueError, KeyError, TypeError) as wrong:
-            raise TraceError(f"{path} is not a trace that training with trace_steps has written: {wrong!r}") from wrong
+            raise TraceError(f"{path} is not a trace that training wrote with trace_steps: {wrong!r}") from wrong
         for rank in sorted(found):
             if rank in seen:
-                raise TraceError(f"{path} and {seen[rank]} are both of rank {rank}; give one file a rank")
+                raise TraceError(f"{path} and {seen[rank]} are both of rank {rank}; give one file per rank")
             seen[rank] = path
         joined["traceEvents"] += events
     if len(worlds) != 1:
-        raise TraceError(f"traces are of trainings with {sorted(worlds)} ranks; give the files of one training")
+        raise TraceError(
+            f"the traces come from trainings with {sorted(worlds)} ranks, which cannot be joined; give the files of "
+            "one training"
+        )
     joined["otherData"] = {"ranks": worlds.pop(), "clock_error_us": error}
     return joined
 

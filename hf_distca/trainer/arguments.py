@@ -26,12 +26,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "label_names": ((None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
     "packing": ((False,), "documents are packed by their lengths, and stay apart"),
     "eval_packing": ((None, False), "documents are packed by their lengths, and stay apart"),
-    "padding_free": ((False,), "documents are packed without padding as it is"),
+    "padding_free": ((False,), "documents are always packed without padding"),
     "pad_to_multiple_of": ((None,), "documents are packed without padding"),
     "activation_offloading": (
         (False,),
-        "it copies what is saved for the backward on a stream that exchanges know nothing of; gradient_checkpointing "
-        "saves little, and FSDP's activation_checkpointing_offload moves that to the host",
+        "it copies saved activations on a CUDA stream that does not wait for exchanges of rows. To save memory use "
+        "gradient_checkpointing, and under FSDP activation_checkpointing_offload",
     ),
 }
 """Trainer arguments with restricted values: name to (allowed values, reason).
@@ -101,14 +101,15 @@ class DistCAArguments(DistCAConfig, _Arguments):
         for name in LIGERS_LOSSES:
             if wanted.get(name):
                 raise ValueError(
-                    f"liger_kernel_config={{{name!r}: True}} would put another loss in the place of that of planned "
-                    "steps, which needs no whole logits either (loss_chunk_bytes); leave it out"
+                    f"liger_kernel_config={{{name!r}: True}} would replace the loss of planned steps. That loss is "
+                    f"exact across ranks and already avoids whole logits (loss_chunk_bytes); remove {name!r} from "
+                    "liger_kernel_config"
                 )
         if self.mlp_chunk_rows and any(wanted.get(name, True) for name in LIGERS_MLPS):
             raise ValueError(
-                f"mlp_chunk_rows={self.mlp_chunk_rows} would be without effect: use_liger_kernel puts MLPs of its own "
-                "in the place of those that are computed in chunks; set mlp_chunk_rows=0, or "
-                "liger_kernel_config={'swiglu': False, 'geglu': False}"
+                f"mlp_chunk_rows={self.mlp_chunk_rows} would have no effect: use_liger_kernel replaces the MLPs that "
+                "are computed in chunks; set mlp_chunk_rows=0, or liger_kernel_config={'swiglu': False, 'geglu': "
+                "False}"
             )
         self.liger_kernel_config = {**wanted, **dict.fromkeys(LIGERS_LOSSES, False)}
 

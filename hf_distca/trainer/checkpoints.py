@@ -39,9 +39,10 @@ def agreed_checkpoint(
     saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
     if saved_by not in (0, groups.ranks):
         raise ValueError(
-            f"DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks, but {groups.ranks} ranks "
-            f"train: train on {saved_by}, or convert it to a universal checkpoint, which any number of ranks can "
-            'load, and set {"checkpoint": {"load_universal": true}} in the configuration of DeepSpeed'
+            f"DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks, but {groups.ranks} ranks train "
+            f"now, and each rank needs its own shard. Train on {saved_by} ranks; or convert the checkpoint to a "
+            "universal checkpoint, which any number of ranks can load, and set "
+            '{"checkpoint": {"load_universal": true}} in DeepSpeed\'s configuration'
         )
     return checkpoint
 
@@ -50,10 +51,13 @@ def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
     """Return the folder of a complete checkpoint."""
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if not checkpoint:
-        raise ValueError(f"there is no checkpoint in {output_dir}")
+        raise ValueError(
+            f"there is no checkpoint in {output_dir} to resume from; set output_dir to the folder of the earlier run, "
+            "or leave resume_from_checkpoint out"
+        )
     if not (Path(checkpoint) / STATE_FILE).is_file():
         raise ValueError(
-            f"{checkpoint} has no {STATE_FILE}: it is no checkpoint, or training ended while it was being saved. "
+            f"{checkpoint} has no {STATE_FILE}: it is not a checkpoint, or training ended while it was being saved. "
             "Remove it, and resume from the checkpoint before it"
         )
     return str(checkpoint)
@@ -79,9 +83,9 @@ def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
                 load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
             raise ValueError(
                 f"{checkpoint} has no {' or '.join(names)}, which holds {state}: it was saved with "
-                "save_only_model=True or under another strategy, and training would start without that state. "
-                f"Load it as the model, {load}, and train without resume_from_checkpoint; or resume from a checkpoint "
-                "that was saved with save_only_model=False under the same strategy"
+                "save_only_model=True or under another strategy, and training would start without that state. Load "
+                f"its weights with {load} and train without resume_from_checkpoint; or resume from a checkpoint that "
+                "was saved with save_only_model=False under the same strategy"
             )
 
 

@@ -27,8 +27,9 @@ def join_on_cpu(args: Any) -> None:
     deepspeed = _asked_for("DEEPSPEED", args.deepspeed)
     if deepspeed and args.use_cpu:
         raise ValueError(
-            "use_cpu (or ACCELERATE_USE_CPU) together with DeepSpeed makes accelerate train without DeepSpeed; leave "
-            "it out: processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU by themselves"
+            "use_cpu (or ACCELERATE_USE_CPU) makes accelerate train without DeepSpeed, although DeepSpeed is "
+            "configured; leave use_cpu out: processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU "
+            "without it"
         )
     if torch.accelerator.is_available():
         return
@@ -50,9 +51,9 @@ def shard_on_cpu(args: Any) -> None:
     state: PartialState = args.distributed_state
     if _launched() > 1 and state.num_processes == 1:
         raise ValueError(
-            f"{_launched()} processes were launched (WORLD_SIZE), but each would train alone, unaware of the others: "
-            "LOCAL_RANK must be set, and on CPUs a backend that connects them; launch with accelerate launch or "
-            "torchrun, on CPUs with use_cpu=True or ddp_backend='gloo'"
+            f"{_launched()} processes were launched (WORLD_SIZE), but they are not connected, and each would train "
+            "alone: LOCAL_RANK is not set, or no backend connects processes on CPUs. Launch with accelerate launch or "
+            "torchrun; on CPUs also set use_cpu=True or ddp_backend='gloo'"
         )
     if _asked_for("FSDP", args.fsdp):
         _count_as_gpus(state)

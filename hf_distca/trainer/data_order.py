@@ -56,7 +56,10 @@ def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
     for name in mine:
         by_rank = [values[name] for values in gathered]
         if len(set(by_rank)) > 1:
-            raise ValueError(f"{name} differs between ranks, from rank 0 on it is {by_rank}; start all ranks alike")
+            raise ValueError(
+                f"{name} differs between ranks, so they would train on different micro-batches; its values by rank "
+                f"are {by_rank}. Start all ranks with the same arguments"
+            )
 
 
 def packed_order(
@@ -178,8 +181,8 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments
     groups.raise_together(error, in_world=True)
     if place.order.get(CAPACITY) != order.get(CAPACITY) and groups.rank == 0:
         logger.warning(
-            "%s is %s, but micro-batches stay of at most %s tokens as in the checkpoint; "
-            "ignore_data_skip=True begins a new pass with larger ones",
+            "%s is %s, but micro-batches still hold at most %s tokens, as in the checkpoint. To use larger ones set "
+            "ignore_data_skip=True, which begins a new pass over the data",
             CAPACITY,
             order[CAPACITY],
             place.order[CAPACITY],
@@ -191,8 +194,8 @@ def _load(checkpoint: str) -> DataPlace:
     file = Path(checkpoint) / FILE
     if not file.is_file():
         raise ValueError(
-            f"{checkpoint} has no {FILE}, which lists the documents already seen: another trainer or an earlier "
-            "version saved it. Set ignore_data_skip=True to begin a new pass over the data"
+            f"{checkpoint} has no {FILE}, which records the place in the training data: another trainer or an earlier "
+            "version saved the checkpoint. Set ignore_data_skip=True to begin a new pass over the data"
         )
     return DataPlace(**json.loads(file.read_text()))
 

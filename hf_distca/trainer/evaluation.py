@@ -38,6 +38,6 @@ def check_can_evaluate(model: nn.Module, accelerator: Accelerator) -> None:
     """
     if prepares_with_optimizer(accelerator) and not is_wrapped(model, accelerator):
         raise ValueError(
-            "evaluate() before train() is not possible under FSDP, ZeRO-1 and ZeRO-2, which prepare a model together "
+            "evaluate() cannot run before train() under FSDP, ZeRO-1 and ZeRO-2, which prepare a model only together "
             "with its optimizer; set eval_on_start=True to evaluate before the first training step"
         )

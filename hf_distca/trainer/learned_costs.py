@@ -198,7 +198,10 @@ class LearnedCosts(TrainerCallback):
         settings = self._dispatcher.settings
         corrections = self._corrections.after(self._measured, settings, steps)
         if corrections is not self._corrections:
-            logger.info("beside the measured costs training shows %s; plans are chosen by that now", corrections)
+            logger.info(
+                ("training steps differ from the measured costs by %s; plans use the corrected costs from now on"),
+                corrections,
+            )
             self._correct(corrections)
         costs = self._corrections.applied(self._measured)
         besides = [

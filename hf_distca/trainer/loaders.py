@@ -142,8 +142,8 @@ def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: 
     if any(other[0] != others[0][0] for other in others):
         found = "; ".join(f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(others))
         raise ValueError(
-            f"ranks were given different data sets ({found}); every rank needs the same documents in the same "
-            "order: give them all the whole data set, shuffled with one seed"
+            f"ranks were given different data sets ({found}). Every rank plans from the same documents in the same "
+            "order; give all ranks the whole data set, shuffled with one seed"
         )
     return lengths, fingerprint
 

@@ -47,7 +47,7 @@ def tell_memory(
     total = sum(parts.values())
     told = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
     logger.info(
-        "memory with %s tokens on each rank: %.1f GB of %.1f (%s)",
+        "memory with %s tokens on each rank: %.1f of %.1f GB (%s)",
         args.tokens_per_rank,
         total / GB,
         memory / GB,
@@ -55,7 +55,7 @@ def tell_memory(
     )
     if total > LEFT * memory:
         logger.warning(
-            "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB, and the device has %.1f "
+            "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a device of %.1f GB "
             "(%s). Lower tokens_per_rank, set activation_checkpointing=True, or train under FSDP2 or ZeRO-3; "
             "`hf-distca plan --model` shows the most tokens that fit",
             args.tokens_per_rank,
@@ -105,4 +105,8 @@ def tell_memory_on_gpu(
     try:
         tell_memory(model, dispatcher, args, accelerator, torch.cuda.get_device_properties(device).total_memory)
     except Exception as error:  # a model may read values, which meta tensors do not have
-        logger.warning("the memory that training takes could not be counted for %s: %s", type(model).__name__, error)
+        logger.warning(
+            "cannot estimate the memory for training %s: %s; training continues without the estimate",
+            type(model).__name__,
+            error,
+        )

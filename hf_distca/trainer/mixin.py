@@ -259,8 +259,8 @@ class DistCAMixin(_Trainer):
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
                 raise ValueError(
-                    "a trainer trains once under DeepSpeed, whose engine and optimizer end when train() begins again; "
-                    f"train all epochs in one call, or go on with a new {type(self).__name__} on the same model, "
+                    "train() was called a second time under DeepSpeed, whose engine and optimizer serve one call "
+                    f"only. Train all epochs in one call; or make a new {type(self).__name__} with the same model, "
                     "whose optimizer starts anew"
                 )
             # The engine of an evaluation cannot train.
@@ -333,8 +333,9 @@ class DistCAMixin(_Trainer):
             self._section("backward")
         if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
             raise ValueError(
-                f"{type(self.model).__name__} did not hand {PLAN_KEY} to its decoder layers, so documents attended to "
-                "one another, or were mixed; this model cannot train with planned attention"
+                f"{type(self.model).__name__} did not pass {PLAN_KEY} on to its decoder layers, so documents were not "
+                "kept apart. This model cannot train with planned attention; train it with transformers' Trainer and "
+                "attn_implementation='sdpa'"
             )
         return result
 
@@ -399,8 +400,8 @@ class DistCAMixin(_Trainer):
             NotImplementedError: always; names the alternative.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} gives no predictions document by document; evaluate() reports the exact loss, and "
-            "the trained model predicts outside the trainer as any other"
+            f"{type(self).__name__} cannot return predictions for each document, because the rows of a document lie "
+            "on several ranks. Use evaluate() for the exact loss, or run the trained model outside the trainer"
         )
 
     # Saving and resuming
@@ -427,8 +428,8 @@ class DistCAMixin(_Trainer):
         self._progress.begin(place)
         if self.state.global_step >= max_steps and self.is_world_process_zero():
             logger.warning(
-                "nothing is left to train: the checkpoint is of step %s, and training ends at step %s; max_steps and "
-                "num_train_epochs count from the very first step on",
+                "nothing is left to train: the checkpoint is of step %s, and training ends at step %s. Raise "
+                "max_steps or num_train_epochs, which count from the first step of the first run",
                 self.state.global_step,
                 max_steps,
             )

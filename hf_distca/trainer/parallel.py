@@ -103,8 +103,8 @@ def allow_for_towers(model: nn.Module, args: TrainingArguments, accelerator: Acc
             else ("ddp_find_unused_parameters=False", "leave ddp_find_unused_parameters unset")
         )
         raise ValueError(
-            f"batches of text give {', '.join(towers)} of {type(base).__name__} no gradient, so with {setting} DDP "
-            f"would leave ranks with different weights; freeze them (requires_grad_(False)), or {other}"
+            f"{', '.join(towers)} of {type(base).__name__} get no gradient from batches of text, so DDP with "
+            f"{setting} would leave ranks with different weights; freeze them (requires_grad_(False)), or {other}"
         )
     accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
 

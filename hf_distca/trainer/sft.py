@@ -17,7 +17,8 @@ except ModuleNotFoundError as error:
     if error.name != "trl":
         raise
     raise ImportError(
-        "DistCASFTTrainer and DistCASFTConfig are made of TRL's, which is not installed: pip install 'hf_distca[trl]'"
+        "DistCASFTTrainer and DistCASFTConfig are based on TRL, which is not installed; run pip install "
+        "'hf_distca[trl]'"
     ) from error
 
 MEANS = ("entropy", "mean_token_accuracy")
@@ -59,13 +60,14 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:
         if not (isinstance(args, DistCAArguments) and isinstance(args, SFTConfig)):
             raise ValueError(
-                f"args must be a DistCASFTConfig, got {type(args).__name__}; make one of the same settings"
+                f"args must be a DistCASFTConfig, got {type(args).__name__}; replace it by a DistCASFTConfig with the "
+                "same settings"
             )
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if checkpointing.get("selective"):
             raise ValueError(
-                "gradient_checkpointing_kwargs={'selective': True} keeps what attention found through checkpoints, "
-                "which keep_core_attention=True does for planned attention; leave it out"
+                "gradient_checkpointing_kwargs={'selective': True} keeps attention's results through checkpoints, but "
+                "keep_core_attention=True already does so for planned attention; leave 'selective' out"
             )
         if isinstance(model, str):
             chosen: Any = args.model_init_kwargs or {}
@@ -74,13 +76,13 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         super().__init__(model, args, *others, **kwargs)
         if self.get_tp_size() > 1:
             raise ValueError(
-                f"TRL's losses have not been tried with tensor parallelism (tp_size={self.get_tp_size()}), where "
-                "ranks have shares of the output head; set tp_size=1, or give DistCATrainer input_ids and labels"
+                f"TRL's losses are not tested with tensor parallelism (tp_size={self.get_tp_size()}), where each rank "
+                "has a shard of the output head; set tp_size=1, or train with DistCATrainer on input_ids and labels"
             )
         if self._is_vision_dataset:
             raise ValueError(
-                "the data set has images, whose pixels nobody divides among ranks as rows are; train on text, or "
-                "without planned attention: trl.SFTTrainer with attn_implementation='sdpa'"
+                "the data set has images, but plans divide only text among ranks, not pixels; train on text, or use "
+                "trl.SFTTrainer with attn_implementation='sdpa'"
             )
 
     def compute_loss(

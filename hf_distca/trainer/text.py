@@ -67,8 +67,8 @@ class Tokenizing:
         """Raise unless an example is text and there is a tokenizer."""
         if chats := [column for column in CHATS if column in first]:
             raise ValueError(
-                f"{name} has {', '.join(map(repr, chats))} and no 'input_ids': chat templates and prompts are the "
-                "work of TRL's SFTTrainer; use hf_distca.DistCASFTTrainer with DistCASFTConfig"
+                f"{name} has {', '.join(map(repr, chats))} and no 'input_ids', but chat templates and prompts are "
+                "applied by TRL's SFTTrainer only; use hf_distca.DistCASFTTrainer with DistCASFTConfig"
             )
         if not isinstance(first.get(self._field), str):
             raise ValueError(
@@ -80,8 +80,8 @@ class Tokenizing:
             self.processing_class = AutoTokenizer.from_pretrained(self._model_name)
         if self.processing_class is None:
             raise ValueError(
-                f"{name} has text in {self._field!r} and no tokens in 'input_ids', and nothing to make them with; "
-                "give the trainer the model's tokenizer as processing_class"
+                f"{name} has text in {self._field!r}, but no tokens in 'input_ids', and there is no tokenizer; pass "
+                "the model's tokenizer as processing_class"
             )
 
 

@@ -95,7 +95,8 @@ class StepTracer(TrainerCallback):
         missing = self._args.trace_steps - self._traced
         if missing > 0 and self._args.process_index == 0:
             logger.warning(
-                "trace_steps=%s: training ended after %s steps, of which %s were recorded; the first %s are not",
+                "trace_steps=%s: training ended after %s steps, and only %s were recorded, because the first %s never "
+                "are; set max_steps higher, or trace_steps lower",
                 self._args.trace_steps,
                 self._steps,
                 self._traced,
@@ -143,8 +144,8 @@ class StepTracer(TrainerCallback):
         self._spans = []
         if rank == 0:
             logger.info(
-                "a trace of %s steps is in %s, and one of each other rank on its host beside it: open them with "
-                "ui.perfetto.dev, or join and draw them with hf-distca timeline %s",
+                "a trace of %s steps is in %s, beside those of the host's other ranks; open them in ui.perfetto.dev, "
+                "or join and draw them with hf-distca timeline %s",
                 self._traced,
                 path,
                 path.parent,

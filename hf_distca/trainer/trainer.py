@@ -35,8 +35,8 @@ class DistCATrainer(DistCAMixin, Trainer):
                 given["model"] = loaded_model(model, init_kwargs or {})
             elif init_kwargs is not None:
                 raise ValueError(
-                    f"model_init_kwargs={init_kwargs!r} would be without effect: the model is loaded already; give "
-                    "its name as model, or leave them out"
+                    f"model_init_kwargs={init_kwargs!r} would have no effect, because the model is already loaded; "
+                    "pass the model's name as model, or leave model_init_kwargs out"
                 )
             if given.get("data_collator") is None:
                 _tokenize_data(given, settings, model if isinstance(model, str) else None)

@@ -164,7 +164,7 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1], ("--balance-block-size", "0"), "balance_block_size must be positive, got 0"),
         ([1], ("--document-layout", "best"), "--document-layout: invalid choice: 'best'"),
         ([1], ("--ranks", "4", "--ranks-per-node", "3"), "ranks_per_node=3 does not divide the 4 ranks"),
-        ([1], ("--ranks-per-node", "2,1"), "ranks_per_node=2,1 is 3 ranks together, but 2 ranks train"),
+        ([1], ("--ranks-per-node", "2,1"), "ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train"),
         ([1], ("--ranks-per-node", "x"), "ranks_per_node must be a number of ranks"),
         ([1], ("--network-bandwidth", "0"), "--network-bandwidth: must be a positive number of gigabytes, got '0'"),
         ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
@@ -355,7 +355,7 @@ def test_hybrids_and_experts(plan, capsys, tmp_path, model_type):
         assert figures["tokens_max_over_mean"] == 1.0
         assert plan([60, 30], 2, 96, "--model", str(tmp_path), "--document-layout", "joint") == 2
         error = capsys.readouterr().err
-        assert "would be wrong for one that is cut" in error
+        assert "would be wrong for a document that is cut" in error
         assert "Set document_layout='whole'" in error
         assert plan([97, 30], 2, 96, "--model", str(tmp_path)) == 2
         assert "document 0 has 97 tokens" in capsys.readouterr().err
@@ -364,10 +364,10 @@ def test_hybrids_and_experts(plan, capsys, tmp_path, model_type):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "/nowhere"], "no config of a model at '/nowhere'"),
-        (["--device-memory", "80"], "give --model too"),
+        (["--model", "/nowhere"], "no model config at '/nowhere'"),
+        (["--device-memory", "80"], "no model is given; add --model"),
         (["--device-memory", "none"], "must be a positive number of gigabytes"),
-        (["--model", "/nowhere", "--q-heads", "4"], "--q-heads is what --model has"),
+        (["--model", "/nowhere", "--q-heads", "4"], "--q-heads and --model both describe the model"),
         (["--model", "/nowhere", "--dtype", "float16"], "computes in bfloat16 or float32"),
     ],
 )

@@ -58,7 +58,10 @@ def test_a_long_document_tells_how_fast_the_kernel_is(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--output", "/nonexistent/x.json"], "cannot write /nonexistent/x.json: no such folder; make it first"),
+        (
+            ["--output", "/nonexistent/x.json"],
+            "cannot write /nonexistent/x.json: there is no such folder; make the folder first",
+        ),
         (["--output", "."], "cannot write .: it is a folder; name a file"),
         (["--q-heads", "3", "--kv-heads", "2"], "kv_heads must divide q_heads"),
         (["--attention-kernel", "torch_varlen"], "torch_varlen"),

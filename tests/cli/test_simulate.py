@@ -160,7 +160,7 @@ def test_it_is_shown_as_a_table(capsys):
             ["--lengths", "/no/where"],
             "no document lengths at '/no/where': expected a .json, .csv, .jsonl or .parquet file, one of agents",
         ),
-        (["--lengths", "lognormal:0"], "is no distribution: expected lognormal:MEDIAN,SIGMA"),
+        (["--lengths", "lognormal:0"], "is not a distribution: expected lognormal:MEDIAN,SIGMA"),
         (["--lengths", "lognormal:nan,1"], "the median must be from 1 to 1000000000 tokens, got nan"),
         (["--lengths", "lognormal:1e12,9"], "the median must be from 1 to 1000000000 tokens, got 1e+12"),
         (["--lengths", "lognormal:1000,9"], "sigma must be above 0 and at most 3, got 9"),
@@ -173,8 +173,8 @@ def test_it_is_shown_as_a_table(capsys):
         (["--lengths", "prolong", "--exchange-buffer-bytes", "1"], "holds 0 rows of K and V"),
         (["--lengths", "prolong", "--tensor-parallel", "3"], "does not divide the model's 32 query heads"),
         (["--lengths", "prolong", "--report", "."], "cannot write .: it is a folder; name a file"),
-        (["--lengths", "prolong", "--profile", "abacus"], "no profile of a device at 'abacus': expected one of"),
-        (["--lengths", "prolong", "--model", "/no/where"], "no config of a model at '/no/where'"),
+        (["--lengths", "prolong", "--profile", "abacus"], "no device profile at 'abacus': expected one of"),
+        (["--lengths", "prolong", "--model", "/no/where"], "no model config at '/no/where'"),
         (["--lengths", "prolong", "--ranks-per-node", "3"], "ranks_per_node=3 does not divide the 8 ranks"),
     ],
 )
@@ -198,7 +198,7 @@ def test_lengths_that_no_number_holds(tmp_path, capsys):
 def test_a_column_that_is_not_there(tmp_path, capsys):
     Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "data")
     assert main(["simulate", *SETTING, "--lengths", str(tmp_path / "data")]) == 2
-    assert "has columns ['text'], none of ['length', 'input_ids']: name one" in capsys.readouterr().err
+    assert "has columns ['text'], but none of ['length', 'input_ids']; set --column" in capsys.readouterr().err
 
 
 def test_gpus_that_share_layers(capsys):

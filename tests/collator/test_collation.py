@@ -194,13 +194,13 @@ def test_labels_of_another_length_beside_a_length_column():
 def test_a_document_that_changed_its_length():
     reader = RankDocuments([{"input_ids": [1, 2, 3]}], np.array([2]), fixed(1, 4), 0)
     excerpts = fit_documents(np.array([2]), 4, "error", "limit")
-    with pytest.raises(ValueError, match="document 0 has 3 tokens, but 2 when lengths were taken"):
+    with pytest.raises(ValueError, match="document 0 has 3 tokens, but had 2 when its length was read"):
         reader[GlobalMicroBatch(excerpts)]
 
 
 def test_unknown_columns_are_refused_at_once():
     dataset = datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]})
-    with pytest.raises(ValueError, match=r"does not carry: \['text'\]"):
+    with pytest.raises(ValueError, match=r"cannot carry: \['text'\]"):
         RankDocuments(dataset, np.array([1]), fixed(1, 4), 0)
 
 

@@ -129,5 +129,5 @@ def test_no_documents_or_too_long_ones():
     excerpts = fit_documents(np.array([3, 9]), 9, "error", "limit")
     with pytest.raises(ValueError, match="no documents"):
         GlobalBatchSampler(excerpts[:0], 9)
-    with pytest.raises(ValueError, match=r"has 9 tokens, more than the 8 .* fit_documents"):
+    with pytest.raises(ValueError, match=r"has 9 tokens, but a micro-batch holds at most 8.* fit_documents"):
         GlobalBatchSampler(excerpts, 8)

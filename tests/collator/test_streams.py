@@ -86,7 +86,10 @@ def test_set_epoch_shuffles_a_hub_stream_anew():
 
 def test_too_long_for_a_rank():
     packer = StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6)
-    with pytest.raises(ValueError, match=r"document 1 of rank 0's stream has 7 tokens, more than tokens_per_rank = 6"):
+    with pytest.raises(
+        ValueError,
+        match=r"document 1 of rank 0's stream has 7 tokens, but a streamed document must fit into tokens_per_rank = 6",
+    ):
         list(packer)
 
 

@@ -167,7 +167,7 @@ def _closed() -> tuple[list[int], str]:
 
 
 def test_closing_ends_the_groups(rank_pools):
-    said = "the groups of this dispatcher are closed; make a new trainer or dispatcher to go on"
+    said = "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
     # Rank 0 is alone on its node.
     assert rank_pools[3].run(_closed) == [([1, 3, 1], said), ([1, 4, 1], said), ([1, 4, 1], said)]
 

@@ -68,7 +68,7 @@ def test_two_rows():
 
 def test_a_mask_of_another_shape():
     mask = torch.ones(1, 3, 3)
-    with pytest.raises(ValueError, match=r"attention_mask has the shape \(1, 3, 3\) .*leave it out"):
+    with pytest.raises(ValueError, match=r"attention_mask has the shape \(1, 3, 3\) .*Leave attention_mask out"):
         batch_document_lengths(batch_of([0, 1, 2], attention_mask=mask))
 
 

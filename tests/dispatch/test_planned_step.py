@@ -181,7 +181,7 @@ def test_dropout_in_a_planned_step(bound_step):
 def test_plan_of_another_batch(bound_step):
     model, batch, plan = bound_step
     shorter = {name: value[:, :7] for name, value in batch.items()}
-    with pytest.raises(ValueError, match="gives this rank 12 rows, the model runs on 7"):
+    with pytest.raises(ValueError, match="gives this rank 12 rows, but the model runs on 7"):
         model(**shorter, distca_plan=plan)
 
 
@@ -205,7 +205,9 @@ def test_plan_for_other_nodes():
 def test_kind_that_was_not_planned(bound_step, model_type, config, kind):
     _, batch, plan = bound_step
     planned = "full attention with 4 query and 2 key-value heads of 8 (values of 8)"
-    message = f"a layer has {kind}; the plan was made for {planned}: give all of them in PlanSettings.kinds"
+    message = (
+        f"a layer has {kind}; the plan was made for {planned}; list the kinds of all layers in PlanSettings.kinds"
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         small_model(model_type, **config)(**batch, distca_plan=plan)
 

@@ -86,7 +86,7 @@ def test_no_kernel_that_is_there_has_softcap(only):
     lines = str(error.value).splitlines()[1:]
     assert [line.split("'")[1] for line in lines] == ["flash_attn_3", "flash_attn_4", "torch_varlen", "flash_attn"]
     assert "pip install flash-attn-3" in lines[0]
-    assert "has no softcap, got 50.0" in lines[2]
+    assert "does not support softcap, got 50.0" in lines[2]
     assert "pip install 'hf-distca[flash-attn]'" in lines[3]
 
 
@@ -109,7 +109,7 @@ def test_a_name_that_was_given_is_never_another(only, capability):
     capability(10)
     with pytest.raises(ValueError, match=r"kernel 'flash_attn_3' needs a GPU of compute capability 9\.0"):
         get_kernel("flash_attn_3", CUDA, LLAMA)
-    with pytest.raises(ValueError, match="kernel 'torch_varlen' has no softcap"):
+    with pytest.raises(ValueError, match="kernel 'torch_varlen' does not support softcap"):
         get_kernel("torch_varlen", CUDA, GEMMA2)
 
 
@@ -124,5 +124,5 @@ def test_other_devices():
     assert get_kernel("auto", torch.device("cpu"), LLAMA).name == "cpu"
     with pytest.raises(ValueError, match="kernel 'cpu' computes in"):
         get_kernel("auto", torch.device("cpu"), (need(dtype=torch.int8),))
-    with pytest.raises(ValueError, match="'auto' knows cpu and cuda devices, got mps"):
+    with pytest.raises(ValueError, match="'auto' chooses for cpu and cuda devices only, got mps"):
         get_kernel("auto", torch.device("mps"))

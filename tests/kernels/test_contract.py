@@ -72,7 +72,7 @@ def test_refused_tensors(kernel_name: str) -> None:
         ((q, k.bfloat16(), v, shapes), "one dtype, got torch.float32, torch.bfloat16"),
         ((q, k, v, other), "3 query rows and 6 key/value rows, but q, k and v have 3, 5 and 5"),
         ((q, k[..., :8], v, shapes), "differ in head dim: 32 and 8"),
-        ((q[:, :3], k, v, shapes), "q a multiple of that, got 2, 2 and 3"),
+        ((q[:, :3], k, v, shapes), "q a multiple of it, got 2, 2 and 3"),
         ((q, k, v[:, :1], shapes), "got 2, 1 and 4"),
         ((q.flatten(1), k, v, shapes), r"kernels take q \[Q, H, D\]"),
         ((q, k[:2], v[:2], TaskShapes.build([3], [2], "cpu")), "task 0 has 3 query rows but only 2 key"),

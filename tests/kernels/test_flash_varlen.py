@@ -215,7 +215,12 @@ def test_what_none_can_do(name, change, message, installed):
 @pytest.mark.parametrize(
     ("name", "change", "major", "message"),
     [
-        ("torch_varlen", CAPPED, 9, "no softcap, got 30.0; 'flash_attn', 'flash_attn_3' and 'flash_attn_4' have"),
+        (
+            "torch_varlen",
+            CAPPED,
+            9,
+            "does not support softcap, got 30.0; set .* to .flash_attn., .flash_attn_3. or .flash_attn_4.",
+        ),
         ("torch_varlen", {}, 7, r"compute capability 8.0 .* got 7\.0; 'reference' runs on any"),
         ("flash_attn", {}, 7, "8.0"),
         ("flash_attn_3", {}, 8, r"9\.0 \(Hopper\), got 8\.0; 'torch_varlen' runs from 8\.0 on"),

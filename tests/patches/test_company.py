@@ -322,7 +322,7 @@ def _checkpoint_around_the_attention_alone() -> str:
 
 def test_a_checkpoint_inside_a_layer_is_refused(rank_pools):
     for message in rank_pools[2].run(_checkpoint_around_the_attention_alone):
-        assert "ping-pong cannot pause inside a checkpoint" in message
+        assert "ping-pong cannot pause inside it; put it around the whole layer" in message
 
 
 def _with_a_hook_on_one_rank(hooked_rank: int) -> tuple[float, dict, list[int], list[str]]:
@@ -355,5 +355,5 @@ def test_ranks_stay_in_step_where_only_one_has_a_hook_inside_a_layer(rank_pools)
     assert hooked[:2] == [2, 1]
     assert hooked[2] in (sum(LENGTHS) // 2, sum(LENGTHS) // 2 + 1)  # all rows of the rank, once
     (message,) = told
-    assert "ping-pong is off in every LlamaDecoderLayer with a hook inside" in message
+    assert "ping-pong is off in every LlamaDecoderLayer, because a module inside has a hook" in message
     assert "_with_a_hook_on_one_rank.<locals>.<lambda> on mlp (LlamaMLP)" in message

@@ -53,7 +53,7 @@ def test_a_kernel_that_was_named_is_not_news(hopper, caplog):
 
 
 def test_scores_that_are_capped_need_a_package(hopper):
-    with pytest.raises(ValueError, match=r"(?s)no kernel that is installed.*has no softcap, got 50\.0") as error:
+    with pytest.raises(ValueError, match=r"(?s)no installed kernel.*does not support softcap, got 50\.0") as error:
         chosen(small_model("gemma2", **GEMMA2))
     assert "pip install 'hf-distca[flash-attn]'" in str(error.value)
 

@@ -195,7 +195,7 @@ def _error_without_the_plan(model_type: str, module: str) -> str:
 
 def test_a_layer_that_loses_its_plan_on_the_way_is_refused(rank_pools):
     for message in rank_pools[1].run(_error_without_the_plan, "falcon_h1", "model.layers.0.self_attn"):
-        assert "FalconH1DecoderLayer ran without its plan in some module that attends" in message
+        assert "FalconH1DecoderLayer did not pass its plan to every module that attends" in message
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -235,7 +235,9 @@ def test_what_mixes_is_found(model_type):
 def test_mixing_that_is_not_known_is_refused():
     model = make_model("llama")
     model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ValueError, match=r"LlamaConfig has 1 layers of the types .*, but 0 have a module"):
+    with pytest.raises(
+        ValueError, match=r"LlamaConfig has 1 layers of the types .*, but only in 0 of them a module is known"
+    ):
         plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
 
 

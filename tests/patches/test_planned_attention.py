@@ -41,10 +41,10 @@ def test_a_mask_that_the_plan_stands_for(plan):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dropout": 0.1}, r"LlamaAttention \(layer 3\) asks for attention dropout 0.1"),
-        ({"batch": 2}, r"a planned step has batch size 1 .*, got 2"),
+        ({"dropout": 0.1}, r"LlamaAttention \(layer 3\) uses attention dropout 0.1"),
+        ({"batch": 2}, r"a planned step needs batch size 1 .*, got 2"),
         ({"mask": torch.ones(1, 1, 12, 12)}, r"got an attention_mask of shape \[1, 1, 12, 12\]"),
-        ({"mask": deferred(added_by_model=True)}, "lays a mask of its own over the causal one"),
+        ({"mask": deferred(added_by_model=True)}, "adds a custom mask to the causal mask"),
         ({"mask": deferred(local_size=4)}, "masks by a local size of 4, but has sliding_window=None"),
         ({"mask": deferred(local_size=4), "sliding_window": 5}, "local size of 4, but has sliding_window=5"),
         ({"is_causal": False}, "is not causal"),
@@ -85,5 +85,5 @@ def test_a_model_with_a_mask_of_its_own(plan):
         past_key_values=None,
         or_mask_function=lambda batch, head, q, k: k < 3,
     )
-    with pytest.raises(ValueError, match="lays a mask of its own"):
+    with pytest.raises(ValueError, match="adds a custom mask"):
         attend(plan, mask)

@@ -75,7 +75,7 @@ def test_joint_layout_of_nothing():
         (lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1), "balance_tolerance must be 0 or more"),
         (lambda: joint_layout([1], 1, 4, window=0), "window must be at least 1"),
         (lambda: joint_layout([1], 1, 4, balance_block_size=0), "balance_block_size must be at least 1"),
-        (lambda: joint_layout([1], 4, 4, node_sizes=(2, 1)), "2,1 is 3 ranks together, but 4 ranks train"),
+        (lambda: joint_layout([1], 4, 4, node_sizes=(2, 1)), "2,1 adds up to 3 ranks, but 4 ranks train"),
     ],
 )
 def test_layouts_refuse(make, message):

@@ -22,10 +22,10 @@ def test_node_sizes():
     [
         (20, 8, "ranks_per_node=8 does not divide the 20 ranks that train together; give"),
         (4, 0, "ranks_per_node=0 does not divide the 4 ranks"),
-        (20, (8, 8), "ranks_per_node=8,8 is 16 ranks together, but 20 ranks train"),
-        (4, (4, 0), "ranks_per_node=4,0 is 4 ranks together"),
-        (4, (4, 2), "ranks_per_node=4,2 is 6 ranks together"),
-        (4, (), "ranks_per_node= is 0 ranks together"),
+        (20, (8, 8), "ranks_per_node=8,8 adds up to 16 ranks, but 20 ranks train"),
+        (4, (4, 0), "ranks_per_node=4,0 adds up to 4 ranks"),
+        (4, (4, 2), "ranks_per_node=4,2 adds up to 6 ranks"),
+        (4, (), "ranks_per_node= adds up to 0 ranks"),
     ],
 )
 def test_node_sizes_that_do_not_fit(ranks, per_node, message):
@@ -92,5 +92,5 @@ def test_keys_cross_to_a_node_once():
     [((0, 0, 1), 4), ((1, 1, 0, 0), 4), ((0, 0, 2, 2), 4), ((0, 1, 0, 1), 4), ((0, 0, 1, 1, 3), 5)],
 )
 def test_nodes_that_are_not_numbered_in_order_are_refused(nodes, workers):
-    with pytest.raises(ValueError, match=f"nodes must have a number for each of {workers} workers"):
+    with pytest.raises(ValueError, match=f"nodes must have one number per worker, {workers} in all"):
         balance(fixed_layout([[8]] * 4), workers=Workers.uniform(workers), nodes=nodes)

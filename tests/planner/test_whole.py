@@ -35,12 +35,14 @@ def test_no_rank_is_left_empty():
 
 
 def test_a_document_that_does_not_fit():
-    with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*takes 10; raise tokens_per_rank.*long_documents"):
+    with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents"):
         on_ranks([3, 11], 2, 10)
 
 
 def test_documents_that_do_not_fit_together():
-    with pytest.raises(ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 with none cut"):
+    with pytest.raises(
+        ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting a document"
+    ):
         on_ranks([6, 6, 6], 2, 10)
 
 

@@ -131,10 +131,10 @@ def test_a_server_may_come_before_the_directory(token):
 def test_waiting_for_a_directory_ends(token):
     with socket.create_server(("127.0.0.1", 0)) as there:
         port = there.getsockname()[1]
-    with pytest.raises(LinkLost, match="not joined within 1 s; the last try: cannot connect"):
+    with pytest.raises(LinkLost, match="no training run answered within 1 s; the last error: cannot connect"):
         Membership.join("127.0.0.1", port, token, HELLO, 1)
     answers = iter([False, True])
-    with pytest.raises(LinkLost, match="not joined within 6000 s; the last try: cannot connect"):
+    with pytest.raises(LinkLost, match="no training run answered within 6000 s; the last error: cannot connect"):
         Membership.join("127.0.0.1", port, token, HELLO, 6000, give_up=lambda: next(answers))
 
 

@@ -91,9 +91,9 @@ def test_payloads_of_any_size_arrive_whole(ends):
 @pytest.mark.parametrize(
     ("data", "error", "said"),
     [
-        (framed(b"[]"), ProtocolError, "no message of this protocol"),
-        (framed(b""), ProtocolError, "no message of this protocol"),
-        ((-2).to_bytes(4, "big", signed=True), ProtocolError, "no message of this protocol"),
+        (framed(b"[]"), ProtocolError, "message does not follow the protocol"),
+        (framed(b""), ProtocolError, "message does not follow the protocol"),
+        ((-2).to_bytes(4, "big", signed=True), ProtocolError, "message does not follow the protocol"),
         ((MESSAGE_BYTES + 1).to_bytes(4, "big"), LinkLost, "bad message length"),
         (b"\xff" * 4 + (2**63).to_bytes(8, "big"), LinkLost, "bad message length"),
     ],
@@ -121,13 +121,13 @@ def test_a_message_that_breaks_off_is_a_lost_link(ends, cut):
 def test_nothing_is_waited_for_longer_than_it_may_take(ends):
     near, far = ends
     begin = time.monotonic()
-    with pytest.raises(LinkLost, match="receiving stood still"):
+    with pytest.raises(LinkLost, match="receiving made no progress"):
         far.receive(0.1)
     near._sock.sendall(message(REPLY, b"12345")[:-1])
     far.receive(60)
-    with pytest.raises(LinkLost, match="receiving stood still"):
+    with pytest.raises(LinkLost, match="receiving made no progress"):
         far.receive_payload([bytearray(5)], 0.1)
-    with pytest.raises(LinkLost, match="sending stood still"):
+    with pytest.raises(LinkLost, match="sending made no progress"):
         near.send(REPLY, [bytes(50_000_000)], 0.1)
     assert time.monotonic() - begin < 30
 
@@ -167,7 +167,7 @@ def test_a_wrong_token_is_noticed_by_the_side_that_connects(listener, token):
 
 
 def test_another_service_is_noticed(listener, token):
-    with pytest.raises(AuthenticationError, match="or is no directory"):
+    with pytest.raises(AuthenticationError, match="or is another service than directory"):
         greet(listener, token, "directory")
 
 

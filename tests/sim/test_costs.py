@@ -96,5 +96,5 @@ def test_no_profile(tmp_path, content):
     path = tmp_path / "mine.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=r"no profile of a device at '.*mine\.json': expected one of .*h100"):
+    with pytest.raises(ValueError, match=r"no device profile at '.*mine\.json': expected one of .*h100"):
         DeviceProfile.load(str(path))

@@ -256,7 +256,9 @@ def test_many_ranks_fit_in_a_file(tmp_path):
 def test_what_cannot_be_written(capsys):
     options = ["--ranks", "2", "--tokens-per-rank", "64", "--report", "/no/where/report.html"]
     assert main(["simulate", "--lengths", "prolong", *options]) == 2
-    assert "cannot write /no/where/report.html: no such folder; make it first" in capsys.readouterr().err
+    assert (
+        "cannot write /no/where/report.html: there is no such folder; make the folder first" in capsys.readouterr().err
+    )
 
 
 def test_bars_that_are_far_too_long_are_broken_off():

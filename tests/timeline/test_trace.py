@@ -261,13 +261,13 @@ def test_the_command_joins_and_draws(traced, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--step", "9"], "there is no step 9 in the trace; it has step 4, step 5"),
-        (["{folder}/trace_rank_0.json"], "are both of rank 0; give one file a rank"),
+        (["--step", "9"], "the trace has no step 9; choose one of step 4, step 5"),
+        (["{folder}/trace_rank_0.json"], "are both of rank 0; give one file per rank"),
         (["{folder}/nothing.json"], "No such file"),
-        (["{folder}", "--joined", "/nonexistent/x"], "cannot write /nonexistent/x: no such folder"),
-        (["tests"], "tests holds no trace_rank_*.json"),
-        ([__file__], "is not a trace that training with trace_steps has written"),
-        (["{folder}/../broken.json"], "is not a trace that training with trace_steps has written: KeyError('dur')"),
+        (["{folder}", "--joined", "/nonexistent/x"], "cannot write /nonexistent/x: there is no such folder"),
+        (["tests"], "tests has no trace_rank_*.json"),
+        ([__file__], "is not a trace that training wrote with trace_steps"),
+        (["{folder}/../broken.json"], "is not a trace that training wrote with trace_steps: KeyError('dur')"),
     ],
 )
 def test_what_cannot_be_drawn(traced, capsys, arguments, told):

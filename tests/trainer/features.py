@@ -213,7 +213,7 @@ FEATURES: dict[str, Feature] = {
         {**BF16, "gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9), rounds=True
     ),
     "weights in bfloat16": Feature({"learning_rate": 30.0, "max_steps": 1}, in_bfloat16, rounds=True),
-    "fp16 on the CPU": Feature({"fp16": True}, refused={"*": ("which accelerate does on GPUs only", "use bf16=True")}),
+    "fp16 on the CPU": Feature({"fp16": True}, refused={"*": ("which accelerate does on GPUs only", "set bf16=True")}),
     "--mixed_precision bf16": Feature(
         environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
         refused=dict.fromkeys(
@@ -238,14 +238,15 @@ FEATURES: dict[str, Feature] = {
     ),
     "liger_kernel_config with a loss": Feature(
         {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
-        refused={"*": ("would put another loss in the place", "leave it out")},
+        refused={"*": ("would replace the loss of planned steps", "remove 'cross_entropy' from liger_kernel_config")},
     ),
     "use_liger_kernel and mlp_chunk_rows": Feature(
         {"use_liger_kernel": True, "mlp_chunk_rows": 16},
-        refused={"*": ("mlp_chunk_rows=16 would be without effect", "liger_kernel_config={'swiglu': False")},
+        refused={"*": ("mlp_chunk_rows=16 would have no effect", "liger_kernel_config={'swiglu': False")},
     ),
     "torch_compile": Feature(
-        {"torch_compile": True}, refused={"*": ("leaves out planned attention", "compile modules inside the layers")}
+        {"torch_compile": True},
+        refused={"*": ("cannot compile planned attention", "compile modules inside the layers")},
     ),
     "EMA callback": Feature(
         given=lambda model: {"callbacks": [Average(model)]},
@@ -258,15 +259,18 @@ FEATURES: dict[str, Feature] = {
     "adafactor": Feature(
         {"optim": "adafactor", "learning_rate": 1e-2},
         refused={
-            "fsdp2": ("Adafactor mixes whole and divided tensors", "choose another, such as adamw_torch"),
-            **dict.fromkeys(ZERO, ("ZeRO gives it flat shares", "choose another, such as adamw_torch")),
+            "fsdp2": (
+                "Adafactor mixes whole and sharded tensors",
+                "set another optimizer, such as optim='adamw_torch'",
+            ),
+            **dict.fromkeys(ZERO, ("ZeRO gives it flat shards", "set another optimizer, such as optim='adamw_torch'")),
         },
     ),
     "optimizers": Feature(
         given=lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)},
         refused={
             "fsdp2": ("Passing `optimizers` is not allowed", "You should subclass `Trainer`"),
-            **dict.fromkeys(ZERO, ("would be left out under DeepSpeed", "give optimizer_cls_and_kwargs")),
+            **dict.fromkeys(ZERO, ("would silently be ignored under DeepSpeed", "set optimizer_cls_and_kwargs")),
         },
     ),
     "optimizer_cls_and_kwargs": Feature(
@@ -280,19 +284,19 @@ FEATURES: dict[str, Feature] = {
     "attention_mask of ones": Feature(example=with_column("attention_mask", lambda length: [1] * length)),
     "attention_mask with zeros": Feature(
         example=with_column("attention_mask", lambda length: [0] * length),
-        refused={"*": ("attention_mask with zeros", "tokenize with padding=False")},
+        refused={"*": ("attention_mask with zeros", "padding=False")},
     ),
     "attention_mask of rows and columns": Feature(
         example=with_column("attention_mask", lambda length: [[1] * length] * length),
-        refused={"*": ("attention_mask of shape (90, 90) for 90 input_ids", "remove the column")},
+        refused={"*": ("attention_mask of shape (90, 90) for 90 input_ids", "give a 1 for each token")},
     ),
     "position_ids": Feature(
         example=with_column("position_ids", lambda length: list(range(length))),
-        refused={"*": ("columns that a packed batch does not carry: ['position_ids']", "remove_columns")},
+        refused={"*": ("columns that a packed batch cannot carry: ['position_ids']", "remove_columns")},
     ),
     "a collator that pads": Feature(
         given=lambda model: {"data_collator": Pad()},
-        refused={"*": ("nothing says where its documents begin", "DataCollatorWithFlattening")},
+        refused={"*": ("do not show where documents begin", "DataCollatorWithFlattening")},
     ),
     # Loaders
     "dataloader_num_workers": Feature(
@@ -309,23 +313,24 @@ FEATURES: dict[str, Feature] = {
         {"dataloader_drop_last": True}, refused={"*": ("it would drop documents", "leave it at False")}
     ),
     "dataloader_in_order": Feature(
-        {"dataloader_in_order": False}, refused={"*": ("micro-batches in different orders", "leave it at True")}
+        {"dataloader_in_order": False},
+        refused={"*": ("micro-batches in different orders", "set dataloader_in_order=True")},
     ),
     "train_sampling_strategy": Feature(
         {"train_sampling_strategy": "group_by_length"},
-        refused={"*": ("documents are packed by their lengths", "choose 'random' or 'sequential'")},
+        refused={"*": ("documents are packed by their lengths", "set 'random' or 'sequential'")},
     ),
     "accelerator_config: dispatch_batches": Feature(
         {"accelerator_config": {"dispatch_batches": True}},
-        refused={"*": ("dispatch_batches=True would be ignored: every rank reads", "leave it at None")},
+        refused={"*": ("dispatch_batches=True would be ignored: each rank reads", "set it to None")},
     ),
     "accelerator_config: split_batches": Feature(
         {"accelerator_config": {"split_batches": True}},
-        refused={"*": ("split_batches=True would be ignored: every rank reads", "leave it at False")},
+        refused={"*": ("split_batches=True would be ignored: each rank reads", "set it to False")},
     ),
     "accelerator_config: even_batches": Feature(
         {"accelerator_config": {"even_batches": False}},
-        refused={"*": ("even_batches=False would be ignored: every rank reads", "leave it at True")},
+        refused={"*": ("even_batches=False would be ignored: each rank reads", "set it to True")},
     ),
     "per_device_train_batch_size": Feature(
         {"per_device_train_batch_size": 4}, refused={"*": ("contradicts tokens_per_rank", "leave it at 1")}
@@ -336,7 +341,7 @@ FEATURES: dict[str, Feature] = {
     # Loss
     "compute_metrics": Feature(
         given=lambda model: {"compute_metrics": print},
-        refused={"*": ("rows are spread over ranks as the plan says", "evaluate() reports the exact")},
+        refused={"*": ("the rows of a document lie on several ranks", "call evaluate()")},
     ),
     "compute_loss_func": Feature(
         given=lambda model: {"compute_loss_func": print},
@@ -358,7 +363,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "model_init": Feature(
         given=lambda model: {"model": None, "model_init": lambda: plain("distca")},
-        refused={"*": ("another model when training begins", "make the model beforehand and give it as model")},
+        refused={"*": ("would replace the model when training begins", "make the model first and pass it as model")},
     ),
     # Models
     "a frozen tower for images": Feature(model=with_frozen_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),

@@ -74,7 +74,7 @@ def test_core_attention_that_is_computed_again_counts_in_the_backward():
 
 
 def test_a_profile_that_there_is_none_of():
-    with pytest.raises(ValueError, match="no profile of a device at 'h900'"):
+    with pytest.raises(ValueError, match="no device profile at 'h900'"):
         choices(device_profile="h900")
 
 

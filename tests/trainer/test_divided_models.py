@@ -86,7 +86,7 @@ SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRAN
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": (
         {"model": {"num_key_value_heads": 1}},
-        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks; load",
+        r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks. Load",
     ),
     "servers": (
         {"arguments": {"attention_servers": "external"}},
@@ -95,24 +95,24 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT makes .* set both to 1"),
     "chats": (
         {"chats": True},
-        r"losses have not been tried with tensor parallelism \(tp_size=2\).* set tp_size=1, or give DistCATrainer",
+        r"losses are not tested with tensor parallelism \(tp_size=2\).* set tp_size=1, or train with DistCATrainer",
     ),
     "accumulation": (
         {"model": {"model_type": "qwen3"}, "arguments": {"gradient_accumulation_steps": 2}},
-        r"steps=2 gives \w*Qwen3ForCausalLM wrong gradients .* over the 2 ranks .* set gradient_accumulation_steps=1",
+        r"steps=2 gives \w*Qwen3ForCausalLM wrong gradients .* over the 2 ranks.* Set gradient_accumulation_steps=1",
     ),
     "pipeline": ({"divided": {"pp_size": 4}}, r"\(pp_size=4\) gives ranks different layers, .* set pp_size=1"),
     "context": (
         {"divided": None, "arguments": {"parallelism_config": {"cp_size": 2, "dp_shard_size": 2}}},
-        r"context parallelism \(cp_size=2\) divides documents .*; set cp_size=1 and give the ranks to dp_shard_size",
+        r"context parallelism \(cp_size=2\) divides documents .*; set cp_size=1, and raise dp_shard_size",
     ),
     "sequence": (
         {"divided": None, "arguments": {"parallelism_config": {"sp_size": 2, "dp_shard_size": 2}}},
-        r"sequence parallelism \(sp_size=2\) divides documents .*; set sp_size=1 and leave the ranks to ZeRO-3",
+        r"sequence parallelism \(sp_size=2\) divides documents .*; set sp_size=1, and use ZeRO-3",
     ),
     "whole model": (
         {"divided": None, "arguments": {**SHARDED, "parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}},
-        r"of size 2 is set, but every rank holds the whole model.*DistributedConfig\(tp_size=…, fsdp_size=…\)",
+        r"of size 2 is set, but the model was not divided.*DistributedConfig\(tp_size=…, fsdp_size=…\)",
     ),
     "other data": (
         {"lengths by rank": [LENGTHS, LENGTHS, LENGTHS, LENGTHS[:-1]]},

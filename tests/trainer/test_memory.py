@@ -24,7 +24,7 @@ def test_it_says_what_is_needed_and_warns_if_that_does_not_fit(tmp_path, caplog)
     trainer = make_trainer(str(tmp_path), model=model, tokens_per_rank=8192, activation_checkpointing=True)
     message, warnings = told(caplog, trainer, 10**10)
     assert message.startswith("memory with 8192 tokens on each rank: ")
-    assert " GB of 10.0 (" in message
+    assert " of 10.0 GB (" in message
     assert not warnings
     caplog.clear()
     _, (warning,) = told(caplog, trainer, 10**9)
@@ -39,7 +39,7 @@ def test_adapters_and_bfloat16_are_counted(tmp_path, caplog):
     model = peft.get_peft_model(small_model(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
     trainer = make_trainer(str(tmp_path), model=model, bf16=True)
     message, _ = told(caplog, trainer, 10**9)
-    assert message.startswith("memory with 160 tokens on each rank: 0.0 GB of 1.0")
+    assert message.startswith("memory with 160 tokens on each rank: 0.0 of 1.0 GB")
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, None), ({"every_n_layers": 2}, {"every_n_layers": 2})])

@@ -158,7 +158,7 @@ def test_packing_of_the_trainers_own():
 
 def test_arguments_without_the_mixin(tmp_path):
     dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
-    with pytest.raises(ValueError, match=r"got ChatArguments; .* one dataclass of both"):
+    with pytest.raises(ValueError, match=r"got ChatArguments. .* combine both classes in one dataclass"):
         PlannedChatTrainer(small_model(), ChatArguments(output_dir=str(tmp_path), use_cpu=True), None, dataset)
 
 
@@ -181,5 +181,5 @@ def test_arguments_by_position(tmp_path):
     dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
     # The collator is seen by position too: without one the batch size would be refused.
     PlannedChatTrainer(small_model(), arguments, DataCollatorWithFlattening(), dataset, dataset)
-    with pytest.raises(TypeError, match="names 0 arguments and got 2 by position; give them by name"):
+    with pytest.raises(TypeError, match="takes 0 positional arguments, got 2; pass the others by name"):
         PlannedOpaque(small_model(), arguments)

@@ -245,7 +245,7 @@ def test_what_is_left_comes_once(rank_pools, packed, tmp_path, step, micro_batch
         assert [rank["parameters"] for rank in resumed] == [rank["parameters"] for rank in whole]
         assert resumed[0]["losses"] == whole[0]["losses"]
     larger = ranks * changed.get("tokens_per_rank", 96) > 192
-    assert ["stay of at most 192 tokens" in message for message in resumed[0]["warnings"]] == [True] * larger
+    assert ["still hold at most 192 tokens" in message for message in resumed[0]["warnings"]] == [True] * larger
 
 
 @pytest.mark.parametrize(("ranks", "changed"), [(2, {}), (3, {"tokens_per_rank": 64}), (1, {"tokens_per_rank": 192})])
@@ -334,7 +334,7 @@ def test_a_checkpoint_that_was_not_saved_whole(rank_pools, packed, tmp_path):
     (tmp_path / "checkpoint-3/trainer_state.json").unlink()
     for ignore in (False, True):
         for refused in run(rank_pools[2], tmp_path, "packed", True, **PACKED, ignore_data_skip=ignore):
-            assert "checkpoint-3 has no trainer_state.json: it is no checkpoint" in refused["error"]
+            assert "checkpoint-3 has no trainer_state.json: it is not a checkpoint" in refused["error"]
 
 
 def test_a_checkpoint_of_the_model_only(rank_pools, tmp_path):
@@ -392,7 +392,7 @@ def test_a_checkpoint_without_its_order(rank_pools, packed, tmp_path):
     shutil.copytree(folder / "checkpoint-3", tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3/data_order.json").unlink()
     for refused in run(rank_pools[2], tmp_path, "packed", True, **PACKED):
-        assert "has no data_order.json, which lists the documents already seen" in refused["error"]
+        assert "has no data_order.json, which records the place in the training data" in refused["error"]
     # A new pass: the epoch that step 3 is in, from its start.
     resumed = run(rank_pools[2], tmp_path, "packed", True, **PACKED, ignore_data_skip=True)
     assert together(resumed) == together(whole)[4:11]

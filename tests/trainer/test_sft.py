@@ -156,11 +156,11 @@ def test_a_model_by_name(tmp_path):
 REFUSED: dict[str, tuple[Any, str]] = {
     "packing": (True, "packed by their lengths"),
     "eval_packing": (True, "packed by their lengths"),
-    "padding_free": (True, "without padding as it is; leave it at False"),
+    "padding_free": (True, "always packed without padding; leave it at False"),
     "pad_to_multiple_of": (8, "without padding; leave it at None"),
-    "activation_offloading": (True, "gradient_checkpointing saves little"),
+    "activation_offloading": (True, "To save memory use gradient_checkpointing"),
     "label_smoothing_factor": (0.1, "already shifted"),
-    "gradient_checkpointing_kwargs": ({"selective": True}, "keep_core_attention=True does"),
+    "gradient_checkpointing_kwargs": ({"selective": True}, "keep_core_attention=True already does"),
     "per_device_train_batch_size": (4, "contradicts tokens_per_rank"),
 }
 
@@ -245,5 +245,5 @@ def test_trainers_that_compare_answers(tmp_path, name):
     assert expected[1] != expected[0]
     assert compared(str(tmp_path), name, "distca") == pytest.approx(expected, rel=1e-6)
     planned = type("Planned", (hf_distca.DistCAMixin, PAIRS[name][0]), {})
-    with pytest.raises(ValueError, match=f"{name} compares whole answers.* use it without DistCAMixin"):
+    with pytest.raises(ValueError, match=rf"{name} compares whole answers.* Use \w+ without DistCAMixin"):
         planned(small_model())

@@ -97,7 +97,7 @@ def test_a_model_is_loaded_as_is_asked_for(tmp_path):
     data = datasets.Dataset.from_dict({"input_ids": TOKENS})
     trainer = trainer_of(tmp_path, data, str(tmp_path / "model"), model_init_kwargs=args.model_init_kwargs)
     assert {weight.dtype for weight in trainer.model.parameters()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match="would be without effect: the model is loaded already"):
+    with pytest.raises(ValueError, match="would have no effect, because the model is already loaded"):
         trainer_of(tmp_path, data, model_init_kwargs={"dtype": "bfloat16"})
 
 
@@ -107,7 +107,7 @@ def test_a_model_is_loaded_as_is_asked_for(tmp_path):
         (
             of_texts("stored"),
             {"processing_class": None},
-            "train_dataset has text in 'text' and no tokens .*; give the trainer the model's tokenizer",
+            "train_dataset has text in 'text', but no tokens .*; pass the model's tokenizer",
         ),
         (
             of_texts("stored", "body"),
@@ -139,7 +139,7 @@ def test_what_gives_no_tokens_is_refused_in_the_constructor(tmp_path, data, chan
 )
 def test_collators_that_pad_are_refused_in_the_constructor(tmp_path, make):
     data = datasets.Dataset.from_dict({"input_ids": TOKENS})
-    with pytest.raises(ValueError, match=r"data_collator=DataCollator\w+ pads documents.*leave data_collator out"):
+    with pytest.raises(ValueError, match=r"data_collator=DataCollator\w+ pads documents.*Leave data_collator out"):
         trainer_of(tmp_path, data, data_collator=make())
 
 

@@ -120,7 +120,7 @@ def test_columns_are_refused_where_they_are_not_to_be_left_out(tmp_path, source)
     trainer = make_trainer(
         str(tmp_path), source, columns={"text": "words"}, remove_unused_columns=False, max_steps=1, save_strategy="no"
     )
-    with pytest.raises(ValueError, match=r"does not carry: \['text'\]"):
+    with pytest.raises(ValueError, match=r"cannot carry: \['text'\]"):
         trainer.train()
 
 
@@ -218,7 +218,7 @@ def test_a_plan_that_reaches_no_attention(tmp_path):
     trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no", ping_pong=False)
     (batch,), targets = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
     inputs = trainer._prepare_inputs(batch)
-    with pytest.raises(ValueError, match="LlamaForCausalLM did not hand distca_plan to its decoder layers"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM did not pass distca_plan on to its decoder layers"):
         trainer.compute_loss(Deaf(trainer.model), inputs, num_items_in_batch=targets)
 
 
@@ -253,7 +253,7 @@ def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank_pool
 
 def test_nodes_of_other_ranks_are_an_error_on_every_rank(rank_pools, tmp_path):
     for error in rank_pools[2].run(_settings_error, str(tmp_path), [{"ranks_per_node": "2,1"}] * 2):
-        assert error.startswith("ranks_per_node=2,1 is 3 ranks together, but 2 ranks train; give the number")
+        assert error.startswith("ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train; give the number")
 
 
 def test_saved_model_loads_with_any_attention(tmp_path):

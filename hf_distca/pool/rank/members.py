@@ -170,7 +170,7 @@ class ServerLink:
                 with self._lock:
                     pending = self._pending.get(reply.call_id) if isinstance(reply, Reply) else None
                 if pending is None or not isinstance(reply, Reply):
-                    raise ProtocolError(f"a {type(reply).__name__} came that answers no call")
+                    raise ProtocolError(f"received a {type(reply).__name__} that answers no call")
                 self._transport.receive(frame, pending.rows, self._rows_s)
                 with self._lock:
                     self._pending.pop(reply.call_id, None)
@@ -244,7 +244,7 @@ class Members:
         """
         gone = {server for rank in news for server in rank.lost}
         present = {info.id: info for info in news[0].listed if info.id not in gone}  # it may come back as a new member
-        self._lose(gone, "between steps; nothing was under way")
+        self._lose(gone, "between steps; no call was running")
         self._lose(set(self._links) - set(present), "it left the directory")
         joined = [info for server, info in sorted(present.items()) if server not in self._links]
         return self._connect(joined) if joined else []
@@ -308,7 +308,7 @@ class Members:
             link.close()
             if self._directory is not None:
                 self._directory.drop(server)
-            left = f"{len(self._links)} servers left" if self._links else "no server left, ranks go on in place"
+            left = f"{len(self._links)} servers left" if self._links else "no server left, so ranks compute all tasks"
             self.tell(f"lost attention server {self.name(server)} ({reason}): {what}; {left}", logging.WARNING)
 
     def close(self) -> None:

@@ -191,9 +191,9 @@ class Calls:
         with self._changed:
             while plan_id not in self._plans:
                 if plan_id < min(self._plans, default=0):
-                    raise ProtocolError(f"plan {plan_id} is not kept any more, the latest is {max(self._plans)}")
+                    raise ProtocolError(f"plan {plan_id} is no longer kept; the latest is {max(self._plans)}")
                 if time.monotonic() > deadline or give_up():
-                    raise ProtocolError(f"plan {plan_id} did not come within {timeout_s:g} s")
+                    raise ProtocolError(f"plan {plan_id} did not arrive within {timeout_s:g} s")
                 self._changed.wait(0.5)
             return self._plans[plan_id]
 
@@ -226,7 +226,7 @@ class Calls:
                 assembly = Assembly(call, tasks, received, set(tasks.ranks))
                 self._open[call.call_id] = assembly
             if assembly.call != call or link.rank in assembly.links:
-                raise ProtocolError(f"call {call.call_id} is not the one that others made, or was made twice")
+                raise ProtocolError(f"call {call.call_id} differs from the call of other ranks, or was made twice")
             assembly.links[link.rank] = link
             link.in_flight += 1
             return assembly

@@ -137,7 +137,7 @@ class AttentionServer:
                 if (last := member.poll(_POLL_S)) is not None:
                     return last
             except LinkLost as error:
-                logger.warning("the directory is gone: %s", error)
+                logger.warning("lost the connection to the directory: %s", error)
                 return None
             seconds = time.monotonic() - begin
             if seconds >= STATUS_S:
@@ -180,7 +180,7 @@ class AttentionServer:
                 self._calls.add_plan(message.plan_id, served_plan(message, tables, self._device))
             else:
                 name = type(message).__name__
-                raise ProtocolError(f"rank {link.rank} must not send this {name} with {frame.payload} bytes")
+                raise ProtocolError(f"rank {link.rank} sent an unexpected {name} with {frame.payload} bytes")
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ProtocolError(f"the server cannot use this {type(message).__name__}: {error}") from error
 

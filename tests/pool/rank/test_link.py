@@ -172,7 +172,7 @@ def failing(kind):
         "too much": (send(lambda n: message(reply(n), b"123456789")), "9 bytes, expected 8"),
         "too little": (send(lambda n: message(reply(n), b"1234567")), "7 bytes, expected 8"),
         "huge": (send(lambda n: message(reply(n), payload_bytes=2**63)), "expected 8"),
-        "unasked": (send(lambda n: message(reply(99), b"12345678")), "a Reply came that answers no call"),
+        "unasked": (send(lambda n: message(reply(99), b"12345678")), "received a Reply that answers no call"),
         "other kind": (send(lambda n: message(call(n), b"12345678")), "a Call came"),
         "garbage": (send(lambda n: b"\0" * 100), "no message"),
         "stops in the middle": (
@@ -231,7 +231,7 @@ def test_a_second_reply_is_refused_and_leaves_the_buffers_alone(server, link):
     link.call(call(), [rows(b"12345678")], [target]).wait(60)
     server.release.set()
     wait_until(lambda: link.lost)
-    assert "a Reply came that answers no call" in link.lost
+    assert "received a Reply that answers no call" in link.lost
     link.close()
     assert bytes_of(target) == b"12345678"
 

@@ -159,8 +159,8 @@ def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeyp
     assert members.update([News((seven, nine), (7,)), News((), (9,))]) == []
     assert members.ids == ()
     lost, ranks_go_on = (
-        "(another rank lost it): between steps; nothing was under way",
-        "no server left, ranks go on in place",
+        "(another rank lost it): between steps; no call was running",
+        "no server left, so ranks compute all tasks",
     )
     assert caplog.messages == [
         "lost attention server 8 (127.0.0.1:4001, cpu) (another rank lost it): its tasks of this micro-batch are "

@@ -112,7 +112,7 @@ def test_a_run_that_is_gone_is_waited_for_and_then_given_up(serve, directory):
     server.joined()
     directory.close()
     assert server.process.wait(60) == 2
-    assert "not joined within 1 s" in server.text()
+    assert "no training run answered within 1 s" in server.text()
     assert "Traceback" not in server.text()
 
 
@@ -132,9 +132,9 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, token):
         (["--join", "127.0.0.1", "--token-file", "x"], "must be HOST:PORT"),
         (["--join", "127.0.0.1:99999", "--token-file", "x"], "port from 1 to 65535"),
         (["--join", "127.0.0.1:1", "--token-file", str(tmp_path / "none")], "cannot read the token file"),
-        ([*good, "--device", "gpu"], "no device is called 'gpu'"),
+        ([*good, "--device", "gpu"], "'gpu' is not a device"),
         ([*good, "--device", "meta"], "cannot serve"),
-        ([*good, "--device", "cuda:99"], "there is no device 'cuda:99'"),
+        ([*good, "--device", "cuda:99"], "device 'cuda:99' does not exist"),
         ([*good, "--attention-kernel", "fast"], "no kernel is named 'fast'"),
         ([*good, "--threads", "0"], "positive number of threads"),
         ([*good, "--wait", "nan"], "number of seconds"),
@@ -170,8 +170,12 @@ def test_a_port_in_use_is_said(capsys, tmp_path, token):
 @pytest.mark.parametrize(
     ("rank", "server", "why"),
     [
-        (Choice.TCP, "nixl", r"the server serves over NIXL only: the rank does without NIXL; .* or set attention_"),
-        (Choice.NIXL, "tcp", r"the server does without NIXL, which was asked for: .*; serve with --transport nixl"),
+        (
+            Choice.TCP,
+            "nixl",
+            r"the server uses NIXL only, but this rank cannot: the rank does not use NIXL; .* or set attention_",
+        ),
+        (Choice.NIXL, "tcp", r"the server does not use NIXL: .*; serve with --transport nixl"),
     ],
 )
 def test_a_server_with_another_transport_is_told_why_and_ends(

@@ -180,12 +180,12 @@ def test_an_end_that_closes_leaves_another_one_of_the_same_rank_alone(ends):
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        (None, "does not say where its rows lie"),
+        (None, "does not name the memory of its rows"),
         ([(1,)], "is no address and size"),
         ([(0, 4096)], "is no address and size"),
         ([(2**63, 4096)], "is no address and size"),
         ([(4096, 4095)], "4095 bytes, expected 4096"),
-        ([(4096, 2048), (8192, 2048)], "other sizes than the tensors"),
+        ([(4096, 2048), (8192, 2048)], "differs in size from the tensors"),
     ],
 )
 def test_places_that_are_not_sane_are_refused(ends, pieces, message):
@@ -215,7 +215,7 @@ def test_places_that_the_rank_has_not_registered_are_refused(ends):
 
 @needs_nixl
 def test_a_reply_without_a_place_is_refused(ends):
-    with pytest.raises(ProtocolError, match="other sizes than the tensors"):
+    with pytest.raises(ProtocolError, match="differs in size from the tensors"):
         ends[1].transport.send(reply(1), [ends[1].memory.empty(ROWS, 1)], 5)
 
 
@@ -237,10 +237,10 @@ def test_metadata_of_nobody_is_refused(memory):
 def test_ends_agree_or_say_why_not(memory):
     host = HostMemory(CPU, "no RDMA")
     with channels() as (near, far):
-        with pytest.raises(MismatchError, match="over NIXL only: the rank does without NIXL"):
+        with pytest.raises(MismatchError, match="NIXL only, but this rank cannot: the rank does not use NIXL"):
             choose(far, memory, offer(host))
         _, welcome = choose(far, host, offer(memory))
-        with pytest.raises(MismatchError, match="does without NIXL, which was asked for: at the server: no RDMA"):
+        with pytest.raises(MismatchError, match="does not use NIXL: at the server: no RDMA"):
             chosen(near, memory, welcome)
         _, welcome = choose(far, host, offer(host))
         assert chosen(near, host, welcome)[1] == "TCP (no RDMA)"

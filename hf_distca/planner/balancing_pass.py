@@ -222,8 +222,10 @@ class BalancingPass:
         return cost
 
     def _whole_rows(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> list[int]:
-        """Return [start, rounded cuts, stop]; a cut leaves the block's boundary only if rounding moves too many
-        pairs."""
+        """Return [start, rounded cuts, stop].
+
+        A cut leaves the block's boundary only if rounding to the boundary would move too many pairs.
+        """
         rows = [start]
         for cut in cuts.tolist():
             rows.append(min(max(self._whole_row(cut), rows[-1]), stop))

@@ -37,7 +37,8 @@ def plan_as_set(lengths: Sequence[int] | NDArray[np.int64], settings: PlanSettin
     layouts = [_layout(array[groups[0]], settings, sizes)]
     if len(groups) == 2:
         # Each layout gives one row more to its first ranks. Mirroring the second gives its extra rows to the last
-        # ranks, so no rank holds more than without nano-batches. Its nodes are therefore reversed beforehand.
+        # ranks, so no rank holds more than without nano-batches. The nodes are reversed first, as mirroring reverses
+        # them back.
         layouts.append(mirrored(_layout(array[groups[1]], settings, sizes and sizes[::-1])))
     return _plan(array, groups, layouts, settings)
 
@@ -119,10 +120,7 @@ def packed_seconds(lengths: NDArray[np.int64], settings: PlanSettings, costs: St
 
 
 def loads_as_packed(lengths: NDArray[np.int64], settings: PlanSettings) -> NDArray[np.int64]:
-    """Return [ranks] int64: query-key pairs in a dominant layer if documents are packed in order.
-
-    Each rank computes the rows that it holds.
-    """
+    """Return [ranks] int64: query-key pairs in a layer of the dominant kind if documents are packed in order."""
     kind = settings.dominant_kind
     packed = layout_of_kind(fixed_layout([lengths.tolist()], settings.ranks), kind)
     cost = pairs(packed.segments["start"], packed.segments["stop"], kind.window)

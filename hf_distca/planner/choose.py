@@ -288,8 +288,10 @@ class _Search:
         return high
 
     def _slowest(self, level: int, limit: float) -> float:
-        """Return the least seconds that the slowest group computes, exact up to `limit`; inf if documents do not
-        fit."""
+        """Return the least seconds that the slowest group computes; inf if documents do not fit.
+
+        The seconds are exact up to `limit`.
+        """
         least = self._until_done(float(self._seconds.max() / self._speeds.max()) / max(self.partitions[level]))
         if least > limit:
             return least
@@ -316,7 +318,8 @@ class _Search:
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
         inside = max(self.partitions[level]) <= self._ranks_of_node
         if level > self._level() and self._best.waited <= (HARDLY_WAITING_IN_NODES if inside else HARDLY_WAITING):
-            # Larger groups exchange more: they have to compute more evenly.
+            # Larger groups exchange more, so they have to compute more evenly.
+
             enough = self._until_done(self._best.placing.slowest) * (1 - GOOD_ENOUGH)
         return self._slowest(level, enough) < enough
 

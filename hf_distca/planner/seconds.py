@@ -30,7 +30,10 @@ class Tasks:
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Seconds of a kernel call: call + row · query rows + key · K/V rows + pair · query-key pairs."""
+    """Costs of a kernel, in seconds.
+
+    A call takes call + row · query rows + key · K/V rows + pair · query-key pairs.
+    """
 
     call: float
     row: float

@@ -125,7 +125,7 @@ class PlanSettings:
         )
 
     def row_bytes(self, kind: AttentionKind) -> RowBytes:
-        """Return the size of a row of Q, of K and V, and of O, in one layer of a kind."""
+        """Return the size of a row of Q, of K and V, and of O in one layer."""
         return RowBytes.of_kind(kind, self.bytes_per_value)
 
     def workers(self, rows: NDArray[np.int64]) -> Workers | None:

@@ -13,7 +13,7 @@ EXCHANGE_BUFFER_BYTES = 1 << 27
 STAGES_ALONE = 4
 """Number of stages of a lone nano-batch, if the stages are worth it.
 
-Local tasks hide the first stage, and other stages hide each other.
+The first stage travels while local tasks are computed, each later one while an earlier stage is computed.
 """
 SMALLEST_STAGE = 1024
 """Least rows of a stage; fewer rows are not worth an exchange and kernel calls only to hide computation."""

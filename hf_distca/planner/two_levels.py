@@ -124,6 +124,6 @@ def tasks_of_workers(
 
 
 def _last_row(start: int, stop: int, room: float, window: int | None, block: int) -> int:
-    """Return where to cut a task so that its beginning fits into `room`: at a block's boundary, or at its end."""
+    """Return where to cut a task so that its beginning fits into `room`: a block's boundary, or the task's end."""
     cut = int(row_reaching(pairs(0, start, window) + max(room, 0.0), window)) // block * block
     return stop if cut < start + block or stop - cut < block else cut

@@ -272,7 +272,7 @@ def _tasks(counted: CountedPlan, name: str) -> Tasks:
     if name in ("own 1/2", "own 2/2"):
         return Tasks(counted.own.rows / 2, counted.own.keys / 2, counted.own.pairs / 2, counted.own.calls)
     tasks = counted.prefix if name == "prefix" else counted.visiting
-    # Each stage reads all queries again, and keys of its own.
+    # Each stage reads all queries again, and only its own keys.
     return Tasks(tasks.rows, tasks.keys / counted.stages, tasks.pairs / counted.stages, tasks.calls)
 
 

@@ -92,7 +92,7 @@ class Arrivals:
 
 
 def _brought(tasks: CutTasks, keys: KeysRead, segments: NDArray[np.void]) -> Moves:
-    """Return the K/V rows to send to each worker: the union of what its tasks read, each row once per worker."""
+    """Return the K/V rows that each worker's tasks read, each row once per worker."""
     worker, rows = union(tasks.queries.target, keys.brought_rows)
     found = rows.overlaps(Intervals.of(segments))
     return Moves.from_segments(found.rows, segments[found.second], worker[found.first])

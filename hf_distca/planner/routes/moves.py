@@ -135,7 +135,6 @@ def any_key_crosses(plan: Plan) -> bool:
 
 
 def _tasks_of_ranks(plan: Plan) -> NDArray[np.void]:
-    """Return the tasks that ranks compute."""
     return plan.tasks[plan.tasks["worker"] < plan.layout.ranks]
 
 

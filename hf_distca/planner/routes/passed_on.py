@@ -1,7 +1,7 @@
 """Forwarded K/V rows, which cross to a node once and are sent on inside it.
 
-Between nodes a byte takes about nine times as long as inside one, and ranks of a node often read the same rows of a
-long document. Such rows go to one of these ranks, the gateway, which forwards them to the others.
+Between nodes a byte takes about nine times as long as inside one. Ranks of a node often read the same rows of a long
+document. Such rows go to one of these ranks, the gateway, which forwards them to the others.
 """
 
 from collections.abc import Sequence

@@ -59,10 +59,10 @@ def hops_by_stage(hops: Hops, stage_rows: int, ranks: int) -> tuple[Hops, ...]:
 
 
 def _spread(hops: Hops, grain: int) -> tuple[Hops, IntArray]:
-    """Cut moves into pieces of at most `grain` rows, and order them so that pieces of the same path lie far apart.
+    """Cut moves into small pieces, and order them so that pieces of the same path lie far apart.
 
     Returns:
-        The pieces, and for each the number of rows before it in that order.
+        The pieces of at most `grain` rows, and for each the number of rows before it in that order.
     """
     first = hops.first
     to_others = np.zeros_like(first.source)

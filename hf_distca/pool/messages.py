@@ -10,7 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field, is_dataclass
+from dataclasses import astuple, dataclass, field, is_dataclass
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -305,7 +305,7 @@ _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_a
 
 def encode(message: Message, payload: int) -> bytes:
     """A message as it travels, before so many bytes."""
-    return json.dumps([type(message).__name__, asdict(message), payload], allow_nan=False).encode()
+    return json.dumps([type(message).__name__, message, payload], default=vars, allow_nan=False).encode()
 
 
 def decode(text: bytes) -> tuple[Message, int]:

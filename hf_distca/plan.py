@@ -46,8 +46,6 @@ class AttentionKind:
     Attributes:
         window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
         kv_heads: key-value heads, which divide the query heads.
-        dim_qk: head dimension of queries and keys.
-        dim_v: head dimension of values.
         chunk: row p attends to rows from p - p % chunk on at most; None for no chunks.
 
     Raises:
@@ -88,7 +86,6 @@ class Layout:
         lengths: [documents] int64, tokens of each document; a document attends causally to itself only.
         segments: [segments] of dtype SEGMENT, sorted by (rank, offset). They cover every row of every document once,
             and each rank's rows [0, n) without a gap.
-        ranks: number of ranks; a rank may hold no rows.
     """
 
     lengths: NDArray[np.int64]
@@ -197,7 +194,6 @@ class PlanSummary:
     Attributes:
         packed_max_over_mean: query-key pairs of the most loaded rank over the mean, if documents were packed in order
             and each rank computed the rows that it holds.
-        max_over_mean: the same ratio for the plan.
     """
 
     packed_max_over_mean: float
@@ -211,8 +207,6 @@ class Choice:
 
     Attributes:
         group: ranks of a group that share documents; 1 if every document lies on one rank.
-        nano_batches: number of nano-batches.
-        tolerance: tolerance of balance.
         seconds: predicted seconds of the forward and backward.
         attention: [ranks] predicted seconds of core attention.
         packed_seconds: predicted seconds if each rank computed its share of the documents packed in order.

@@ -66,7 +66,6 @@ def balance(
             returned. 0 is as fine as rows allow and takes several times as long.
         balance_block_size: rows of a kernel block. Cuts fall on its multiples, except at the end of a document or
             segment or where the balance needs finer cuts.
-        row_bytes: None for RowBytes().
         row_overhead: cost of a query row besides its pairs, in pairs, rounded to whole blocks.
         gather_cost: cost of gathering a byte of K and V on the rank itself, in bytes sent. A task that is cut in its
             middle leaves two rests, and the second one gathers.

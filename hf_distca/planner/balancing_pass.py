@@ -27,7 +27,6 @@ class Prices:
     """Cost of giving rows away.
 
     Attributes:
-        all: bytes of all workers.
         sent: bytes that the giver sends; all workers wait for them if the giver is the busiest.
         gathered: cost of gathering a K/V row on the rank itself, in bytes sent.
     """
@@ -38,11 +37,7 @@ class Prices:
 
     @classmethod
     def of(cls, row_bytes: RowBytes, rows: ShiftedRows, gather_cost: float) -> "Prices":
-        """Return the prices for rows of the given bytes.
-
-        Args:
-            gather_cost: cost of gathering a byte on the rank itself, in bytes sent.
-        """
+        """Return the prices for rows of the given bytes."""
         q, kv, o = row_bytes.q, row_bytes.kv, row_bytes.o
         return cls(
             Price(q + o, kv, rows.window, rows.origin),

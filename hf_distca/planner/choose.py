@@ -67,7 +67,6 @@ class Candidate:
     """Plan that may be chosen for a micro-batch, with its predicted seconds.
 
     Attributes:
-        evenly: whether long documents are divided evenly.
         nano_batches: their plans are not in stages yet.
         waited: share of the step that the longest-waiting rank waits for exchanges.
     """
@@ -372,7 +371,6 @@ class _Search:
         Args:
             level: index into the partitions.
             count: number of nano-batches; one where nothing is exchanged.
-            evenly: whether long documents are divided evenly.
             sampled: plan only some groups: those with the most work or the longest documents.
 
         Returns:

@@ -22,14 +22,9 @@ MOST_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of one exchanged row: one token in one layer.
+    """Bytes of one exchanged row: Q and O of all query heads, K and V together of all key-value heads.
 
     The defaults are Llama-3-8B in bfloat16: 32 query heads, 8 key-value heads, head_dim 128.
-
-    Attributes:
-        q: bytes of Q, all query heads.
-        kv: bytes of K and V together, all key-value heads.
-        o: bytes of O, all query heads.
     """
 
     q: int = 8192

@@ -53,9 +53,6 @@ class CountedPlan:
         own: local tasks, whose queries and keys are the worker's own.
         prefix: remote-KV tasks: own queries on received keys.
         visiting: remote-query tasks: received queries on all of their keys.
-        among_ranks: rows that travel between ranks.
-        with_servers: rows that travel between ranks and dedicated servers.
-        stages: number of stages in which K/V rows travel between ranks.
         ranks: number of workers that hold rows; the workers after them are dedicated servers.
         passes_on: whether K/V rows are forwarded inside nodes.
     """
@@ -127,9 +124,6 @@ def stages_of(moved: RowsMoved, stage_rows: int | None) -> int:
     """Return the number of stages in which K/V rows travel if every stage is full.
 
     Uneven stages may take one more.
-
-    Args:
-        moved: rows that travel among ranks.
     """
     return 1 if stage_rows is None else max(-(-moved.most_keys // stage_rows), 1)
 

@@ -67,7 +67,6 @@ class Placing:
 
     Attributes:
         sizes: [groups] ranks of each group.
-        documents: for each group, its documents in order.
         left: documents that fit in no group; they are cut over any ranks with room.
         seconds: [groups] seconds that a rank of each group computes if the group's documents divide evenly.
     """
@@ -144,7 +143,6 @@ class Arrangement:
 
     Attributes:
         documents: for each nano-batch, [documents] indices of its documents.
-        layouts: one for each nano-batch.
         slack: [groups] how far above its group's mean a rank may be, as a fraction of the mean.
     """
 
@@ -188,7 +186,6 @@ def arrange(
     """Lay out the documents of every group on its ranks.
 
     Args:
-        nano_batches: one or two.
         evenly: divide each long document evenly over its whole group and leave the others whole; otherwise the joint
             layout cuts as few documents as it can.
 

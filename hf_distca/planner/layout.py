@@ -22,7 +22,6 @@ def fixed_layout(
 
     Args:
         placed: placed[r] = lengths of the documents on rank r in order, possibly none.
-        ranks: None for one rank per list.
         tokens_per_rank: a list over k ranks is cut wherever a rank is full. None divides each list evenly: tokens / k
             per rank, rounded up on the first ranks and down on the others. With one rank per list, the most tokens
             that a list may hold; None for no limit.

@@ -41,7 +41,6 @@ def plan_lost(
     Ranks with equal arguments find equal plans.
 
     Args:
-        plan: the plan in which the workers were lost.
         pairs_per_second: query-key pairs that a rank computes in a second, forward and backward together.
 
     Returns:
@@ -70,12 +69,7 @@ def tasks_at_home(plan: Plan, workers: Collection[int]) -> Plan:
 
 
 def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float) -> float:
-    """Return the seconds of the busiest rank's pairs and the busiest link's bytes, forward and backward of one layer.
-
-    Args:
-        plan: a plan of the ranks alone.
-        pairs_per_second: as in `plan_lost`.
-    """
+    """Return the seconds of the busiest rank's pairs and the busiest link's bytes, forward and backward of one layer."""
     loads = loads_of(plan) + settings.row_overhead * query_rows_of(plan)
     nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
     queries, keys, row_bytes = query_rows_by_link(plan, nodes), key_rows_by_link(plan, nodes), settings.row_bytes(kind)
@@ -87,7 +81,6 @@ def _spread(home: Plan, kind: AttentionKind, settings: PlanSettings, nodes: tupl
     """Balance the tasks of a plan over equal ranks in one pass: few moves, the largest first.
 
     Args:
-        home: a plan of the ranks alone.
         nodes: [ranks] node of each rank; nothing leaves a node. None: any rank gives to any other.
     """
     block = settings.balance_block_size

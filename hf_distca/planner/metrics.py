@@ -29,7 +29,6 @@ class PlanMetrics:
             back. A K/V row counts once per (document, worker); rows already there are free.
         bytes_bottleneck: the largest number of bytes that a worker sends or receives.
         min_rows: rows of the smallest task; 0 without tasks.
-        tasks_below_block: tasks of fewer rows than a kernel block.
         tasks_cut_below_block: tasks below a block that do not end where their document ends.
     """
 
@@ -64,7 +63,6 @@ def measure(
     """Count the balance and the bytes of a plan.
 
     Args:
-        row_bytes: None for RowBytes().
         workers: speeds and base loads for max_over_mean; None for equal workers.
 
     Raises:

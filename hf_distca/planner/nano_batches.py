@@ -17,7 +17,6 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
 
     Args:
         lengths: [documents] tokens of each document.
-        ranks: number of ranks that each group is laid out over.
 
     Returns:
         The documents of each group in order. Groups differ by one document at most, so each has at least a quarter of

@@ -15,9 +15,6 @@ NETWORK_BANDWIDTH = 50.0
 def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
     """Return [nodes] the number of consecutive ranks on each node.
 
-    Args:
-        ranks_per_node: one number for all nodes, or one for each node.
-
     Raises:
         ValueError: a number is not positive, or the numbers do not add up to the ranks.
     """

@@ -96,7 +96,6 @@ class Transfer:
             inside nodes; "servers": rows of both kinds, to dedicated servers.
         columns: names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
         back: whether the columns return to the ranks that sent the rows.
-        stage: stage of K/V rows.
     """
 
     rows: Literal["queries", "keys", "passed on", "servers"]
@@ -120,13 +119,10 @@ class KernelCall:
     """Tasks that are computed in one kernel call.
 
     Attributes:
-        queries: location of the query rows.
-        keys: location of the K/V rows.
         causal: whether rows are aligned with keys at the end of each task; otherwise every row sees all keys of its
             task.
         first: whether the results are the first for their query rows; received query rows then have no further
             results. Otherwise they are merged with earlier results.
-        stage: stage of the K/V rows.
     """
 
     tasks: Tasks
@@ -153,7 +149,6 @@ class Phase:
 
     Attributes:
         wait: transfers that have to have arrived.
-        run: kernel calls.
         send: transfers that start.
         pause: whether the other nano-batch runs before the next phase begins.
     """
@@ -199,7 +194,6 @@ def make_schedule(
             only keys before the rows' own segment.
         stages: number of stages of K/V rows.
         passes_on: whether any rank forwards K/V rows.
-        servers: whether the plan has tasks for dedicated servers.
         kept: rows that the backward has already; the forward sends everything.
     """
     forward = direction == "forward"
@@ -244,11 +238,9 @@ def _stages(
     """Return the phases of all stages.
 
     Args:
-        queries: transfers there and back.
         keys_there: [stages] K/V rows, or none.
         keys_back: [stages] their gradients, or none.
         calls: [stages] visiting and prefix tasks.
-        own: local tasks that are computed before.
     """
     phases = [Phase(run=own)]
     for stage, (visiting, prefix) in enumerate(calls):

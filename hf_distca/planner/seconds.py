@@ -95,7 +95,6 @@ class LinkCost:
     """Seconds of an exchange: latency + bytes / bandwidth.
 
     Attributes:
-        latency: seconds.
         bandwidth: bytes per second that a rank sends, and receives at the same time.
     """
 
@@ -134,7 +133,6 @@ class KindCosts:
     """Costs of core attention in the layers of one kind.
 
     Attributes:
-        layers: number of layers.
         forward: cost of a kernel call.
         backward: cost of a kernel call's backward.
     """
@@ -159,7 +157,6 @@ class StepCosts:
         backward_factor: backward over forward of `before` and `after`; with checkpointing it includes the
             recomputation.
         head: seconds per token in the output head and the loss, forward and backward.
-        exchange: links between ranks.
         launches: seconds of a layer's forward per nano-batch, whatever its size; 0 if the host runs ahead.
         slowness: [ranks] factor by which a rank is slower than these costs; empty if all ranks are alike.
         ranks_per_core: CPU ranks that share a core, all of them busy while these costs were measured. A core that one

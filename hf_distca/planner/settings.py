@@ -21,10 +21,8 @@ class Choices:
     """Choices of the planner for every micro-batch, made by predicted seconds.
 
     Attributes:
-        costs: costs of a micro-batch; the same on every rank.
         groups: whether documents may stay inside smaller groups of ranks; otherwise all ranks are one group.
         tolerances: tolerances of balance, the finest first.
-        nano_batches: numbers of nano-batches.
     """
 
     costs: StepCosts
@@ -46,7 +44,6 @@ class Choices:
 
         Args:
             settings: give the finest tolerance, and whether there may be two nano-batches.
-            coarser: whether coarser tolerances may be chosen.
             nano_batches: numbers of nano-batches to try if there may be two.
         """
         tolerance = settings.balance_tolerance

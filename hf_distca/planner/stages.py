@@ -44,9 +44,6 @@ def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool) -> in
 
     Args:
         most: K/V rows that the busiest rank sends, or receives, in a layer.
-        buffer_rows: as in `with_stages`.
-        stages: as in `with_stages`.
-        in_hops: whether rows are forwarded inside nodes.
     """
     rows = buffer_rows
     if stages > 1:

@@ -52,11 +52,7 @@ def predict_step(
 
 
 def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
-    """Predict the seconds of a planned micro-batch.
-
-    Args:
-        plan: a plan of the ranks alone.
-    """
+    """Predict the seconds of a planned micro-batch."""
     nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
     counted = [
         {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
@@ -80,11 +76,7 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
 
 
 def in_stages(counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> CountedPlan:
-    """Return the counts of a plan without stages, with as many stages as it will have.
-
-    Args:
-        stages: as in `with_stages`.
-    """
+    """Return the counts of a plan without stages, with as many stages as it will have."""
     most = counted.among_ranks.most_keys
     rows = stage_rows(most, settings.buffer_rows(kind), stages=stages, in_hops=counted.passes_on)
     return counted if rows is None else replace(counted, stages=-(-most // rows))

@@ -31,7 +31,6 @@ def plan_tasks(
     Args:
         workers: as in `balance`; None for the ranks alone, at the speeds of the settings.
         nodes: as in `balance`; None for the nodes of the ranks alone.
-        groups: as in `balance`.
         tolerance: as in `balance`; None for the tolerance of the settings.
     """
     return balance(
@@ -49,10 +48,5 @@ def plan_tasks(
 
 
 def plan_stages(plan: Plan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> Plan:
-    """Divide the K/V rows of a plan into stages.
-
-    Args:
-        plan: plan of one kind of layer, in one stage.
-        stages: as in `with_stages`.
-    """
+    """Divide the K/V rows of a plan into stages."""
     return with_stages(plan, settings.buffer_rows(kind), stages=stages)

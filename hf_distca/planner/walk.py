@@ -31,12 +31,9 @@ class LayerCosts:
     """Costs of the parts of one layer.
 
     Attributes:
-        forward: cost of a kernel call.
-        backward: cost of a kernel call's backward.
         before: for each nano-batch, seconds before core attention, forward.
         after: for each nano-batch, seconds after core attention, forward.
         backward_factor: backward over forward of `before` and `after`, recomputation included.
-        exchange: links between ranks.
         slowness: [ranks] factor by which each rank's kernel calls are slower, or one number for all.
     """
 
@@ -58,7 +55,6 @@ class Walked:
     """Predicted seconds of a layer, forward or backward, or of a whole micro-batch.
 
     Attributes:
-        seconds: until the last rank is done.
         attention: [ranks] in kernel calls.
         other: [ranks] in all other computation.
         waited: [ranks] waiting for exchanges.
@@ -130,7 +126,6 @@ class _Layer:
     """Actions of ranks in a layer, in order: the nano-batches in turn, from pause to pause.
 
     Attributes:
-        acts: functions that move the clocks.
         attention: [ranks] seconds in kernel calls.
         other: [ranks] seconds in all other computation.
     """

@@ -70,8 +70,6 @@ def plan_with_servers(
 
     Args:
         workers: see `balance_with_servers`; base loads are for one nano-batch.
-        ranks_serve: see `balance_with_servers`.
-        server_nodes: see `balance_with_servers`.
     """
     nano_batches = [
         replace(

@@ -13,14 +13,7 @@ MOST_WAITS = 0.05
 def advice(
     ways: Sequence[WayFigures], by_plain: WayFigures, by_plan: WayFigures, tokens_per_rank: int
 ) -> tuple[str, ...]:
-    """Return sentences of advice.
-
-    Args:
-        ways: figures of all strategies.
-        by_plain: figures of the best strategy without plans.
-        by_plan: figures of the best planned strategy.
-        tokens_per_rank: value that was simulated.
-    """
+    """Return sentences of advice."""
     return (
         _outcome(by_plain, by_plan, tokens_per_rank),
         *_of_waits(by_plan),

@@ -22,7 +22,6 @@ class Accuracy:
     Attributes:
         r2: share of the variance of the times that is predicted.
         worst_ratio: the largest ratio between predicted and measured times, whichever is larger.
-        count: number of times held out.
     """
 
     r2: float
@@ -43,12 +42,8 @@ class DeviceProfile:
     """Measured costs of one kind of device, and of the links between several.
 
     Attributes:
-        name: name for display.
         source: who measured the costs, and how.
-        dtype: dtype of activations.
         measured: the measured kind of attention; costs of other kinds are scaled from it.
-        forward: cost of a kernel call.
-        backward: cost of a kernel call's backward.
         flops_per_second: rate of the matrices of a layer.
         bytes_per_second: rate at which norms, activations and sums read and write the device's memory.
         peak_flops: rate that the maker names; model FLOPs utilization (MFU) is a share of it.
@@ -56,7 +51,6 @@ class DeviceProfile:
         exchange: links of the exchange of rows. On GPUs it uses few thread blocks and leaves the others to attention.
         launches: seconds of the host for a layer's forward while the device waits.
         ranks_per_core: as in StepCosts; other costs were measured on all these ranks at once.
-        accuracy: accuracy of the kernel's forward.
     """
 
     name: str

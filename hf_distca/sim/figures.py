@@ -20,8 +20,6 @@ class WayFigures:
 
     Attributes:
         document_layout: layout of plans; None if nothing is planned.
-        servers: dedicated attention servers besides the ranks.
-        gpus: number of GPUs, servers included.
         step_seconds: mean of a step.
         step_seconds_quartiles: half of the steps lie between these.
         attention_seconds: mean of the busiest rank's core attention.
@@ -32,7 +30,6 @@ class WayFigures:
         exchange_mean_seconds: mean of the waits over ranks.
         idle_seconds: mean over ranks of the rest of the step: waits for the slowest rank.
         idle: mean share of the ranks' time without computation, waits for exchanges included.
-        tokens_per_second: tokens of all ranks.
         mfu: model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
         bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
         tokens_most: the most rows that a rank ever holds.
@@ -76,10 +73,7 @@ class WayFigures:
         """Return the figures of a strategy.
 
         Args:
-            steps: one for each micro-batch.
             every: lengths of the documents of each micro-batch.
-            rows_bytes: as in the attribute.
-            state_bytes: as in the attribute.
         """
         seconds = np.array([step.seconds for step in steps])
         gpus = (setup.ranks + way.servers) * setup.tensor_parallel
@@ -120,11 +114,9 @@ class RankLoad:
     """Core attention of each rank in the first micro-batch.
 
     Attributes:
-        name: name of the strategy.
         attention_seconds: [ranks] seconds of each rank, to the microsecond.
         attention_most: seconds of the busiest rank.
         attention_mean: mean seconds over ranks.
-        max_over_mean: seconds of the busiest rank over the mean.
     """
 
     name: str
@@ -151,8 +143,6 @@ class Gain:
     """Speed of the best planned strategy over the speed of another one.
 
     Attributes:
-        name: name of the other strategy.
-        speed_up: ratio of the mean steps.
         least: smallest ratio of any micro-batch.
         most: largest ratio of any micro-batch.
     """
@@ -176,11 +166,6 @@ class Simulation:
 
     Attributes:
         tokens_per_rank: the most rows of a rank.
-        documents: number of documents of all micro-batches.
-        tokens: number of tokens of all micro-batches.
-        lengths: document lengths of all micro-batches.
-        histogram: histogram of these lengths.
-        ways: figures of each strategy.
         best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
         best_planned: name of the fastest planned strategy on as many GPUs.
         load: loads of plain packing, of `best_plain` and of `best_planned`.
@@ -189,7 +174,6 @@ class Simulation:
         over_best: `best_planned` compared with `best_plain`.
         speed_up: step of `best_plain` over that of `best_planned`.
         attention_speed_up: the same ratio for core attention alone.
-        advice: sentences of advice.
     """
 
     ranks: int

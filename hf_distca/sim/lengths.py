@@ -98,10 +98,6 @@ class LengthBin:
     Attributes:
         shortest: least length in tokens.
         longest: greatest length in tokens.
-        documents: number of documents.
-        tokens: number of tokens.
-        document_share: share of all documents.
-        token_share: share of the tokens of all documents.
     """
 
     shortest: int

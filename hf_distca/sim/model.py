@@ -15,8 +15,6 @@ class ModelShape:
         hidden: width of the hidden state.
         before: active parameters of a layer's matrices before core attention (Q, K and V projections).
         after: active parameters of a layer's matrices after core attention (output projection, MLP or experts).
-        head: weights of the output head.
-        parameters: all parameters of the model.
     """
 
     layers: Mapping[AttentionKind, int]

@@ -10,13 +10,9 @@ LEAST_RANKS = 8
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """Best strategies on a number of ranks.
+    """Best strategies on a number of ranks, the seconds of their steps, and their speed-up.
 
     Attributes:
-        best_plain: name of the best strategy without plans.
-        best_planned: name of the best planned strategy.
-        plain_seconds: seconds of a step of `best_plain`.
-        planned_seconds: seconds of a step of `best_planned`.
         speed_up: `plain_seconds` over `planned_seconds`.
         attention_speed_up: the same ratio for the busiest rank's core attention.
     """
@@ -53,8 +49,6 @@ def scaling(
     2.
 
     Args:
-        result: simulation of all ranks.
-        simulated: simulates a number of ranks.
         ranks_per_node: ranks of a whole node; None if nodes differ, which leaves only the first point.
     """
     points = [ScalePoint.of(result)]

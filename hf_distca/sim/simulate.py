@@ -46,9 +46,7 @@ def simulate(
     """Simulate micro-batches under every strategy.
 
     Args:
-        micro_batches: lengths of the documents of each micro-batch.
         settings: settings of plans; each strategy sets its own layout.
-        count: number of micro-batches.
         servers: dedicated attention servers; above 0 one more strategy uses them.
         memory: returns a GPU's memory, such as `hf_distca.memory.simulated`; None to leave memory out.
     """

@@ -42,7 +42,6 @@ class Setup:
 
     Attributes:
         tokens_per_rank: the most rows of a rank.
-        ranks_per_node: as in PlanSettings.
         tensor_parallel: GPUs that share each layer and count as one rank.
         checkpointing: whether layers are recomputed in the backward; core attention is not.
     """
@@ -101,7 +100,6 @@ class StepTime:
     """Predicted seconds of a step of one global micro-batch.
 
     Attributes:
-        seconds: seconds of the step.
         attention: core attention of the busiest rank, in seconds.
         attention_mean: mean core attention over ranks.
         other: all other computation of the busiest rank.
@@ -134,11 +132,7 @@ class Way:
     """Strategy to train.
 
     Attributes:
-        name: name for display.
         step: predicts the step of a micro-batch from document lengths, and returns its plan if there is one.
-        context: ranks that share each document.
-        document_layout: layout of plans; None if nothing is planned.
-        servers: dedicated attention servers besides the ranks.
     """
 
     name: str
@@ -215,9 +209,6 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
     Each document is cut into 2 · context equal parts. The first rank of a group gets the first and the last part, and
     so on, so that ranks of a group compute alike. Each rank gathers K and V of its group in every layer. Groups of one
     rank exchange nothing. WLB-LLM and the paper's baseline divide documents in this way.
-
-    Args:
-        context: ranks of a group.
     """
     pieces, cut = _cut(lengths, setup.tokens_per_rank * context)
     cost = document_seconds(np.array(pieces, np.int64), setup.costs)
@@ -249,14 +240,10 @@ def on_ranks(rows: Sequence[Sequence[int]], setup: Setup) -> StepTime:
 def planned(
     lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
 ) -> tuple[StepTime, MicroBatchPlan]:
-    """Predict a step with planned core attention.
+    """Predict a step with planned core attention, and return its plan too.
 
     Args:
         settings: settings of the plan, whose kinds are those on a GPU.
-        servers: dedicated attention servers besides the ranks, of the same speed.
-
-    Returns:
-        The step and its plan.
     """
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
@@ -304,13 +291,7 @@ def _keys_read(length: int, parts: int) -> float:
 
 
 def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut: int) -> StepTime:
-    """Predict a step in which groups of ranks share their own documents evenly.
-
-    Args:
-        groups: lengths of each group's documents.
-        context: ranks of a group.
-        cut: number of documents that were cut.
-    """
+    """Predict a step in which groups of ranks share their own documents evenly."""
     parts = 2 * context if context > 1 else 1
     tokens = np.array([sum(group) for group in groups], float) / context
     attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0

@@ -56,10 +56,6 @@ def _divide_heads(placement: Placement, most_room: int) -> None:
     Every later segment of a document needs the K/V rows of its head. So the rank of a head of h rows sends h rows to
     each later segment, while the last segment receives all rows before it. To other nodes a rank sends at most for as
     long as sending all of its rows inside its node takes.
-
-    Args:
-        placement: its large documents are cut.
-        most_room: the most rows that a rank takes.
     """
     block = placement.limits.block
     most = max((start for _, start, _, _ in placement.cuts), default=0)
@@ -112,12 +108,7 @@ class _Shortest:
 
 
 class _Cutting:
-    """Trial cuts of the large documents at given levels of pairs; the placement stays as it is.
-
-    Attributes:
-        order: indices, largest first.
-        shortest: documents that are not large.
-    """
+    """Trial cuts of the large documents at given levels of pairs; the placement stays as it is."""
 
     def __init__(self, placement: Placement) -> None:
         self.limits: Limits = placement.limits
@@ -143,10 +134,7 @@ class _Cutting:
         """Return, by rank, the rows of the head to take beside its segment, so that all ranks send alike.
 
         A row of the head goes to the ranks of all segments, a row of a segment to those of later segments. Ranks
-        without segments send less than other ranks receive.
-
-        Args:
-            cuts: result of `cut_at` without head rows.
+        without segments send less than other ranks receive. `cuts` are the result of `cut_at` without head rows.
         """
         rows: dict[int, int] = {}
         left = self.limits.ranks - len({rank for *_, rank in cuts})
@@ -239,11 +227,9 @@ class _Cutting:
         Args:
             head: rows of the document below this row are taken.
             stop: end of the document's rows that are not taken.
-            room: rows of the rank.
             short: tokens of the shortest documents that are not taken.
             pairs_used: pairs of the shortest documents that are taken.
             asked: rows of the head that the rank takes in any case.
-            tail: rows of the segment.
         """
         start = stop - tail
         asked = min(asked, room - tail, start - head)

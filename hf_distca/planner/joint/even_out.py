@@ -8,11 +8,7 @@ from hf_distca.planner.joint.placement import Item, Placement
 
 
 def even_out(placement: Placement, spare: list[Item]) -> None:
-    """Place the items that fit nowhere, then move rows from overfull ranks to ranks with room.
-
-    Args:
-        spare: items that fit nowhere.
-    """
+    """Place the items that fit nowhere, then move rows from overfull ranks to ranks with room."""
     room = placement.room
     for item in spare:
         placement.hold(item, max(range(len(room)), key=lambda rank: (room[rank], -rank)))

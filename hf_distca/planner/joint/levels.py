@@ -74,11 +74,7 @@ def _joined(segments: NDArray[np.int64]) -> Intervals:
 
 
 def _abroad(pieces: list[Intervals]) -> list[list[float]]:
-    """Return the inter-node cost of a row of each piece, in intra-node rows.
-
-    Args:
-        pieces: for each node, its rows.
-    """
+    """Return the inter-node cost of a row of each piece, in intra-node rows."""
     document, start, stop = (
         np.concatenate([getattr(each, name) for each in pieces]) for name in ("document", "start", "stop")
     )

@@ -23,9 +23,6 @@ from hf_distca.planner.joint.placement import Placement
 def place(placement: Placement) -> NDArray[np.int64]:
     """Place all rows so that every rank is full.
 
-    Args:
-        placement: a placement without placed rows.
-
     Returns:
         [segments, 4] int64: document, start, stop and rank of each segment, in no order.
     """

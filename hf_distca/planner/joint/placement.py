@@ -72,7 +72,6 @@ class Placement:
         stops: [indices] one past the last row that is not cut off.
         home: [indices] rank of these rows; -1 if no rows are left or they are not placed yet.
         abroad: [indices] inter-node cost of a row, in intra-node rows.
-        cuts: rows that were cut off, with their ranks.
     """
 
     limits: Limits
@@ -99,7 +98,6 @@ class Placement:
         """Return a placement with nothing cut and nothing placed.
 
         Args:
-            pieces: rows of documents that are to be placed.
             room: [ranks] rows that each rank takes.
             need: [ranks] pairs that each rank should get.
             abroad: [pieces] as in the attribute; None if no other node reads the pieces.

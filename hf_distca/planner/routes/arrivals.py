@@ -69,9 +69,7 @@ class Arrivals:
     def reads(self, which: IntArray, rank: int) -> Iterator[tuple[Reads, Reads]]:
         """Yield, for each stage, the reads up to the queries' own rows, and the reads of all rows before them.
 
-        Args:
-            which: indices of tasks of one worker.
-            rank: the worker.
+        `which` are indices of tasks of worker `rank`.
         """
         queries, keys = self.tasks.queries.rows[which], self.keys.brought_rows[which]
         if self.window is not None:

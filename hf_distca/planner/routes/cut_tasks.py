@@ -55,9 +55,7 @@ class KeysRead:
     Attributes:
         local: whether a task reads rows [local_first, stop) of its document, up to its own last row, in the segment of
             its queries.
-        local_first: first of these rows.
-        brought: whether a task reads rows that are sent to the worker.
-        brought_rows: rows of the document that are sent to the worker and read; empty if there are none.
+        brought_rows: rows of the document that are sent to the worker and read, if `brought`; else empty.
     """
 
     local: NDArray[np.bool_]

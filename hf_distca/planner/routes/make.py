@@ -90,12 +90,7 @@ def _crosses(plan: Plan, moves: Moves) -> bool:
 
 
 def _passed_on(moves: Moves, rank: int, workers: int, received: Received) -> Messages:
-    """Return the rows that one rank forwards, and the rows forwarded to it.
-
-    Args:
-        moves: all second hops of a stage.
-        received: K/V rows of the stage that the rank has received.
-    """
+    """Return the rows that one rank forwards, and the rows forwarded to it."""
     messages = moves.messages(rank, workers, crossing=bool(len(moves.source)))
     sent = moves[moves.source == rank]
     return replace(messages, send_rows=received.find(sent.ordered(sent.target).rows))
@@ -123,7 +118,6 @@ def _group(
     Args:
         tasks: [n] tasks that `reads.task` indexes.
         place: [n] position of each task's first query row.
-        received: K/V rows of the stage.
         causal: whether the order of the keys matters.
     """
     q_lens, count = reads.queries.lengths, len(reads.task)

@@ -28,7 +28,6 @@ class Hops:
     """Moves in two hops, after which every worker has the same rows as after direct moves.
 
     Attributes:
-        first: from the rank that holds the rows.
         second: from a rank that received the rows in the first hop; `local` still refers to the rank that holds them.
         passes: [moves of second] index of the first hop's move whose rows each move forwards, all of them.
     """

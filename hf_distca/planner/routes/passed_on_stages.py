@@ -28,7 +28,6 @@ def hops_by_stage(hops: Hops, stage_rows: int, ranks: int) -> tuple[Hops, ...]:
     every rank has about equally much to receive and to compute in each stage.
 
     Args:
-        hops: K/V rows of all workers.
         stage_rows: the most rows of a stage that a rank sends, both hops together, or receives; or the number of ranks
             that a single row is forwarded to, if that is more.
         ranks: number of ranks; later workers are servers, which get all their rows in the first stage.

@@ -26,7 +26,6 @@ def moves_by_stage(moves: Moves, stage_rows: int, ranks: int) -> tuple[Moves, ..
     """Divide K/V rows into stages.
 
     Args:
-        moves: K/V rows of all workers.
         stage_rows: the most rows of a stage that a rank sends, or receives.
         ranks: number of ranks; later workers are servers.
 
@@ -63,7 +62,6 @@ def _rows_by_stage(between: IntArray, stage_rows: int) -> list[IntArray]:
 
     Args:
         between: [ranks, ranks] rows by receiving rank and holding rank.
-        stage_rows: see `moves_by_stage`.
 
     Returns:
         For each stage, rows as in `between`; at least one stage.
@@ -108,8 +106,6 @@ def tasks_by_stage(
     Rows within reach of the windows of two stages travel in both.
 
     Args:
-        tasks: tasks of all workers.
-        keys: K/V rows that the tasks read.
         stage_rows: the most rows of a stage that a rank receives, or two windows if that is more.
         ranks: number of ranks; later workers are servers.
 

@@ -60,13 +60,7 @@ class TaskGroup:
         return self._with_cut(middle, rows, int(seen[rows - 1])).split(middle + 1) if rows else self.split(cut + 1)
 
     def _with_cut(self, task: int, rows: int, task_pairs: int) -> "TaskGroup":
-        """Return the group with one task cut in two after its first query rows.
-
-        Args:
-            task: index of the task.
-            rows: number of first query rows.
-            task_pairs: pairs of the first query rows.
-        """
+        """Return the group with one task cut in two after its first `rows` query rows, of `task_pairs` pairs."""
         keys = int(self.k_lens[task] - self.q_lens[task]) + rows
         k_start = int(self.k_lens[:task].sum())
         q_lens, k_lens = np.insert(self.q_lens, task, rows), np.insert(self.k_lens, task, keys)
@@ -112,7 +106,6 @@ class Stage:
     """K/V rows that travel in one exchange, and the tasks that see them.
 
     Attributes:
-        keys: exchange of the K/V rows.
         passed_on: exchange of forwarded rows inside nodes; they come last among the received rows.
         prefix: remote-KV tasks: q_rows are local, k_rows received. With full attention the keys lie before the segment
             and are all visible; the result is merged with that of `own`. With a window a task has its whole window,
@@ -134,7 +127,6 @@ class Routes:
     """Routes of one rank for one plan.
 
     Attributes:
-        local_rows: number of rows that this rank holds.
         queries: exchange of Q rows, and of O, dO and dQ rows; never to the rank itself.
         own: local tasks, whose queries and keys lie in one segment of this rank; q_rows and k_rows are local.
         stages: exchanges of K/V rows, in order, with the tasks of each. Received key rows of each stage are counted

@@ -32,6 +32,5 @@ def within_window(task: IntArray, queries: Intervals, keys: Intervals, window: i
         task: [n] cut task of each interval of queries.
         queries: [n] query rows of the task.
         keys: [n] K/V rows that the task reads.
-        window: see `windowed_keys`.
     """
     return Reads(task, queries, np.ones_like(task), keys, pairs(queries.start, queries.stop, window))

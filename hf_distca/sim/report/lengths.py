@@ -11,11 +11,7 @@ from hf_distca.sim.report.units import COUNT, SHARE
 
 
 def lengths_section(figures: Mapping[str, Any]) -> str:
-    """Return the section on documents by length.
-
-    Args:
-        figures: figures with `histogram`.
-    """
+    """Return the section on documents by length, from figures with `histogram`."""
     bins = figures["histogram"]
     return section(
         "Document lengths",

@@ -19,11 +19,9 @@ def page(tool: str, title: str, source: str, lead: str, sections: Sequence[str],
     """Return the text of the HTML file.
 
     Args:
-        tool: the command that makes the page.
         title: the outcome in a few words.
         source: origin of the predictions.
         lead: documents and ranks of the report.
-        sections: markup.
         figures: the figures that `--json` prints; the page contains them.
     """
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
@@ -85,7 +83,6 @@ def figure(label: str, draw: Callable[[int], Drawing], legend: Sequence[tuple[st
     Args:
         label: text for readers who do not see the picture.
         draw: draws the picture for a width in pixels.
-        legend: classes and their meanings.
     """
     keys = "".join(f'<li class="{style}">{escape(name)}</li>' for style, name in legend)
     listed = f'<ul class="legend">{keys}</ul>' if keys else ""

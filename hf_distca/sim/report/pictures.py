@@ -85,7 +85,6 @@ def loads(panels: Sequence[Panel], unit: Unit, suffix: str, what: str, width: in
 
     Args:
         panels: panels before and after; narrow pictures have them below one another.
-        suffix: text after numbers.
         what: name of the values, for labels.
     """
     beside = width >= WIDE
@@ -126,7 +125,6 @@ def stacks(
 
     Args:
         rows: name and parts of each bar; in narrow pictures names stand above bars.
-        suffix: text after numbers.
         strong: names that stand out.
     """
     beside = width >= WIDE
@@ -177,12 +175,7 @@ def longest_shown(totals: Mapping[str, float], strong: Sequence[str]) -> float:
 
 
 def lines(places: Sequence[int], series: Sequence[Series], unit: Unit, what: str, width: int) -> Drawing:
-    """Draw speed-ups over numbers of ranks, which stand at equal distances.
-
-    Args:
-        places: numbers of ranks.
-        what: name of the places.
-    """
+    """Draw speed-ups over numbers of ranks, which stand at equal distances."""
     left, top, bottom, right = 52.0, 12.0, 190.0, width - 24.0
     drawing = Drawing(width, 232)
     values = [value for each in series for value in each.values]

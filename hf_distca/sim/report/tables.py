@@ -16,7 +16,6 @@ class Column:
     """Column of a table.
 
     Attributes:
-        field: field of each row's object.
         unit: unit of numbers; None for names.
     """
 
@@ -48,7 +47,6 @@ def side_by_side(figures: Any, heading: str, columns: Sequence[tuple[str, str]],
     """Return a table of lists of equal length, with a row for each index.
 
     Args:
-        heading: name of a row.
         columns: title and path of each list.
     """
     lists = [(path, at(figures, path)) for _, path in columns]

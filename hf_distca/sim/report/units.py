@@ -5,13 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Unit:
-    """Format of numbers.
-
-    Attributes:
-        scale: value of 1 unit.
-        digits: digits after the point.
-        suffix: text after the number.
-    """
+    """Format of numbers."""
 
     scale: float = 1.0
     digits: int = 0

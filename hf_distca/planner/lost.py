@@ -69,7 +69,10 @@ def tasks_at_home(plan: Plan, workers: Collection[int]) -> Plan:
 
 
 def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float) -> float:
-    """Return the seconds of the busiest rank's pairs and the busiest link's bytes, forward and backward of one layer."""
+    """Return the seconds of the busiest rank's pairs and the busiest link's bytes in one layer.
+
+    Forward and backward are counted together, for a plan of the ranks alone.
+    """
     loads = loads_of(plan) + settings.row_overhead * query_rows_of(plan)
     nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
     queries, keys, row_bytes = query_rows_by_link(plan, nodes), key_rows_by_link(plan, nodes), settings.row_bytes(kind)

@@ -133,6 +133,8 @@ class Way:
 
     Attributes:
         step: predicts the step of a micro-batch from document lengths, and returns its plan if there is one.
+        context: ranks that share each document.
+        document_layout: None if nothing is planned.
     """
 
     name: str

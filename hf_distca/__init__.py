@@ -1,6 +1,6 @@
 """hf_distca: core attention disaggregation for Hugging Face.
 
-Importing it makes `attn_implementation="distca"` known to transformers, as soon as transformers itself is imported.
+Importing hf_distca registers `attn_implementation="distca"` with transformers, once transformers is imported.
 """
 
 from importlib import import_module
@@ -42,7 +42,7 @@ __all__ = [
     "plan_settings",
 ]
 
-# Imported when they are asked for: torch and transformers take seconds, which `hf-distca --help` need not spend.
+# Imported on first use: torch and transformers take seconds, which `hf-distca --help` does not need.
 _MODULES = {
     "CollatorWithLengths": "dispatch.padding_free",
     "Dispatcher": "dispatch.dispatcher",

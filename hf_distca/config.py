@@ -9,7 +9,7 @@ from hf_distca.units import AUTO, Bytes, Servers, Switch, Tokens, Tolerance, rea
 DOCUMENT_LAYOUTS = (AUTO, "joint", "fixed", "whole")
 TRANSPORTS = (AUTO, "tcp", "nixl")
 AS_LAUNCHED = "auto"
-"""Ranks per node as the launcher of the processes says."""
+"""Value of ranks_per_node that takes the nodes of the launch."""
 LongDocuments = Literal["error", "truncate", "split"]
 SWITCHES = ("ping_pong",)
 """Settings that are on, off or "auto"."""
@@ -232,7 +232,7 @@ class DistCAConfig:
 
     @property
     def planned_layout(self) -> str:
-        """How documents are laid out for a model with nothing but attention between its rows."""
+        """Layout of documents for a model in which only attention mixes rows."""
         return "joint" if self.document_layout == AUTO else self.document_layout
 
     @property
@@ -241,12 +241,13 @@ class DistCAConfig:
         return AUTO in (self.document_layout, self.balance_tolerance, self.ping_pong)
 
     def planning(self, ranks: int, ranks_per_node: int | tuple[int, ...] = 1) -> dict[str, Any]:
-        """What plans depend on of these settings, by the names that PlanSettings has for it.
+        """Return the settings on which plans depend, by their names in PlanSettings.
+
+        Ping-pong is off on one rank without dedicated servers, because nothing is exchanged.
 
         Args:
-            ranks: that train together; one rank alone has nobody to exchange with while the other nano-batch runs,
-                unless there are dedicated servers.
-            ranks_per_node: what "auto" stands for, see `hf_distca.dispatch.nodes.ranks_per_node`; 1 without a launch.
+            ranks: number of ranks that train together.
+            ranks_per_node: meaning of "auto", see `hf_distca.dispatch.nodes.ranks_per_node`; 1 without a launch.
         """
         if self.ranks_per_node != AS_LAUNCHED:
             numbers = tuple(map(int, self.ranks_per_node.split(",")))
@@ -266,7 +267,7 @@ class DistCAConfig:
 
 
 def _ranks_per_node(given: Any) -> str:
-    """The setting as a string, of whatever stands for it in Python or YAML: 8, [8, 8, 4], "8, 8, 4"."""
+    """Return the setting as a string, from any form in YAML or Python, such as [8, 8, 4]."""
     parts = given if isinstance(given, (list, tuple)) else str(given).split(",")
     parts = [str(part).strip() for part in parts]
     if parts == [AS_LAUNCHED]:

@@ -1,4 +1,4 @@
-"""Values as people write them: tokens such as "32k", bytes such as "128MiB", on, off or "auto"."""
+"""Read values as people write them: tokens such as "32k", bytes such as "128MiB", on, off or "auto"."""
 
 import re
 from argparse import ArgumentTypeError
@@ -8,27 +8,24 @@ from math import inf
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 TOKENS = {"": 1, "k": 2**10, "m": 2**20}
-"""A context of 32k is 32,768 tokens, as models are named by theirs."""
+"""Suffixes of token numbers: 32k is 32,768 tokens, as in names of models."""
 SWITCHED = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 BYTES = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 AUTO: Final = "auto"
-"""What the planner chooses."""
+"""Value that lets the planner choose."""
 EXTERNAL = "external"
-"""Attention servers that are started apart."""
+"""Value for attention servers that are started separately."""
 
 
 class UnitError(ArgumentTypeError, ValueError):
-    """What was given is no such value; argparse shows the message."""
+    """Error of a value that cannot be read; argparse shows the message."""
 
 
 def read_values(settings: Any) -> None:
-    """Replace what was given for fields of these types by the values.
-
-    Args:
-        settings: a dataclass.
+    """Replace field values of a settings dataclass by the read values of the fields' types.
 
     Raises:
-        UnitError: a field holds something else; names the field and says what is expected.
+        UnitError: a value cannot be read; names the field and says what is expected.
     """
     for field in fields(settings):
         if field.type in _READERS:
@@ -40,17 +37,17 @@ def read_values(settings: Any) -> None:
 
 
 def read_tokens(given: Any) -> int:
-    """The number of tokens: 32768, "32768" or "32k"; k is 1,024 and M 1,048,576."""
+    """Return a number of tokens from 32768, "32768" or "32k"; k is 1,024 and M is 1,048,576."""
     return _number(given, TOKENS, "a number of tokens, such as 32768 or '32k'")
 
 
 def _read_bytes(given: Any) -> int:
-    """The number of bytes: 134217728, "134217728" or "128MiB"; KiB, MiB and GiB are powers of 1,024."""
+    """Return a number of bytes from 134217728 or "128MiB"; KiB, MiB and GiB are powers of 1,024."""
     return _number(given, BYTES, "a number of bytes, such as 134217728 or '128MiB'")
 
 
 def _read_servers(given: Any) -> int | Literal["external"]:
-    """The number of attention servers of a launch, or "external"."""
+    """Return the number of attention servers of a launch, or "external"."""
     if given == EXTERNAL:
         return "external"
     expected = f"a number of processes or {EXTERNAL!r}"
@@ -60,7 +57,7 @@ def _read_servers(given: Any) -> int | Literal["external"]:
 
 
 def _read_tolerance(given: Any) -> float | Literal["auto"]:
-    """A share of the mean, such as 0.05 or "0.05"; or "auto"."""
+    """Return a fraction of the mean, from a form such as 0.05 or "0.05"; or "auto"."""
     if given == AUTO:
         return AUTO
     try:
@@ -73,7 +70,7 @@ def _read_tolerance(given: Any) -> float | Literal["auto"]:
 
 
 def _read_switch(given: Any) -> bool | Literal["auto"]:
-    """On or off: True, "true", "yes" or "1", and their opposites; or "auto"."""
+    """Return on or off, from True, "true", "yes", "1" and their opposites; or "auto"."""
     if given == AUTO:
         return AUTO
     if isinstance(given, bool):
@@ -97,7 +94,7 @@ def _number(given: Any, suffixes: dict[str, int], expected: str) -> int:
 _READERS: list[Any] = [read_tokens, _read_bytes, _read_servers, _read_tolerance, _read_switch]
 
 if TYPE_CHECKING:
-    # Fields of settings: any of these forms is given, a number is read.
+    # Types of settings: a field accepts every form and holds the read value.
 
     class Tokens:
         """A number of tokens."""
@@ -115,7 +112,7 @@ if TYPE_CHECKING:
         def __set__(self, owner: object, given: int | str) -> None: ...
 
     class Tolerance:
-        """A share of the mean, or "auto"."""
+        """A fraction of the mean, or "auto"."""
 
         def __get__(self, owner: object, kind: type | None = None) -> float | Literal["auto"]: ...
         def __set__(self, owner: object, given: float | str) -> None: ...

@@ -9,12 +9,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, call: Callable[[], None]) -> None:
-    """Call `call` now if the module has been imported, else right after its import.
-
-    Args:
-        name: full name of the module.
-        call: may import what imports the module.
-    """
+    """Call `call` right after a module's import; call it now if the module has been imported."""
     if name in sys.modules:
         call()
     else:
@@ -22,7 +17,7 @@ def when_imported(name: str, call: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, once, as the other finders do, and adds the call to its import."""
+    """Find one module, once, through the other finders, and add the call to its import."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
@@ -39,17 +34,17 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads a module with its own loader, leaves that loader in the module, and calls."""
+    """Load a module with its own loader, restore that loader in the module, and call."""
 
     def __init__(self, loader: Loader, call: Callable[[], None]) -> None:
         self._loader, self._call = loader, call
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return what the module's own loader makes."""
+        """Return the module that its own loader creates."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then call."""
+        """Execute the module, then call."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader

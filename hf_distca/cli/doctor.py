@@ -1,4 +1,4 @@
-"""hf-distca doctor: what is installed and launched, and what to change before training."""
+"""hf-distca doctor: check installation and launch, and say what to change before training."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ Rates = Mapping[tuple[int, int], float]
 """GB/s from a sender to a receiver."""
 LOOK = "look at what is between these two: every exchange waits for the slowest"
 SLOW = 1 / 3
-"""Of the median rate of its kind, below which a link is slow."""
+"""Fraction of the median rate of a kind of link, below which a link counts as slow."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check everything and print it, in a launch of several processes on rank 0; return 1 if anything is wrong."""
+    """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
     device, (world, local) = found.device_of(os.environ), found.number_of_processes(os.environ)
     cuda, cores, threads = device.type == "cuda", os.cpu_count() or 1, torch.get_num_threads()
     mine = [*found.version_findings(), *found.device_findings(device, local)]
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=options.timeout))
         groups = Groups(device, options.timeout)
         of_nodes = ranks_per_node(None, options.timeout)
-    except (RuntimeError, ValueError) as error:  # each rank for itself: they are not connected
+    except (RuntimeError, ValueError) as error:  # ranks are not connected, so each prints its own findings
         return _told([[*mine, Finding("connection", str(error), CONNECT, needed=True)]], {}, options)
     by_rank, rates, sizes = groups.all_gather(mine), link_rates(groups, device), node_sizes(world, of_nodes)
     dist.destroy_process_group()
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
-    """Return findings on links within nodes and between them; `nodes` is [ranks] the node of each."""
+    """Return findings on links within and between nodes; `nodes` is [ranks] the node of each rank."""
     findings = []
     for where in ("within", "between"):
         of_kind = {pair: rates[pair] for pair in rates if (where == "within") == (nodes[pair[0]] == nodes[pair[1]])}
@@ -87,7 +87,7 @@ def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
 
 
 def _told(by_rank: list[list[Finding]], rates: Rates, options: argparse.Namespace, *, shown: bool = True) -> int:
-    """Print findings; return the exit status."""
+    """Print findings and return the exit status."""
     told = found.together(by_rank)
     if shown and options.json:
         findings = [{**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in told]

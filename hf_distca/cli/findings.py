@@ -1,4 +1,4 @@
-"""Findings of hf-distca doctor: versions, the device and its kernel, and the launch."""
+"""Findings of hf-distca doctor on versions, the device, its kernel and the launch."""
 
 import importlib.util
 import os
@@ -20,7 +20,7 @@ from hf_distca.kernels import choose_kernel
 
 NAME = "hf-distca"
 SAME_EVERYWHERE = (NAME, "torch", "transformers", "accelerate", "deepspeed", "attention_kernel")
-"""Findings that ranks must share, since all ranks exchange rows in the same order."""
+"""Findings that must be the same on all ranks, which exchange rows in the same order."""
 AGREE = (
     "ranks differ: install the same packages on every host; where GPUs differ, set attention_kernel to what all have"
 )
@@ -31,10 +31,10 @@ HOW = f"set {INTERFACE} on every host to an interface that the others reach, suc
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: its name, what was found, and what to change (empty where nothing is).
+    """Result of one check: its name, what was found, and what to change; empty if nothing is to change.
 
     Attributes:
-        needed: whether training fails, or is not what was asked for, until the change is made.
+        needed: whether training fails, or ignores a setting, until the change is made.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Finding:
 
     @property
     def state(self) -> str:
-        """One word: ok, advice (better changed) or wrong (to be changed)."""
+        """One word: ok, advice (better changed) or wrong (must be changed)."""
         return "wrong" if self.needed else "advice" if self.change else "ok"
 
 
 def together(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, tuple[int, ...] | None]]:
-    """Return the findings of all ranks, each once, with its ranks; None where all ranks have it."""
+    """Merge the findings of all ranks; each finding comes with its ranks, or None for all ranks."""
     ranks_of: dict[str, dict[Finding, list[int]]] = {}
     for rank, findings in enumerate(by_rank):
         for finding in findings:
@@ -64,7 +64,7 @@ def together(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, tuple[
 
 
 def table(found: Sequence[tuple[Finding, tuple[int, ...] | None]]) -> str:
-    """Return findings for people: state, name, what was found on which ranks, and below it what to do."""
+    """Return findings as text: state, name, result and ranks; below each, what to change."""
     width = max(len(finding.name) for finding, _ in found)
     lines = []
     for finding, ranks in found:
@@ -79,7 +79,7 @@ def table(found: Sequence[tuple[Finding, tuple[int, ...] | None]]) -> str:
 
 
 def version_findings() -> list[Finding]:
-    """Return findings on Python, hf_distca, and the packages that it needs or can use."""
+    """Return findings on Python, hf_distca, and the packages that hf_distca needs or can use."""
     try:
         about = metadata(NAME)
     except PackageNotFoundError:
@@ -94,7 +94,7 @@ def version_findings() -> list[Finding]:
 def package_findings(
     needs: Sequence[Requirement], extras: Sequence[str], version_of: Callable[[str], str | None]
 ) -> list[Finding]:
-    """Return a finding for each package that is needed, and then for each that an extra names."""
+    """Return a finding for each required package, then for each package of an extra."""
     findings = []
     for extra in ("", *extras):
         for need in needs:
@@ -113,14 +113,14 @@ def package_findings(
 
 
 def device_of(environment: Mapping[str, str]) -> torch.device:
-    """Return the device that this process trains on: the host's GPU of its local rank, else the CPU."""
+    """Return the device of this process: the GPU of its local rank, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def device_findings(device: torch.device, processes: int) -> list[Finding]:
-    """Return findings on the device, on a host with so many processes, and on its kernel for most models."""
+    """Return findings on the device, on a host with `processes` processes, and its kernel for most models."""
     found, change = f"cpu, {os.cpu_count()} cores", ""
     if device.type == "cuda":
         about, count = torch.cuda.get_device_properties(device), torch.cuda.device_count()
@@ -146,13 +146,13 @@ def device_findings(device: torch.device, processes: int) -> list[Finding]:
 
 
 def number_of_processes(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return how many processes were launched, on all hosts and on this one."""
+    """Return the number of launched processes, on all hosts and on this host."""
     world = int(environment.get("WORLD_SIZE", "1"))
     return world, int(environment.get("LOCAL_WORLD_SIZE", world))
 
 
 def launch_findings(environment: Mapping[str, str], *, cuda: bool, cores: int, threads: int) -> list[Finding]:
-    """Return findings on processes, torch's threads on the host's cores, the network, and settings of launchers."""
+    """Return findings on processes, threads per core, the network, and launcher settings."""
     given, (world, local) = environment.get, number_of_processes(environment)
     found, change = f"{world}, of which {local} on a host" if local < world else f"{world} on one host", ""
     if world == 1:
@@ -187,7 +187,7 @@ def launch_findings(environment: Mapping[str, str], *, cuda: bool, cores: int, t
 
 
 def _gloo(environment: Mapping[str, str], *, several_hosts: bool) -> Finding:
-    """The address of this host that gloo, which carries control messages, gives to other hosts."""
+    """Return a finding on the address that gloo, which carries control messages, gives to other hosts."""
     found, address = environment.get(INTERFACE), None
     if found is not None:
         interfaces = [name for _, name in socket.if_nameindex()]

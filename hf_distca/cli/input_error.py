@@ -1,5 +1,5 @@
-"""The error of what a user gave to the command."""
+"""Error of unusable input to the command."""
 
 
 class InputError(ValueError):
-    """Something a user gave cannot be used; the message says what and how to fix it, in one line."""
+    """Unusable input; the message says in one line what was found and how to fix it."""

@@ -1,4 +1,4 @@
-"""Document lengths from what a user names: a JSON file, a table, or a data set."""
+"""Read document lengths from a JSON file, a table or a data set."""
 
 import json
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from hf_distca.cli.input_error import InputError
 
 EXPECTED = "expected a JSON list of document lengths, or a list of such lists, one per rank"
 TABLES = {".csv": "csv", ".jsonl": "json", ".parquet": "parquet"}
-"""What `datasets` calls a file with a column of lengths, or of tokens, by its ending."""
+"""Formats of `datasets` for tables of lengths or tokens, by file suffix."""
 COLUMNS = ("length", "input_ids")
-"""Columns that are looked for where none is named."""
+"""Columns that are tried if none is named."""
 
 
 def is_lengths_file(path: str) -> bool:
-    """Whether `read_lengths` takes a file of this name."""
+    """Return whether `read_lengths` accepts a file of this name."""
     return Path(path).suffix in (".json", *TABLES) or Path(path).is_file()
 
 
@@ -26,12 +26,12 @@ def read_lengths(path: str, column: str | None = None) -> list[int] | list[list[
     """Read document lengths from a file.
 
     Args:
-        path: a table (.csv, .jsonl or .parquet); else JSON, with all lengths in one list, or one list per rank (of
-            which some may be empty).
-        column: of a table: lengths, or lists of tokens; None for the first of `COLUMNS` that it has.
+        path: a table (.csv, .jsonl or .parquet); else JSON with one list of lengths, or one list per rank. Lists of
+            ranks may be empty.
+        column: of a table, with lengths or lists of tokens; None takes the first of `COLUMNS` in the table.
 
     Raises:
-        InputError: the file cannot be read, is not what its name says, or does not hold lengths.
+        InputError: the file cannot be read, has another format than its name says, or holds no lengths.
     """
     kind = TABLES.get(Path(path).suffix)
     if kind is not None:
@@ -60,21 +60,19 @@ def read_lengths(path: str, column: str | None = None) -> list[int] | list[list[
 
 
 def lengths_of(source: str, load: Callable[[], Any], column: str | None, expected: str) -> NDArray[np.int64]:
-    """Return the lengths of the documents of a data set of `datasets`.
+    """Return the document lengths of a data set of `datasets`.
 
     Args:
-        source: what the user named.
-        load: loads the data set.
-        column: as `read_lengths` takes it.
-        expected: what may be named instead, for an error.
+        column: as in `read_lengths`.
+        expected: valid sources, for the error.
 
     Raises:
         InputError: there is no such data set, or it holds no lengths.
     """
     try:
         data = load()
-    except Exception as error:  # the hub's, a file system's, a parser's
-        cause = error.__cause__ or error  # `datasets` wraps what a parser says
+    except Exception as error:  # from the hub, a file system or a parser
+        cause = error.__cause__ or error  # `datasets` wraps a parser's error
         why = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
         raise InputError(f"no document lengths at {source!r}: expected {expected} ({why})") from error
     names = [column] if column else list(COLUMNS)
@@ -96,7 +94,7 @@ def _of_table(path: str, kind: str, column: str | None) -> NDArray[np.int64]:
 
 
 def _of_column(where: str, values: Any) -> NDArray[np.int64]:
-    """Lengths of an Arrow array of lengths or of lists."""
+    """Return the lengths in an Arrow array of lengths or of lists."""
     import pyarrow
 
     lengths = values.value_lengths() if hasattr(values, "value_lengths") else values
@@ -115,7 +113,7 @@ def _of_column(where: str, values: Any) -> NDArray[np.int64]:
 
 
 def _all_lengths(content: list[Any]) -> list[tuple[str, Any]]:
-    """Every length with its place in the file."""
+    """Return every length with its place in the file."""
     if content and isinstance(content[0], list):
         return [(f"row {r}, item {i}", item) for r, row in enumerate(content) for i, item in enumerate(row)]
     return [(f"item {i}", item) for i, item in enumerate(content)]
@@ -129,7 +127,7 @@ def _check_length(path: str, where: str, length: Any) -> None:
 
 
 def _described(value: Any) -> str:
-    """A value as a message shows it: what it is, and the value where that is short."""
+    """Describe a value for a message: its type, and the value if it is short."""
     if isinstance(value, list):
         return "a list"
     if isinstance(value, dict):

@@ -17,21 +17,21 @@ TOOLS = {
     "doctor": "check versions, devices, launch and network, and say what to change",
     "serve": "be an attention server of a training run (experimental)",
 }
-"""Each is a module of this package, imported only when it is asked for: most of them need torch."""
+"""Modules of this package, each imported only for its subcommand: most of them need torch."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors in one line, without the usage."""
+    """Parser that reports errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status: that of the tool, or 2 where something that the user gave cannot be used.
+    """Run the command; return the tool's exit status, or 2 for unusable input.
 
     Args:
-        arguments: the command line without the program's name; None for the process's own.
+        arguments: command line without the program's name; None takes the process's own.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _Parser(prog="hf-distca", description="Core attention disaggregation: tools.")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        status: int | None = tool.run(options)  # none where a tool has but one
+        status: int | None = tool.run(options)  # None if a tool has only one
     except InputError as error:
         print(f"hf-distca {options.command}: error: {error}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The part of hf-distca plan that tells what training a model takes of a rank's memory."""
+"""Memory of a model on a rank, for hf-distca plan."""
 
 import argparse
 from collections.abc import Iterable
@@ -33,21 +33,11 @@ NAMES: dict[Part, str] = {
     "loss": "loss",
     "backward": "gradients under way",
 }
-"""The parts of a micro-batch, for people."""
+"""Labels for the parts of a micro-batch's memory."""
 
 
 class ModelMemory:
-    """What a model that a user names takes.
-
-    Args:
-        options: of the command line.
-
-    Attributes:
-        kinds: of attention of the model's layers.
-
-    Raises:
-        InputError: there is no such model, or it cannot be planned.
-    """
+    """Memory that training a user's model takes; InputError if the model cannot be found or planned."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -60,16 +50,11 @@ class ModelMemory:
             raise InputError(str(error)) from error
 
     def document_layout(self, config: DistCAConfig) -> str:
-        """How documents are laid out for the model; see `hf_distca.patches.model.document_layout`."""
+        """Return the layout of documents for the model; see `hf_distca.patches.model.document_layout`."""
         return document_layout(self._model, config)
 
     def figures(self, plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, Any]:
-        """Bytes on a rank by strategy, with and without checkpointing, and the longest rows that fit.
-
-        Args:
-            plan: of a micro-batch.
-            settings: of the plan.
-        """
+        """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit."""
         options = self._options
         memory = MemoryCounter(self._config, settings, config_of(options))
         figures: dict[str, Any] = {}
@@ -84,7 +69,7 @@ class ModelMemory:
         return figures
 
     def lines(self, figures: dict[str, Any]) -> list[str]:
-        """The figures as a table in GB."""
+        """Return the figures as the lines of a table in GB."""
         columns = [(figures[strategy], figures[strategy][way]) for strategy in figures for way in CHECKPOINTING]
         lines = [
             _line("memory of a rank, GB", (text for strategy in figures for text in (strategy, ""))),

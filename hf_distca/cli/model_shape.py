@@ -1,4 +1,4 @@
-"""Models that a user names: their config, and their shape for simulations."""
+"""Read a user's model: its config, and its shape for simulations."""
 
 import torch
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
@@ -12,7 +12,7 @@ from hf_distca.sim.model import MODELS, ModelShape
 
 
 def shape_of(name: str) -> ModelShape:
-    """Count a model's weights before and behind core attention.
+    """Count a model's weights before and after core attention.
 
     Args:
         name: a config.json, a folder with one, or a name on the hub.
@@ -31,10 +31,13 @@ def shape_of(name: str) -> ModelShape:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """The config of a model: a name of `MODELS`, a config.json, a folder with one, or a name on the hub.
+    """Return the config of a model.
+
+    Args:
+        name: a name of `MODELS`, a config.json, a folder with one, or a name on the hub.
 
     Raises:
-        InputError: there is none, or transformers knows no such model.
+        InputError: there is no config, or transformers does not know the model.
     """
     if name in MODELS:
         return config_of_shape(MODELS[name])
@@ -50,7 +53,7 @@ def read_config(name: str) -> PreTrainedConfig:
 
 
 def config_of_shape(shape: ModelShape) -> LlamaConfig:
-    """The config of a LLaMA-like model of this shape, see `ModelShape.llama`."""
+    """Return the config of a LLaMA-like model of this shape, see `ModelShape.llama`."""
     (kind,) = shape.layers
     output = shape.hidden * kind.q_heads * kind.dim_v
     return LlamaConfig(

@@ -1,4 +1,4 @@
-"""Numbers that options of the command line take."""
+"""Parse and check numbers of command-line options."""
 
 import argparse
 from collections.abc import Callable
@@ -9,25 +9,24 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.units import read_tokens
 
 MOST_RANKS = 4096
-"""Planned in 16 s where each has 32768 tokens (two busy cores); the time grows with the square of the ranks."""
+"""Planning 4096 ranks of 32768 tokens takes 16 s on two busy cores; time grows with ranks squared."""
 MOST_TOKENS = 2**27
-"""Of a rank: more than any device holds."""
+"""Maximum number of tokens of a rank, more than any device holds."""
 MOST_BATCHES = 100_000
 LARGEST = 2**31 - 1
 LEAST_STAGE = 128
-"""Rows of K and V that travel at a time, at the least: shorter stages are so many that planning does not end."""
+"""Minimum number of K/V rows in a stage: shorter stages are too many to plan."""
 LONGEST_WAIT = 1e8
-"""Seconds: three years."""
+"""Seconds of the longest wait: three years."""
 
 
 def whole(least: int, most: int = LARGEST, why: str = "", read: Callable[[str], int] = int) -> Callable[[str], int]:
-    """Return what reads a whole number.
+    """Return a parser of whole numbers.
 
     Args:
-        least: the smallest, 0 or 1.
-        most: the largest.
-        why: no larger one is taken, for the error.
-        read: makes a number of the text; a ValueError says that it is none.
+        least: 0 or 1.
+        why: reason for the maximum, for the error.
+        read: converts the text; raises ValueError if the text is no number.
     """
 
     def number(text: str) -> int:
@@ -54,7 +53,7 @@ seed = whole(0)
 
 
 def seconds(text: str) -> float:
-    """Seconds of a wait, 0 or more."""
+    """Parse the seconds of a wait, 0 or more."""
     try:
         number = float(text)
     except ValueError:
@@ -65,18 +64,14 @@ def seconds(text: str) -> float:
 
 
 def positive_seconds(text: str) -> float:
-    """Seconds of a wait, more than 0."""
+    """Parse the seconds of a wait, more than 0."""
     if not (number := seconds(text)):
         raise argparse.ArgumentTypeError(f"must be more than 0 seconds, got {text!r}")
     return number
 
 
 def check_stages(settings: PlanSettings) -> None:
-    """Raise where buffers hold so few rows that planning their stages would not end.
-
-    Raises:
-        InputError: says what to set.
-    """
+    """Raise InputError if exchange buffers hold too few rows to plan their stages in time."""
     rows = settings.exchange_buffer_bytes // settings.row_bytes(settings.dominant_kind).kv
     if rows < LEAST_STAGE:
         raise InputError(
@@ -86,7 +81,7 @@ def check_stages(settings: PlanSettings) -> None:
 
 
 def gigabytes(text: str) -> float:
-    """A positive number."""
+    """Parse a positive number."""
     try:
         number = float(text)
     except ValueError:

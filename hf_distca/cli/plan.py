@@ -1,4 +1,4 @@
-"""hf-distca plan: the planner on a user's own document lengths."""
+"""hf-distca plan: run the planner on a user's document lengths."""
 
 import argparse
 import json
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 HEADS = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
-"""Those of Llama-3-8B, where nobody says otherwise."""
+"""Default heads: those of Llama-3-8B."""
 MANY_RANKS, LEAST_BLOCKS = 512, 8
-"""More ranks than that need so many blocks of rows each: smaller shares are levelled in too many moves to wait for."""
+"""Beyond 512 ranks, each needs at least 8 blocks of rows: balancing smaller shares takes too many moves."""
 
 SHOWN = (
     "lengths", "ranks", "tokens_per_rank", "document_layout", "balance_tolerance", "balance_block_size",
     "exchange_buffer_bytes", "ping_pong", "attention_kernel", "dtype",
 )  # fmt: skip
-"""Options that a report names."""
+"""Options that a report shows."""
 
 DESCRIPTION = f"""\
 Plan one micro-batch and show its balance, its bytes and, with --model, its memory. The plan is the one that
@@ -110,11 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan, print, and dump.
-
-    Raises:
-        InputError: the options or the files cannot be used.
-    """
+    """Plan, print and write; raise InputError if the options or files cannot be used."""
     check_writable(options.report, options.dump)
     lengths = one_micro_batch(options, options.ranks * options.tokens_per_rank)
     memory = _memory(options)
@@ -156,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _exchange_buffers(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings, dtype: str) -> int:
-    """Bytes that the rank which exchanges the most has for it; all layers of a kind use them."""
+    """Return the bytes of exchange buffers on the busiest rank, which all layers of a kind share."""
     use = Use(counted_kernel(settings.kernel))
     rank = busiest_rank(plan, settings)
     counted = count_core_attention(plan, kind, getattr(torch, dtype), rank, use, without_numbers())
@@ -164,7 +160,7 @@ def _exchange_buffers(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanS
 
 
 def _memory(options: argparse.Namespace) -> "ModelMemory | None":
-    """What tells the memory of the model, if one is named."""
+    """Return the memory of the named model; None if no model is named."""
     given = [f"--{name.replace('_', '-')}" for name in (*HEADS, "window") if getattr(options, name) is not None]
     if options.model is None:
         if options.device_memory is not None:
@@ -174,7 +170,7 @@ def _memory(options: argparse.Namespace) -> "ModelMemory | None":
         raise InputError(f"{given[0]} is what --model has: leave one of them out")
     if options.dtype == "float16":
         raise InputError("--model computes in bfloat16 or float32; give one of them as --dtype")
-    from hf_distca.cli.model_memory import ModelMemory  # with all of transformers
+    from hf_distca.cli.model_memory import ModelMemory  # imports all of transformers
 
     return ModelMemory(options)
 
@@ -218,14 +214,14 @@ def _plan(lengths: list[int] | list[list[int]], settings: PlanSettings, options:
 
 
 def _documents(lengths: list[int] | list[list[int]]) -> list[int]:
-    """Lengths of all documents, in order."""
+    """Return the lengths of all documents, in order."""
     return [length for row in lengths for length in (row if isinstance(row, list) else [row])]
 
 
 def _figures(
     plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings, options: argparse.Namespace
 ) -> dict[str, float]:
-    """What the plan achieves and costs, all nano-batches together."""
+    """Return balance and costs of the plan, summed over nano-batches."""
     plans = [nano.plans[kind] for nano in plan.nano_batches]
     loads = np.sum([loads_of(each) for each in plans], axis=0)
     rows = np.concatenate([each.tasks["stop"] - each.tasks["start"] for each in plans])
@@ -285,7 +281,7 @@ def _table(plan: MicroBatchPlan, figures: dict[str, Any], settings: PlanSettings
 
 
 def _node_lines(figures: dict[str, Any], options: argparse.Namespace) -> list[tuple[str, str]]:
-    """What crosses inside nodes and between them."""
+    """Return lines on intra-node and inter-node bytes."""
     lines = []
     for where in ("within_nodes", "between_nodes"):
         total, rank, node = (

@@ -1,4 +1,4 @@
-"""What a report on a plan shows of each rank, besides the figures of all."""
+"""Figures of each rank for a report on a plan."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +14,7 @@ from hf_distca.sim.lengths import histogram
 
 
 def figures_of_ranks(documents: Sequence[int], plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, Any]:
-    """Documents by length, and lists with a number for each rank, all nano-batches together.
-
-    Args:
-        documents: their lengths.
-        plan: of these documents.
-        settings: of the plan.
-    """
+    """Return a histogram of document lengths, and lists with one number per rank, summed over nano-batches."""
     kind = settings.dominant_kind
     plans = [nano.plans[kind] for nano in plan.nano_batches]
     tasks = np.concatenate([each.tasks for each in plans])

@@ -1,4 +1,4 @@
-"""hf-distca profile: measure a device, so that hf-distca simulate can tell what training takes on many of them."""
+"""hf-distca profile: measure a device, for predictions by hf-distca simulate."""
 
 import argparse
 import os
@@ -27,7 +27,7 @@ from hf_distca.sim.costs import DeviceProfile
 TIMEOUT_S = 60.0
 SIZES = "--q-heads, --kv-heads, --head-dim or --hidden"
 TOLD_TOKENS = 16384
-"""Of the document whose attention tells how fast the kernel is."""
+"""Tokens of the document for which the kernel's speed is printed."""
 
 DESCRIPTION = """\
 Measure the attention kernel, matrix products and memory of this device and write them as costs to a file, for
@@ -60,9 +60,9 @@ def run(options: argparse.Namespace) -> None:
     """Measure and write.
 
     Raises:
-        InputError: the kernel cannot be had, the heads do not fit, or the file cannot be written.
+        InputError: the kernel is unavailable, the heads do not fit, or the file cannot be written.
     """
-    if os.environ.get("RANK", "0") == "0":  # which writes
+    if os.environ.get("RANK", "0") == "0":  # rank 0 writes the file
         check_writable(options.output)
     device = device_of(os.environ)
     world, _ = number_of_processes(os.environ)

@@ -1,4 +1,4 @@
-"""Check files before work begins, and write them."""
+"""Check that files can be written before work begins, and write them."""
 
 import argparse
 import os
@@ -15,11 +15,7 @@ def add_report_option(parser: argparse.ArgumentParser) -> None:
 
 
 def check_writable(*names: str | None) -> None:
-    """Raise unless files can be written. Call it before the work whose outcome the files take.
-
-    Raises:
-        InputError: a file's folder does not exist, or it is a folder itself, or writing is not allowed.
-    """
+    """Raise InputError unless files can be written; called before the work whose results they take."""
     for name in filter(None, names):
         path = Path(name).absolute()
         if not path.parent.is_dir():
@@ -31,11 +27,7 @@ def check_writable(*names: str | None) -> None:
 
 
 def write_report(path: str, content: bytes) -> None:
-    """Write a file.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Write a file; raise InputError if the file cannot be written."""
     try:
         Path(path).write_bytes(content)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""hf-distca serve: a dedicated attention server."""
+"""hf-distca serve: run a dedicated attention server."""
 
 import argparse
 import logging
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     """Serve until training ends, or the process gets SIGINT or SIGTERM.
 
     Raises:
-        InputError: the options cannot be used, ranks cannot use the server, or the run was not to be reached in time.
+        InputError: the options cannot be used, ranks cannot use the server, or the run could not be reached in time.
     """
     # Only this subcommand needs torch.
     import torch
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(str(error)) from error
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    # What ranks need is known when they call: "auto" may be another kernel then.
+    # The needs of ranks are known when they call; "auto" may then choose another kernel.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
     try:
         server = AttentionServer(
@@ -131,11 +131,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _device(name: str) -> Any:
-    """The torch device of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the torch device of this name; raise ValueError if there is no such device."""
     import torch
 
     try:

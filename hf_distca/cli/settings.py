@@ -1,4 +1,4 @@
-"""Options of the command line that are settings: made from the fields of DistCAConfig, by whose rules they go."""
+"""Command-line options made from the fields of DistCAConfig."""
 
 import argparse
 from dataclasses import fields
@@ -8,16 +8,14 @@ from hf_distca.config import SWITCHES, DistCAConfig
 from hf_distca.planner.nodes import node_sizes
 
 RANKS_PER_NODE = 8
-"""Where the command line does not say otherwise: as many GPUs as most hosts have."""
+"""Default of the command line: the number of GPUs in most hosts."""
 
 
 def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
-    """Add the option of a setting, `--tokens-per-rank` for `tokens_per_rank`.
+    """Add the option of a setting, such as `--tokens-per-rank` for `tokens_per_rank`.
 
     Args:
-        parser: takes the option.
-        name: of the field, which says type, default, choices and help.
-        changes: what differs here, as `add_argument` takes it.
+        changes: overrides, as `add_argument` takes them.
     """
     setting = next(setting for setting in fields(DistCAConfig) if setting.name == name)
     kind: Any = bool if name in SWITCHES else setting.type
@@ -35,11 +33,7 @@ def add_setting(parser: argparse.ArgumentParser, name: str, **changes: Any) -> N
 
 
 def config_of(options: argparse.Namespace) -> DistCAConfig:
-    """The settings that were given as options, the others as they are by default.
-
-    Raises:
-        ValueError: a value is out of range; says what was got and what is expected.
-    """
+    """Return the settings from the given options, with defaults for all others."""
     names = {setting.name for setting in fields(DistCAConfig)}
     return DistCAConfig(
         **{name: value for name, value in vars(options).items() if name in names and value is not None}
@@ -47,7 +41,7 @@ def config_of(options: argparse.Namespace) -> DistCAConfig:
 
 
 def add_node_option(parser: argparse.ArgumentParser) -> None:
-    """Add --ranks-per-node, whose default is nodes of 8."""
+    """Add --ranks-per-node, whose default is nodes of 8 ranks."""
     parser.add_argument(
         "--ranks-per-node",
         metavar="K",
@@ -57,15 +51,7 @@ def add_node_option(parser: argparse.ArgumentParser) -> None:
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
-    """Return how many ranks each node has, [nodes].
-
-    Args:
-        config: made by `config_of`.
-        ranks: that train.
-
-    Raises:
-        ValueError: nodes have another number of ranks together.
-    """
+    """Return the number of ranks of each node, [nodes]; raise ValueError if nodes do not add up to `ranks`."""
     whole, left = divmod(ranks, RANKS_PER_NODE)
     default = (*[RANKS_PER_NODE] * whole, *[left] * (left > 0))
     planned = config.planning(ranks, default)["ranks_per_node"]

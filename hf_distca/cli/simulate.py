@@ -1,4 +1,4 @@
-"""hf-distca simulate: what a training step would take, before anybody rents a machine."""
+"""hf-distca simulate: predict the time of a training step without a GPU."""
 
 import argparse
 import json
@@ -22,15 +22,15 @@ from hf_distca.sim.ways import Setup
 from hf_distca.units import AUTO
 
 FEWER_BATCHES = 4
-"""For each of the other numbers of ranks in a report, one in so many of the micro-batches is drawn."""
+"""Factor by which a report draws fewer micro-batches for other numbers of ranks."""
 GB = 1e9
 SHOWN = (
     "lengths", "model", "tensor_parallel", "checkpointing", "batches", "seed", "servers",
 )  # fmt: skip
-"""Options that a report names."""
+"""Options that a report shows."""
 
 COUNTED_RANKS = 128
-"""Of more, rows come from so many ranks that counting takes longer than all the rest."""
+"""Maximum number of ranks for counted memory: beyond it, counting takes longer than everything else."""
 DESCRIPTION = f"""\
 Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain packing with equal
 tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and hf_distca. The costs of the device
@@ -90,11 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulate and print.
-
-    Raises:
-        InputError: the options or the files cannot be used.
-    """
+    """Simulate and print; raise InputError if the options or files cannot be used."""
     began = time.perf_counter()
     check_writable(options.report)
     if options.tokens_per_rank < 2:
@@ -133,7 +129,7 @@ def run(options: argparse.Namespace) -> None:
 def _simulation(
     options: argparse.Namespace, ranks: int, batches: int, servers: int, memory: Memory | None = None
 ) -> Simulation:
-    """What so many ranks come to."""
+    """Simulate this number of ranks."""
     setup = _setup(options, ranks)
     drawn = drawn_micro_batches(options, ranks * options.tokens_per_rank)
     settings = _settings(options, setup)
@@ -141,8 +137,8 @@ def _simulation(
 
 
 def _memory(options: argparse.Namespace, setup: Setup, *, counted: bool) -> Memory:
-    """What tells the memory of a GPU: a step that is counted on the model itself, or shapes."""
-    from hf_distca.memory.simulated import CountedMemory, LeastMemory  # with all of transformers
+    """Return the memory of a GPU: counted on a step of the model itself, or bounded from shapes."""
+    from hf_distca.memory.simulated import CountedMemory, LeastMemory  # imports all of transformers
 
     if not counted:
         return LeastMemory(setup)
@@ -152,12 +148,12 @@ def _memory(options: argparse.Namespace, setup: Setup, *, counted: bool) -> Memo
 
 
 def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> dict[str, Any]:
-    """Arguments of a training as it was simulated, those that are not as they are by default."""
+    """Return the simulated training's arguments that differ from the defaults."""
     config = config_of(options)
     changed = {
         setting.name: getattr(config, setting.name)
         for setting in fields(config)
-        if getattr(config, setting.name) != setting.default and setting.name != "ranks_per_node"  # a launch tells
+        if getattr(config, setting.name) != setting.default and setting.name != "ranks_per_node"  # the launch gives it
     }
     best = next(way for way in result.ways if way.name == result.best_planned)
     precision = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}}.get(setup.profile.dtype, {})
@@ -171,7 +167,7 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
 
 
 def checkpointing_name() -> str:
-    """Return what the installed transformers calls the setting: newer versions deprecate the older name."""
+    """Return the setting's name in the installed transformers; newer versions deprecate the older name."""
     from transformers import TrainingArguments
 
     new, old = "activation_checkpointing", "gradient_checkpointing"
@@ -197,7 +193,7 @@ def _setup(options: argparse.Namespace, ranks: int) -> Setup:
 
 
 def _profile(options: argparse.Namespace) -> DeviceProfile:
-    """The device's profile, with the bandwidths that are given instead of its own."""
+    """Return the device's profile, with given bandwidths in place of its own."""
     profile = DeviceProfile.load(options.profile)
 
     def changed(links: Links) -> Links:
@@ -225,7 +221,7 @@ def _settings(options: argparse.Namespace, setup: Setup) -> PlanSettings:
 def _model(name: str) -> ModelShape:
     if name in MODELS:
         return MODELS[name]
-    from hf_distca.cli.model_shape import shape_of  # with all of transformers
+    from hf_distca.cli.model_shape import shape_of  # imports all of transformers
 
     return shape_of(name)
 

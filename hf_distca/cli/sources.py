@@ -1,4 +1,4 @@
-"""Document lengths as `plan` and `simulate` take them: files, data sets, and distributions."""
+"""Sources of document lengths for `plan` and `simulate`: files, data sets and distributions."""
 
 import argparse
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ SOURCES = f"""\
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where document lengths come from."""
+    """Add the options that name the source of document lengths."""
     add = parser.add_argument
     add("--lengths", required=True, metavar="SOURCE", help="where document lengths come from, see above")
     add("--split", default="train", help="split of a data set (default: train)")
@@ -37,14 +37,13 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | list[list[int]]:
-    """Return the documents of a file as they are, and of every other source one micro-batch that is drawn.
+    """Return the documents of a file, or a micro-batch drawn from any other source.
 
     Args:
-        options: of the command line.
-        tokens: the most of a micro-batch, on all ranks together.
+        tokens: maximum number of a micro-batch's tokens, on all ranks together.
 
     Returns:
-        The length of each document in tokens; or of the documents of each rank, where a file has rows.
+        Length of each document in tokens; a list per rank if a file has rows.
 
     Raises:
         InputError: there is no such source, or it holds no lengths.
@@ -59,8 +58,7 @@ def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[In
     """Yield micro-batches without end: [documents] lengths in tokens, drawn from the source.
 
     Args:
-        options: of the command line.
-        tokens: the most of a micro-batch, on all ranks together.
+        tokens: maximum number of a micro-batch's tokens, on all ranks together.
 
     Raises:
         InputError: there is no such source, or it holds no lengths.
@@ -96,7 +94,7 @@ def _lognormal(source: str) -> Draw:
 
 
 def _data_set(source: str, split: str) -> Any:
-    """A data set: of the hub, of a folder of files, or saved in a folder."""
+    """Load a data set from the hub, a folder of files or a saved folder."""
     from datasets import load_dataset, load_from_disk
 
     saved = Path(source, "state.json").exists() or Path(source, "dataset_dict.json").exists()

@@ -1,4 +1,4 @@
-"""hf-distca timeline: the traces of ranks joined, and a step drawn."""
+"""hf-distca timeline: join the traces of ranks and draw a step."""
 
 import argparse
 import json
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _files(given: list[str]) -> list[Path]:
-    """The files that are given, and those of ranks in folders that are."""
+    """Return the given files and the trace files in given folders."""
     found = []
     for path in map(Path, given):
         inside = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
@@ -71,7 +71,7 @@ def _files(given: list[str]) -> list[Path]:
 
 
 def _told(step: RankStep) -> dict[str, Any]:
-    """A rank's totals in milliseconds."""
+    """Return a rank's totals in milliseconds."""
     totals = {f"{doing}_ms": time / 1e6 for doing, time in step.totals().items()}
     sections = {name: time / 1e6 for name, time in step.sections.items()}
     return {"rank": step.rank, "step_ms": (step.end - step.begin) / 1e6, **totals, "sections_ms": sections}

@@ -1,1 +1,1 @@
-"""From a data set to a rank's rows: lengths, global micro-batches, planned batches without padding."""
+"""Data set to rows of a rank: document lengths, global micro-batches, planned batches without padding."""

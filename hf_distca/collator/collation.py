@@ -1,4 +1,4 @@
-"""One rank's rows of a planned micro-batch as tensors, without padding."""
+"""Collate one rank's rows of a planned micro-batch into tensors, without padding."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,9 @@ class DistCACollator:
     """Collator of planned micro-batches: `collate_fn` of a `DataLoader` over `RankDocuments`.
 
     The batch of a rank has `input_ids`, `position_ids` (in the token's document), `labels` and `shift_labels`, each
-    [1, rows of this rank] int64, and the plan under `distca_plan`. `labels` and `shift_labels` are the same: already
-    shifted in the whole document, so that the row before a cut predicts the first token after the cut, and -100 at the
-    end of a document. There is no `attention_mask`: the plan says which rows attend to which.
+    [1, rows of this rank] int64. It also has the plan under `distca_plan`. `labels` and `shift_labels` are the same,
+    shifted in the whole document: the row before a cut predicts the first token after the cut. The end of a document
+    has -100. There is no `attention_mask`: the plan says which rows attend to which.
 
     The example has two documents of 4 and 2 tokens on two ranks of 3 tokens. The first document is cut: its last token
     lies on rank 1, at position 3, and is the target of rank 0's last row.
@@ -87,29 +87,29 @@ class DistCACollator:
 
 
 def excerpt_document(excerpt: np.void, documents: Sequence[TokenDocument] | dict[int, TokenDocument]) -> TokenDocument:
-    """The tokens and targets of an excerpt.
+    """Return the tokens and targets of an excerpt.
 
     Args:
         excerpt: one EXCERPT.
-        documents: the whole documents, by their index in the data set.
+        documents: whole documents, by their index in the data set.
     """
     whole = documents[excerpt["document"]]
     rows = whole.rows(excerpt["start"], excerpt["stop"])
     if excerpt["stop"] == excerpt["end"]:
-        # What a truncated document has dropped is no target either.
+        # A token that truncation dropped is no target.
         rows = TokenDocument(rows.input_ids, np.append(rows.targets[:-1], IGNORED_TARGET))
     return rows
 
 
 def rows_batch(rows: Sequence[TokenDocument], starts: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Rows of documents, one after another, as a model's inputs.
+    """Concatenate rows of documents into a model's inputs.
 
     Args:
-        rows: consecutive rows of documents.
-        starts: the position of the first of each in its document.
+        rows: consecutive rows of each document.
+        starts: position of the first row of each in its document.
 
     Returns:
-        `input_ids`, `position_ids`, `labels` and `shift_labels`, each [1, all rows] int64, the labels already
+        `input_ids`, `position_ids`, `labels` and `shift_labels`, each [1, all rows] int64. The labels are already
         shifted.
     """
     positions = [np.arange(start, start + len(part.input_ids)) for start, part in zip(starts, rows, strict=True)]

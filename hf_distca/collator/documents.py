@@ -1,4 +1,4 @@
-"""Reading one document out of a user's data set."""
+"""Read and check one document of a user's data set."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 IGNORED_TARGET = -100
-"""The target of a row that counts in no loss, as everywhere in Hugging Face."""
+"""Target of a row without loss, as everywhere in Hugging Face."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenDocument:
-    """A document and what each of its rows is to predict.
+    """A document and the target of each of its rows.
+
+    Targets are shifted in the whole document, so that cutting the document afterwards loses no target.
 
     Attributes:
-        input_ids: [L] int64, its tokens.
-        targets: [L] int64, the label of the token after each row; -100 where none counts, as in the last row.
-            Shifted here, in the whole document, so that cutting the document afterwards loses no target.
+        input_ids: [L] int64 tokens.
+        targets: [L] int64 label of the token after each row; -100 without loss, as in the last row.
     """
 
     input_ids: NDArray[np.int64]
@@ -26,33 +27,29 @@ class TokenDocument:
 
     @classmethod
     def filler(cls, token_id: int) -> "TokenDocument":
-        """The one-token document without a target that a rank holds where it would have no row at all."""
+        """Return a one-token document without a target, for a rank without rows."""
         return cls(np.array([token_id], np.int64), np.array([IGNORED_TARGET], np.int64))
 
     def rows(self, start: int, stop: int) -> "TokenDocument":
-        """Rows [start, stop), with their targets."""
+        """Return rows [start, stop) with their targets."""
         return TokenDocument(self.input_ids[start:stop], self.targets[start:stop])
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of an example count.
+    """Columns of an example that are used.
 
     Attributes:
-        length: the one that may hold the document's length.
-        model_inputs: what the model's forward takes. Any other column is left out, as transformers'
-            `remove_unused_columns` says; None leaves none out.
+        length: name of the column that may hold the document's length.
+        model_inputs: arguments of the model's forward; any other column is left out, as with `remove_unused_columns`
+            of transformers. None leaves out nothing.
     """
 
     length: str = "length"
     model_inputs: frozenset[str] | None = None
 
     def used(self, present: Iterable[str]) -> list[str]:
-        """The columns that count, of those that an example has.
-
-        Raises:
-            ValueError: `input_ids` is missing, or a column is there that no packed batch can carry.
-        """
+        """Return the present columns that are used; raise ValueError if a packed batch cannot carry them."""
         present = list(present)
         if "input_ids" not in present:
             raise ValueError(
@@ -74,21 +71,19 @@ class Columns:
 
 
 ANY_COLUMNS = Columns()
-"""Those of a data set that has no others than a packed batch carries."""
+"""Columns of a data set that has only columns that a packed batch carries."""
 
 
 def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> TokenDocument:
     """Check one example and shift its labels.
 
     Args:
-        example: `input_ids` [L]; optionally `labels` [L] (unshifted, -100 where no loss is wanted; without
-            them every token is a label), `attention_mask` [L] of ones and the length column.
-        name: how error messages call the example, such as "document 3".
-        columns: those that count.
+        example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the length column. Labels
+            are unshifted, with -100 for no loss; without labels every token is a label.
+        name: name of the example in error messages, such as "document 3".
 
     Raises:
-        ValueError: a column is missing or unknown, `input_ids` is empty or not a list of integers, `labels`
-            has another length, the mask has another shape or zeros, or the length column says something else.
+        ValueError: a column is missing, unknown or malformed, or lengths disagree.
     """
     used = columns.used(example)
     input_ids = _integers(example["input_ids"], name, "input_ids")
@@ -120,16 +115,7 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
 
 
 def check_labels_length(labels: int, length: int, name: str) -> None:
-    """Refuse `labels` of another length than `input_ids`.
-
-    Args:
-        labels: length of `labels`.
-        length: length of `input_ids`.
-        name: how the error message calls the example, such as "document 3".
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Raise ValueError if `labels` and `input_ids` differ in length; `name` is the example's name."""
     if labels != length:
         raise ValueError(
             f"{name} has {labels} labels for {length} input_ids. Give one label per token, not shifted, with "
@@ -138,16 +124,7 @@ def check_labels_length(labels: int, length: int, name: str) -> None:
 
 
 def fetch_documents(dataset: Any, indices: Sequence[int], columns: Columns) -> list[TokenDocument]:
-    """The documents at these indices of a data set, checked, in one batched read where it offers that.
-
-    Args:
-        dataset: anything that gives an example by index.
-        indices: which documents.
-        columns: those that count.
-
-    Raises:
-        ValueError: see `token_document`.
-    """
+    """Return documents checked by `token_document`, in one batched read if the data set supports that."""
     if hasattr(dataset, "__getitems__"):
         examples = dataset.__getitems__(list(indices))
     else:

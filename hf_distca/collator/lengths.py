@@ -1,4 +1,4 @@
-"""Document lengths of a data set, and a fingerprint by which ranks compare theirs."""
+"""Read document lengths of a data set, and a fingerprint by which ranks compare data sets."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,29 +14,25 @@ from tqdm.auto import tqdm
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, check_labels_length, fetch_documents, token_document
 
 READ_BATCH = 1000
-"""Documents read at once when lengths are computed."""
+"""Number of documents read at once to compute lengths."""
 FINGERPRINT_DOCUMENTS = 64
-"""Documents whose tokens go into a fingerprint."""
+"""Number of documents whose tokens enter a fingerprint."""
 
 
 def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: bool = True) -> NDArray[np.int64]:
-    """The number of tokens of every document.
+    """Return the number of tokens of every document.
 
-    A `datasets.Dataset` with a length column is believed here and checked again whenever a document is read.
-    Otherwise every document is read once, and checked.
+    The length column of a `datasets.Dataset` is trusted here and checked when a document is read. Without that column,
+    every document is read once and checked.
 
     Args:
-        dataset: anything with a length that gives examples by index; an example has `input_ids` and
-            optionally `labels`.
-        columns: those that count; one may hold the lengths.
-        progress: show a progress bar while lengths are computed.
+        dataset: anything with a length that gives examples by index.
 
     Returns:
         [documents] int64.
 
     Raises:
-        ValueError: the data set has no length or no document, a document is empty, or an example is not what
-            `token_document` expects.
+        ValueError: the data set has no length or no document, or `token_document` refuses an example.
     """
     if not hasattr(dataset, "__len__"):
         raise ValueError(
@@ -45,7 +41,7 @@ def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: boo
         )
     if len(dataset) == 0:
         raise ValueError("The data set is empty; expected at least one document.")
-    # The columns of a data set with a transform are those that the transform reads, not those that it gives.
+    # With a transform, column_names lists the transform's inputs, not its outputs.
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         columns.used(dataset.column_names)
         if columns.length in dataset.column_names:
@@ -61,15 +57,13 @@ def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: boo
 
 
 def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], columns: Columns = ANY_COLUMNS) -> str:
-    """A hash that differs where two ranks' data sets do.
+    """Return a hash that differs if the data sets of two ranks differ.
 
-    It covers the length of every document and the tokens and targets of 64 documents, evenly spread from the
-    first to the last. A data set that draws its documents at random differs from itself.
+    The hash covers all document lengths, and the tokens and targets of 64 evenly spaced documents. A data set that
+    draws its documents at random differs from itself.
 
     Args:
-        dataset: the data set.
-        lengths: [documents] int64, its document lengths.
-        columns: those that count.
+        lengths: [documents] int64.
 
     Returns:
         64 hexadecimal digits.
@@ -99,13 +93,13 @@ def _given_lengths(dataset: datasets.Dataset, length_column: str) -> NDArray[np.
 
 
 def _stored_lengths(dataset: datasets.Dataset, progress: bool) -> Iterator[NDArray[np.int64]]:
-    """Lengths of stored lists, batch by batch, without turning tokens into Python objects."""
+    """Yield lengths of stored lists batch by batch, without making Python objects of tokens."""
     columns = [column for column in ("input_ids", "labels") if column in dataset.column_names]
     first = 0
     with tqdm(total=len(dataset), desc="Document lengths", unit=" documents", disable=not progress) as bar:
         for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_BATCH):
             counts = {
-                # A missing list is as good as an empty one.
+                # A missing list counts as empty.
                 column: pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy().astype(np.int64)
                 for column in columns
             }
@@ -128,6 +122,6 @@ def _check_no_empty(lengths: NDArray[Any], first: int) -> None:
 
 
 def _stored_as_lists(dataset: datasets.Dataset) -> bool:
-    """Whether tokens and labels are plain lists on disk, not tensors of some extension type."""
+    """Return whether tokens and labels are plain lists on disk, not tensors of an extension type."""
     stored = [field.type for field in dataset.features.arrow_schema if field.name in ("input_ids", "labels")]
     return all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in stored)

@@ -1,4 +1,4 @@
-"""What becomes of a document that is longer than a micro-batch can hold."""
+"""Cut or refuse documents that are longer than a micro-batch can hold."""
 
 import logging
 from typing import Literal
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 logger = logging.getLogger(__name__)
 
 LongDocuments = Literal["error", "truncate", "split"]
-"""What to do with a document longer than the limit.
+"""Policy for a document longer than the limit.
 
-"error": refuse the data set. "truncate": keep its first tokens, up to the limit. "split": cut it into
-consecutive excerpts, each a document of its own that attends to itself only; the last row of an excerpt still
-predicts the first token of the next, so that splitting loses context, but no target.
+"error" refuses the data set. "truncate" keeps the first tokens, up to the limit. "split" cuts the document into
+consecutive excerpts, which do not attend to each other. The last row of an excerpt still predicts the first token of
+the next one: splitting loses context, but no target.
 """
 
 EXCERPT = np.dtype(
@@ -24,26 +24,24 @@ EXCERPT = np.dtype(
         ("end", np.int64),  # one past the last token of the document that may be a target
     ]
 )
-"""Tokens [start, stop) of a document of the data set, which are a document of their own in a micro-batch."""
+"""Tokens [start, stop) of a document in the data set, which form a document of a micro-batch."""
 
 
 def fit_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments, limit_name: str) -> NDArray[np.void]:
-    """Apply the policy for long documents; a document within the limit is one excerpt, its whole self.
+    """Apply the policy for long documents; a document within the limit becomes one excerpt.
 
-    Logs a warning with the number of documents and tokens that "truncate" drops.
+    "truncate" logs a warning with the number of documents and tokens that it drops.
 
     Args:
-        lengths: [documents] int64, the length of each document in tokens.
-        limit: the most tokens that an excerpt may have.
-        policy: see LongDocuments.
-        limit_name: what messages call the limit, such as "ranks · tokens_per_rank".
+        lengths: [documents] int64 tokens of each document.
+        limit: maximum number of tokens of an excerpt.
+        limit_name: name of the limit in messages, such as "ranks · tokens_per_rank".
 
     Returns:
         [excerpts] of dtype EXCERPT, in the order of the data set.
 
     Raises:
-        ValueError: a document is longer than the limit and the policy is "error", or the limit or the policy
-            is none.
+        ValueError: a document is too long under the policy "error", or the limit or the policy is invalid.
     """
     if limit <= 0:
         raise ValueError(f"{limit_name} is {limit}; expected at least one token.")
@@ -64,12 +62,11 @@ def fit_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments,
 
 
 def cut_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments) -> NDArray[np.void]:
-    """The excerpts of documents under the policy "truncate" or "split", without checks or warnings.
+    """Return the excerpts of documents under "truncate" or "split", without checks or warnings.
 
     Args:
-        lengths: [documents] int64, the length of each document in tokens.
-        limit: the most tokens that an excerpt may have.
-        policy: see LongDocuments.
+        lengths: [documents] int64 tokens of each document.
+        limit: maximum number of tokens of an excerpt.
 
     Returns:
         [excerpts] of dtype EXCERPT, in the order of the data set.
@@ -87,14 +84,7 @@ def cut_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments)
 
 
 def warn_truncated(documents: int, tokens: int, limit: int, limit_name: str) -> None:
-    """Log how much the policy "truncate" drops.
-
-    Args:
-        documents: how many documents are longer than the limit.
-        tokens: how many of their tokens lie beyond it.
-        limit: the most tokens of a document that are kept.
-        limit_name: what the message calls the limit.
-    """
+    """Log how many documents and tokens the policy "truncate" drops."""
     logger.warning(
         "Truncated %d documents to %s = %d tokens; %d tokens are dropped.",
         documents,

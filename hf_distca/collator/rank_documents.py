@@ -1,4 +1,4 @@
-"""A rank's view of the data set: from a global micro-batch to its plan and the documents this rank needs."""
+"""Plan each global micro-batch and read the documents that one rank needs."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -20,14 +20,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PlannedDocuments:
-    """A planned global micro-batch and those of its documents that one rank holds rows of.
+    """A planned global micro-batch with the documents of which one rank holds rows.
 
     Attributes:
-        plan: the plan of all ranks. Its documents are the excerpts, in order, then fillers of one token each,
-            as many as it takes until every rank holds a row: a rank without one would be missing in every
-            exchange.
-        excerpts: [excerpts] of dtype EXCERPT, which tokens of the data set each document of the plan is.
-        documents: the whole documents that this rank holds rows of, by their index in the data set.
+        plan: plan of all ranks. Its documents are the excerpts in order, then one-token fillers until every rank holds
+            a row: a rank without rows would be missing in every exchange.
+        excerpts: [excerpts] of dtype EXCERPT, the tokens of the data set behind each document of the plan.
+        documents: whole documents of which this rank holds rows, by their index in the data set.
     """
 
     plan: MicroBatchPlan
@@ -36,21 +35,19 @@ class PlannedDocuments:
 
 
 class RankDocuments(Dataset[PlannedDocuments]):
-    """The data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
+    """Data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
 
-    Indexed by a GlobalMicroBatch it plans it, the same on every rank, and reads only the documents of which
-    this rank holds rows. With DataLoader workers both happen there, ahead of the training step.
+    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank. It reads only documents of which
+    this rank holds rows. With DataLoader workers, planning and reading happen there, ahead of the training step.
 
     Args:
-        dataset: the user's data set: anything that gives examples by index, as `token_document` expects them.
+        dataset: gives examples by index, as `token_document` expects them.
         lengths: [documents] int64, from `document_lengths`.
-        settings: what plans depend on, the same on every rank.
-        rank: this rank.
-        columns: those that count.
+        settings: the same on every rank.
 
     Raises:
-        ValueError: the data set has columns that packing would have to drop. On indexing: a document is not
-            what `token_document` expects, or its length is not the one given.
+        ValueError: the data set has columns that packing would drop. On indexing: `token_document` refuses a document,
+            or its length differs from `lengths`.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
         lengths = micro_batch.lengths.tolist()
-        # Of as many tokens as ranks, every rank has one; of as many whole documents as ranks likewise.
+        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many documents as ranks.
         held = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
         fillers = [1] * (self.settings.ranks - held)
         settings = self.settings

@@ -1,4 +1,4 @@
-"""Global micro-batches: which documents are trained on together, the same on every rank."""
+"""Draw global micro-batches: documents that are trained on together, the same on every rank."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tig
 from hf_distca.planner.settings import Choices
 
 CLASSES_PER_OCTAVE = (1, 4, 16)
-"""How finely documents are sorted by length before they are placed, coarsest (most random) first."""
+"""Length classes per doubling of length, coarsest (most random) first, for placing documents."""
 SPARE_BATCHES = 200
-"""One micro-batch more than needed for every so many: room for random placement, 0.5 % at most."""
+"""Micro-batches for each spare one, which leaves room for random placement: 0.5 % at most."""
 
 
 @dataclass(frozen=True, eq=False)
 class GlobalMicroBatch:
-    """The documents that all ranks together train on in one forward and backward pass.
+    """Documents that all ranks together train on in one forward and backward pass.
 
     Attributes:
-        excerpts: [documents] of dtype EXCERPT, each a document of the micro-batch.
-        choices: by which the micro-batch is planned; None for those of the reader's settings.
+        excerpts: [documents] of dtype EXCERPT.
+        choices: planner's choices for the micro-batch; None takes the choices of the reader's settings.
     """
 
     excerpts: NDArray[np.void]
@@ -31,7 +31,7 @@ class GlobalMicroBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[documents] int64: tokens of each document."""
+        """[documents] int64 tokens of each document."""
         tokens: NDArray[np.int64] = self.excerpts["stop"] - self.excerpts["start"]
         return tokens
 
@@ -44,9 +44,9 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     `batch_size`, because the number of documents varies.
 
     Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, all micro-batches of
-    an epoch have about the same number of tokens and a similar mix of long and short documents, drawn anew in each
-    epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller. The
-    number of micro-batches is the same in every epoch.
+    an epoch have about the same number of tokens and a similar mix of long and short documents. They are drawn anew in
+    each epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller.
+    The number of micro-batches is the same in every epoch.
 
     Where documents stay whole on one rank, a micro-batch has one bin for each rank, and its documents come bin after
     bin.
@@ -118,7 +118,10 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             yield [GlobalMicroBatch(self.excerpts[order[start:stop]], self._choices())]
 
     def _count_shuffled(self) -> int:
-        """How many micro-batches an epoch has: few enough to be nearly full, enough for every epoch."""
+        """Return the number of micro-batches of an epoch.
+
+        There are few enough to be nearly full, and enough for the random placement of every epoch.
+        """
         longest_first: list[int] = np.sort(self._lengths)[::-1].tolist()
         fewest = -(-sum(longest_first) // (self.capacity * self.bins))
         with_spare = min(fewest + fewest // SPARE_BATCHES, len(longest_first))
@@ -128,10 +131,10 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         return max(place_tightly(longest_first, self.capacity)) // self.bins + 1
 
     def _shuffled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """This epoch's excerpts, one micro-batch after another, and how many each micro-batch has."""
+        """Return this epoch's excerpts, micro-batch by micro-batch, and the number in each micro-batch."""
         random = np.random.default_rng((self.seed, self.epoch))
         shuffled = random.permutation(len(self.excerpts))
-        # Placing fills as many bins first as there are micro-batches: each gets one of them, and none stays empty.
+        # Placing first fills one bin of each micro-batch, so no micro-batch stays empty.
         bin_in_batch, batch_of = np.divmod(self._place(shuffled), self._batches)
         # Placing starts the first micro-batches with the longest documents: give them a random place in the
         # epoch.
@@ -142,7 +145,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         )
 
     def _place(self, shuffled: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The bin of each excerpt of `shuffled`."""
+        """Return the bin of each excerpt of `shuffled`."""
         lengths, bins = self._lengths[shuffled], self._batches * self.bins
         # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that ranks on different
         # processors agree.

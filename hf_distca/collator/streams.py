@@ -1,4 +1,4 @@
-"""Packing a stream of documents whose lengths nobody knows beforehand."""
+"""Pack a stream of documents whose lengths are unknown beforehand."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -19,30 +19,25 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
     """One rank's share of a stream, packed into batches of whole documents.
 
     A batch has `input_ids`, `position_ids`, `labels`, `shift_labels`, each [1, rows] int64 with at most
-    `tokens_per_rank` rows, as DistCACollator gives them, and `document_lengths`, a tuple of ints. There is no
-    plan in it: documents stay on their rank, and ranks exchange lengths to plan their attention. Ranks may
-    have different numbers of batches; `Dispatcher.plan_batches` makes up for those that end first.
+    `tokens_per_rank` rows, as from DistCACollator, and `document_lengths`, a tuple of ints. A batch has no plan:
+    documents stay on their rank, and ranks exchange lengths to plan their attention. Ranks may have different numbers
+    of batches; `Dispatcher.plan_batches` fills in for ranks that end first.
 
-    Its items are batches: use `DataLoader(StreamPacker(...), batch_size=None)`, and do not shard the loader
-    again (accelerate: `num_processes=1`, `dispatch_batches=False`).
+    Items are batches: use `DataLoader(StreamPacker(...), batch_size=None)`, and do not shard the loader again
+    (accelerate: `num_processes=1`, `dispatch_batches=False`).
 
-    A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader workers by
-    its shards, of which there should be at least ranks · workers; shuffle it with the same seed on every
-    rank. Of anything else every rank and worker reads all and takes every n-th document.
+    A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader workers by its
+    shards. It should have at least ranks · workers shards, and must be shuffled with the same seed on every rank. For
+    any other iterable, every rank and worker reads all documents and takes every n-th one.
 
     Args:
-        dataset: an iterable of examples as `token_document` expects them, the same on every rank, that can be
-            iterated over once per epoch.
-        ranks: ranks that share the stream.
-        rank: this rank.
-        tokens_per_rank: the most rows of a batch.
-        long_documents: what becomes of a document longer than tokens_per_rank, which is the limit here, since
-            a streamed document stays on its rank.
-        columns: those that count.
+        dataset: iterable of examples as `token_document` expects them, the same on every rank, once per epoch.
+        tokens_per_rank: maximum number of rows of a batch.
+        long_documents: policy for documents longer than tokens_per_rank; a streamed document stays on its rank.
 
     Raises:
-        ValueError: rank or tokens_per_rank are out of range. On iteration: a document is not what
-            `token_document` expects, or is too long under the policy "error".
+        ValueError: rank or tokens_per_rank is out of range. On iteration: `token_document` refuses a document, or the
+            document is too long under the policy "error".
     """
 
     def __init__(
@@ -69,7 +64,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         self.columns = columns
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the data set, if it wants to know."""
+        """Set the epoch of the data set, if the data set has epochs."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -95,7 +90,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             if length > limit and self.long_documents == "truncate":
                 truncated += 1
                 dropped += length - limit
-                # A stream may have many: report totals whenever their number has doubled.
+                # A stream may truncate many documents: report totals whenever their number has doubled.
                 if truncated.bit_count() == 1:
                     warn_truncated(truncated, dropped, limit, limit_name)
             for excerpt in cut_documents(np.array([length]), limit, self.long_documents):

@@ -1,1 +1,1 @@
-"""Carrying a plan out: process groups, exchanges, and the autograd functions. The only user of torch.distributed."""
+"""Execution of a plan: process groups, exchanges and autograd functions. The only user of torch.distributed."""

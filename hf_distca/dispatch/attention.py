@@ -1,14 +1,13 @@
 """Core attention of one layer, disaggregated, as autograd nodes.
 
-For a kind of attention for which nothing moves, one node makes one kernel call on all rows, in each direction. For
-other kinds three nodes make one attention, so that two nano-batches can take turns between them: Send, Compute and
-Receive run the forward's phases up to the first pause, up to the second and to the end (see
-`hf_distca.planner.schedule`), and in reverse order the backward's: Receive those up to the first pause, Compute up to
-the second, Send to the end.
+A kind of attention for which nothing moves is one node: one kernel call on all rows, in each direction. Other kinds
+take three nodes, so that two nano-batches can take turns between them. Send, Compute and Receive run the forward's
+phases up to the first pause, the second pause and the end. The backward runs in reverse order: Receive up to the first
+pause, Compute up to the second, Send to the end. See `hf_distca.planner.schedule` for the phases.
 
-The engine runs backward nodes in the reverse order of their creation, so the backward's exchanges follow
-from the forward's order on every rank alike. Between the nodes only an empty token travels: forward and
-backward hand over other sizes, which autograd would reject.
+The engine runs backward nodes in the reverse order of their creation. The backward's exchanges therefore follow from
+the forward's order on every rank alike. Only an empty token travels between nodes: forward and backward hand over
+different sizes, which autograd would reject.
 
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
@@ -42,23 +41,20 @@ def disaggregated_attention(
     *,
     chunk: int | None = None,
 ) -> Tensor:
-    """Core attention of this rank's rows, computed wherever the plan says.
+    """Compute core attention of this rank's rows on the workers that the plan names.
 
     Args:
-        q_THD: queries of the rank's rows, after position embedding; all three in one dtype.
-        k_TGD: keys.
-        v_TGE: values.
-        sinks_H: learned attention sinks, one logit a query head (gpt-oss), or None.
-        plan: the plan of the micro-batch as the layer is to use it.
-        params: scale, window and softcap of the layer.
-        module: the attention layer, by which results are kept through a checkpoint.
+        q_THD: queries after position embedding; q, k and v have one dtype.
+        sinks_H: learned attention sinks, one logit per query head (gpt-oss), or None.
+        module: the attention layer, the key of results kept through a checkpoint.
         chunk: rows of the layer's attention chunks; None for no chunks.
 
     Returns:
         o_THE.
 
     Raises:
-        ValueError: the rows, or the layer's kind of attention, are not those of the plan, or the kernel cannot do it.
+        ValueError: the plan has another number of rows or lacks the layer's kind of attention, or the kernel cannot
+            compute it.
     """
     if q_THD.shape[0] != plan.rows:
         raise ValueError(
@@ -90,14 +86,14 @@ def disaggregated_attention(
         key = (module, nano.index)
         were_kept = recomputes and key in plan.kept_results
         results = plan.kept_results.take(key) if were_kept else None
-        # Where results are kept through a checkpoint, what was received is gone with the first forward.
+        # Results kept through a checkpoint outlive the rows that the first forward received.
         receives_again = keeps or were_kept or not plan.keep_received
-        # With sinks, O and LSE are not final when the worker has computed them.
+        # With sinks, the worker's O and LSE are not final.
         kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
         parts.append((CoreAttention(plan, nano, kind, params, layer=layer, kept=kept), results, qkv))
 
-    # In the same order whether both nano-batches are here or take turns in the layer: ranks stay in step even if these
-    # take turns on some ranks only. A recomputation keeps to it too: checkpointing finds saved tensors by their order.
+    # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
+    # take turns on some ranks only. A recomputation keeps the order too: checkpointing matches saved tensors by order.
     tokens = [_Send.apply(attention, results, *qkv) for attention, results, qkv in parts]
     plan.pause()
     tokens = [
@@ -114,18 +110,17 @@ def disaggregated_attention(
 
 
 def _by_nano_batch(x_T: Tensor, plan: BoundPlan) -> Sequence[Tensor]:
-    """The rows of each nano-batch. Split and not sliced: the backward of slices copies each into zeros of all rows."""
+    """Split rows by nano-batch. The backward of slices would copy each slice into zeros of all rows."""
     rows = [nano.rows for nano in plan.nano_batches]
     return (x_T,) if len(rows) == 1 else torch.split(x_T, rows)
 
 
 Known = tuple[Tensor, ...] | None
-"""O and LSE of the first forward where this is its recomputation: then nothing is exchanged or computed, and the nodes
-are there for the backward only."""
+"""O and LSE of the first forward, for its recomputation, which exchanges and computes nothing."""
 
 
 class _Local(torch.autograd.Function):
-    """Core attention of all rows of a rank, nothing of which moves."""
+    """Core attention of all rows of a rank where nothing moves."""
 
     @staticmethod
     def forward(
@@ -162,7 +157,7 @@ class _Local(torch.autograd.Function):
 def _in_one_call(
     ctx: Any, direction: Direction, compute: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Make the kernel call on all rows, which is a phase of its own."""
+    """Make the kernel call on all rows as a phase of its own."""
     recorder, tasks, work = ctx.plan.recorder, ctx.tasks, Work(ctx.layer, ctx.plan.nano_batches[0].index, direction)
     with (
         without_autocast(ctx.plan.device.type),
@@ -173,7 +168,7 @@ def _in_one_call(
 
 
 class _Context(Protocol):
-    """What autograd keeps of a node from its forward to its backward. Sinks that a layer does not have are None."""
+    """Autograd context of a node, from forward to backward; missing sinks are None."""
 
     attention: CoreAttention
     kept_columns: tuple[tuple[str, int], ...]
@@ -250,7 +245,7 @@ class _Receive(torch.autograd.Function):
         o_THE, lse_TH = known
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
         ctx.mark_non_differentiable(lse_TH)
-        ctx.set_materialize_grads(False)  # that of the log-sum-exp would be zeros that nobody reads
+        ctx.set_materialize_grads(False)  # no zeros for the gradient of LSE, which is unused
         return o_THE, lse_TH
 
     @staticmethod
@@ -264,16 +259,16 @@ class _Receive(torch.autograd.Function):
 
 
 def _under_way(direction: _Pass | None) -> _Pass:
-    """The pass that an earlier node began."""
+    """Return the pass that an earlier node began."""
     assert direction is not None
     return direction
 
 
 def _with_sinks(o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
-    """O and LSE with the learned sinks in the softmax.
+    """Return O and LSE with the learned sinks in the softmax.
 
-    A sink is one more key with a value of zero: it changes the softmax's denominator only, and with O and LSE changed
-    the backward of all other keys is the usual one.
+    A sink is one more key with a value of zero: it changes only the softmax's denominator. With these O and LSE the
+    backward of all other keys is unchanged.
     """
     if sinks_H is None:
         return o_THE, lse_TH
@@ -282,6 +277,6 @@ def _with_sinks(o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> tuple[
 
 
 def _sink_gradient(do_THE: Tensor, o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor) -> Tensor:
-    """The gradient of learned sinks, of O and LSE with the sinks in the softmax."""
-    share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # of the softmax that lies on the sink
+    """Return the gradient of learned sinks from O and LSE that include the sinks."""
+    share_TH = (sinks_H.to(lse_TH.dtype) - lse_TH).exp()  # the sink's share of the softmax
     return -(share_TH * (do_THE.float() * o_THE.float()).sum(-1)).sum(0).to(sinks_H.dtype)

@@ -1,4 +1,4 @@
-"""Which backend carries the exchange, and how its communicator is made."""
+"""Backend of the exchange and options of its communicator."""
 
 import os
 import socket
@@ -10,33 +10,32 @@ import torch
 import torch.distributed as dist
 
 EXCHANGE_CTAS = 8
-"""Thread blocks (CTAs) that NCCL may use for an exchange, each of which takes room on an SM from attention.
+"""Thread blocks (CTAs) that NCCL may use for an exchange; each takes room on an SM from attention.
 
-NCCL by itself takes up to 32 (ncclConfig_t in its user guide), a quarter of an H100's 132 SMs. MagiAttention saw
-all-to-all exchanges run fully under attention that leaves 4 to 8 SMs free (its post "How to Ensure Kernels Actually
-Overlap"). A power of two, to which NCCL rounds the channels of sends and receives. Not measured here yet: the part
-"exchange blocks" of `make gpu` does.
+NCCL's own limit is 32 (ncclConfig_t in its user guide), a quarter of an H100's 132 SMs. In MagiAttention's
+measurements all-to-all exchanges ran fully under attention that left 4 to 8 SMs free (post "How to Ensure Kernels
+Actually Overlap"). NCCL rounds channels to a power of two. Not measured here yet: the part "exchange blocks" of `make
+gpu` measures it.
 """
 
 
 def exchange_backend(device: torch.device) -> str:
-    """The default group's backend for tensors on the device; gloo where it has none for them.
+    """Return the default group's backend for a device, or gloo if it has none.
 
-    So two ranks can share a GPU: in a launch over gloo, which exchanges CUDA tensors through host memory.
+    A launch over gloo exchanges CUDA tensors through host memory, so that ranks can share a GPU.
     """
     default = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
     return str(default.get_device_backend_map().get(device.type, "gloo"))
 
 
 def exchange_options(backend: str, ctas: int = EXCHANGE_CTAS) -> Any:
-    """Options of the exchange's group: on NCCL such that an exchange starts while attention fills the GPU.
+    """Return options of the exchange's group; with NCCL they let an exchange start while attention fills the GPU.
 
-    A stream of high priority gets the next SM that is free, before the waiting blocks of an attention kernel. No
-    clusters: all blocks of a cluster need room at once.
+    A stream of high priority gets the next free SM, before the waiting blocks of an attention kernel. Clusters are
+    off: all blocks of a cluster need room at once.
 
     Args:
-        backend: of the group.
-        ctas: the most thread blocks of an exchange.
+        ctas: most thread blocks of an exchange.
 
     Returns:
         ProcessGroupNCCL.Options; None on other backends.
@@ -51,23 +50,22 @@ def exchange_options(backend: str, ctas: int = EXCHANGE_CTAS) -> Any:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The device with its number: "cuda" is the current one."""
+    """Return the device with its index: "cuda" is the current device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """What tells a GPU from all others, on whichever host; None on the CPU."""
+    """Return a GPU's unique id across hosts; None on the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
-    """Raise where NCCL would refuse ranks that share a GPU, or hang.
+    """Raise if NCCL would refuse ranks that share a GPU, or hang.
 
     Args:
-        backend: of the exchange.
-        uuids: by rank, from `device_uuid`.
+        uuids: [ranks] from `device_uuid`.
 
     Raises:
         ValueError: two ranks have the same GPU.
@@ -87,7 +85,7 @@ def check_devices(backend: str, uuids: Sequence[str | None]) -> None:
 
 
 def unreachable(rank: int, error: Exception) -> RuntimeError:
-    """The error of a rank that gloo did not connect with the others: says what gloo went by and what to set."""
+    """Return the error of a rank that gloo did not connect, with the address that gloo used and the remedy."""
     host = socket.gethostname()
     address = "no address"
     with suppress(OSError):

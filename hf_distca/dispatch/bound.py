@@ -1,4 +1,4 @@
-"""A plan bound to one rank: its routes as index tensors on the device and its schedules, ready for every layer."""
+"""A plan bound to one rank: routes as index tensors on the device, and schedules, ready for every layer."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -27,12 +27,11 @@ IntArray = NDArray[np.int64]
 
 
 class BoundGroup:
-    """The tasks of one kernel call, as index tensors.
+    """Tasks of one kernel call, as index tensors.
 
     Attributes:
-        shapes: lengths of the tasks.
-        q_rows: where the query rows are taken from (local or received query rows).
-        k_rows: where the K/V rows are taken from (local or received key rows).
+        q_rows: rows among local or received queries.
+        k_rows: rows among local or received keys.
         pairs: query-key pairs of the tasks.
     """
 
@@ -44,16 +43,12 @@ class BoundGroup:
 
 
 class LocalTasks:
-    """A rank's tasks in a layer of a kind of attention for which nothing moves: all rows, one kernel call.
+    """A rank's tasks for a kind of attention where nothing moves: all rows in one kernel call.
 
     Args:
         lengths: rows of each document, or chunk, in the order of the rank's rows.
-        window: of the kind.
-        buffer: as in BoundRoutes.
 
     Attributes:
-        lengths: as given.
-        shapes: lengths of the tasks.
         pairs: query-key pairs of the tasks.
     """
 
@@ -67,46 +62,34 @@ class BoundMessages:
     """Rows of one kind that this rank exchanges with other ranks, as index tensors.
 
     Args:
-        messages: the rows.
-        ranks: number of ranks.
-        buffer: as in BoundRoutes.
-        passed_on: how many of them are then passed on inside nodes; None where no rank passes rows on.
+        passed_on: counts of rows that are then forwarded inside nodes; None if no rank forwards rows.
 
     Attributes:
-        rows: local rows to send to ranks, ordered by receiving rank.
-        traffic: how many rows go where.
-        way_back: the same rows on their way back.
+        rows: local rows to send, ordered by receiving rank.
     """
 
     def __init__(self, messages: Messages, ranks: int, buffer: IndexBuffer, passed_on: Traffic | None = None) -> None:
         counts = messages.send_counts[:ranks]
         self.rows = row_index(messages.send_rows[: counts.sum()], buffer)
         received = messages.recv_counts[:ranks].tolist()
-        # Where some stage's rows are passed on, every stage's are exchanged: all have the same memory.
+        # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
         crossing = messages.crossing or passed_on is not None
         self.traffic = Traffic(counts.tolist(), received, crossing, passed_on=passed_on)
         self.way_back = self.traffic.reversed()
 
 
 class BoundStage:
-    """K/V rows that this rank exchanges at a time with other ranks, and the sums over them.
+    """K/V rows of one stage of the exchange, and the sums of their gradients.
 
     Args:
-        stage: of the routes.
-        ranks: number of ranks.
-        rows: that the rank holds of the nano-batch.
-        divided: whether it is one of several.
-        peers: the ranks of this rank's node, itself among them; None where no rank passes rows on in any stage.
-        buffer: as in BoundRoutes.
+        rows: rows of the nano-batch that the rank holds.
+        peers: ranks of this rank's node, this rank included; None if no rank forwards rows in any stage.
 
     Attributes:
-        keys: what is exchanged.
-        passed_on: received rows to pass on to ranks of the node, ordered by receiving rank.
-        passed_back: how dK and dV of rows that were passed on are added to those of the received rows that they were.
-        tasks: groups of tasks that read what is received.
-        received_sums: how dK and dV of received rows are added up: of these groups.
-        key_sums: where there are further stages: how dK and dV of local rows that come back are added to those of
-            earlier stages.
+        passed_on: received rows to forward inside the node, ordered by receiving rank.
+        passed_back: sum that adds dK and dV of forwarded rows to the gateway's copies.
+        received_sums: sum of dK and dV of received rows over the groups of tasks that read them.
+        key_sums: sum that adds returned dK and dV of local rows to earlier stages' totals; None for a single stage.
     """
 
     def __init__(
@@ -138,39 +121,34 @@ class BoundStage:
 
 
 def _onto(rows: int, targets: IntArray, buffer: IndexBuffer) -> RowSum:
-    """A sum of rows that are all there with others that are added to some of them."""
+    """Return a sum that scatter-adds `targets` onto a dense [rows] base."""
     return RowSum([np.arange(rows), targets], rows, buffer)
 
 
 def _rows_of_ranks(messages: Messages, ranks: int) -> IntArray:
-    """Local rows that go to ranks, without those that go to servers."""
+    """Return the local rows that go to ranks, without the rows that go to servers."""
     return messages.send_rows[: messages.send_counts[:ranks].sum()]
 
 
 class BoundRoutes:
-    """The routes of one rank for one kind of attention layer; see `hf_distca.planner.routes.Routes`.
+    """Routes of one rank for one kind of attention, see `hf_distca.planner.routes.Routes`.
+
+    With several stages, gradients of local rows are added to totals of all local rows. The sources of `query_sums` and
+    `key_sums` then begin with such a total, which replaces the parts that are already in it.
 
     Args:
-        plan: of the kind.
-        rank: this one.
-        turn: of the nano-batch.
-        buffer: takes the index tensors to the rank's device; to be sent before they are used.
+        buffer: to be sent before the index tensors are used.
 
     Attributes:
-        groups: the tasks of each kernel call, where there are any.
-        queries: what this rank exchanges of query rows with other ranks.
-        stages: what it exchanges of K/V rows.
-        passes_on: whether any rank passes K/V rows on inside its node.
-        merges: whether keys of a query come in several stages, so that results of several calls are merged.
-        servers: the dedicated servers that have tasks of the plan; the same on every rank.
-        own_in_backward: own tasks as the backward computes them.
-        query_sums: how dQ of local rows is added up: of own_in_backward, prefix, rows that come back, and servers.
-            Where there are stages: of what has been added up so far, rows that come back, and servers.
-        key_sums: how dK and dV of local rows are: of own_in_backward, rows that come back, and servers. Where there
-            are stages: of what has been added up so far, and servers.
-        own_key_sums: where there are stages: how dK and dV of own tasks are added to those of all local rows.
-        forward: the phases of the forward.
-        backward: those of the backward, by what the forward leaves to it.
+        groups: tasks of each kernel call; calls without tasks are missing.
+        passes_on: whether any rank forwards K/V rows inside its node.
+        merges: whether results of several calls are merged, since a query's keys come in several stages.
+        servers: dedicated servers with tasks in the plan; the same on every rank.
+        own_in_backward: local tasks as the backward computes them.
+        query_sums: sum of dQ of local rows over own_in_backward, prefix, returned rows and servers.
+        key_sums: sum of dK and dV of local rows over own_in_backward, returned rows and servers.
+        own_key_sums: with several stages, sums that add dK and dV of local tasks to the totals.
+        backward: phases of the backward, by what the forward keeps.
     """
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
@@ -200,15 +178,14 @@ class BoundRoutes:
         self.own_in_backward: tuple[Tasks, ...] = ("own",)
         if turn == "alone" and groups:
             self.own_in_backward = ("own 1/2", "own 2/2")
-            # The later rows first: they see more keys, and most memory is taken before there are sums to add to.
+            # Later rows first: they see more keys, so that their memory use peaks before the sums exist.
             earlier, later = routes.own.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
             own.update(zip(self.own_in_backward, halves, strict=True))
         groups |= {(tasks, 0): group for tasks, group in own.items() if len(group.q_lens)}
         self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items()}
 
-        # What goes to ranks comes back first, in the same order, then what goes to servers. What has been added up
-        # over stages has all rows.
+        # Rows sent to ranks come back first, in the same order; rows sent to servers follow. Totals have all rows.
         so_far = [np.arange(routes.local_rows)]
         first_keys = routes.stages[0].keys
         query_rows, key_rows = _rows_of_ranks(routes.queries, ranks), _rows_of_ranks(first_keys, ranks)
@@ -235,8 +212,7 @@ class BoundRoutes:
         self.backward: dict[Kept, Schedule] = {kept: schedule("backward", kept=kept) for kept in get_args(Kept)}
 
     def of_ranks(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """[ranks] numbers of all ranks, 0 outside this rank's node, of those of the node's ranks, among which rows are
-        passed on."""
+        """Spread numbers of the node's ranks over all ranks: [ranks], 0 outside this rank's node."""
         found = np.zeros(self._ranks, np.int64)
         found[self._peers] = numbers
         return tuple(found.tolist())
@@ -248,21 +224,16 @@ class BoundRoutes:
 
 
 class BoundNanoBatch:
-    """One nano-batch's routes, one set for every kind of attention of the model.
+    """Routes of one nano-batch, one set for every kind of attention of the model.
 
     Args:
-        index: 0 or 1.
-        nano_batch: of the plan.
-        rank: this one.
-        turn: of the nano-batch.
         local: kinds of attention for which nothing moves in any nano-batch.
-        buffer: as in BoundRoutes.
 
     Attributes:
         index: 0 or 1.
-        rows: rows of it that this rank holds.
-        local: tasks by kind of attention, of kinds for which nothing moves.
-        routes: by kind of attention, of all other kinds.
+        rows: rows of the nano-batch that this rank holds.
+        local: tasks of kinds for which nothing moves.
+        routes: routes of all other kinds.
     """
 
     def __init__(
@@ -289,33 +260,27 @@ class BoundNanoBatch:
 
     @property
     def has_cuts(self) -> bool:
-        """Whether any document is not whole on its rank."""
+        """Whether any document is cut between ranks."""
         return self._layout.has_cuts
 
     @property
     def document_rows(self) -> tuple[int, ...]:
-        """Tokens of each document that this rank holds rows of, in the order of its rows."""
+        """Lengths of the documents that this rank holds rows of, in the order of its rows."""
         return tuple(self._layout.lengths[self._mine["document"]].tolist())
 
     @cached_property
     def positions(self) -> Tensor:
-        """[rows] where each row of it that this rank holds is in its document."""
+        """[rows] position in its document of each row that this rank holds."""
         ranges = [np.arange(start, stop) for _, start, stop, *_ in self._mine.tolist()]
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._buffer.device)
 
     @property
     def last_position(self) -> int:
-        """The largest of the positions; -1 without rows."""
+        """Largest position; -1 without rows."""
         return int(self._mine["stop"].max(initial=0)) - 1
 
     def repair(self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan) -> BoundRoutes:
-        """Routes by which the ranks compute what some lost servers were to compute.
-
-        Args:
-            kind: of the layer.
-            lost: the plan's servers that are lost.
-            remote: the plan at its servers.
-        """
+        """Return the routes by which the ranks compute the tasks of lost servers."""
         if (kind, lost) not in self._repairs:
             rest = remote.repair(self._plans[kind], kind, lost)
             buffer = self._buffer.another()
@@ -326,13 +291,12 @@ class BoundNanoBatch:
 
 @dataclass
 class Ran:
-    """What a model's layers did in a planned step, recomputations included.
+    """Counts of what a model's layers did in a planned step, recomputations included.
 
     Attributes:
-        attentions: calls of the attention function.
-        layers: decoder layers that `plan_layers` has prepared.
-        layers_in_turns: of these, how many ran their nano-batches in turns.
-        mixing: calls of modules that mix along the row otherwise, each for all documents.
+        layers: decoder layers prepared by `plan_layers`.
+        layers_in_turns: layers that ran their nano-batches in turns.
+        mixing: calls of modules that mix along the row without attention, each for all documents.
     """
 
     attentions: int = 0
@@ -342,30 +306,23 @@ class Ran:
 
 
 def _no_pause() -> None:
-    """What a layer does at a pause where no other nano-batch is to run."""
+    """Do nothing at a pause: no other nano-batch is to run."""
 
 
 class BoundPlan:
-    """What a planned micro-batch hands to every layer, as the keyword PLAN_KEY.
+    """A planned micro-batch as every layer gets it, under the keyword PLAN_KEY.
 
-    A plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among the arguments of a
-    module, and accelerate moves whatever has a `to`.
+    This is a plain class on purpose: FSDP2 copies dataclasses, dicts and named tuples among a module's arguments.
+    Accelerate moves anything that has a `to`.
 
     Attributes:
-        plan: the plan, the same on every rank.
-        nano_batches: bound to this rank: those whose rows the layer is called with.
-        local: tasks of all these rows by kind of attention, of kinds for which nothing moves; the same kinds on every
-            rank.
+        nano_batches: nano-batches whose rows the layer is called with.
+        local: tasks of all these rows, by kind, for kinds where nothing moves; the same kinds on every rank.
         pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
-        exchange: what carries rows between ranks.
-        kernel: what computes tasks.
-        recorder: what measures the time that this takes.
-        device: this rank's.
         remote: the plan at its dedicated servers; None without servers.
         keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
         keep_core_attention: keep O and LSE of checkpointed layers instead of computing them again.
-        kept_results: these, by attention module and nano-batch.
-        ran: what the layers have done with the plan so far.
+        kept_results: kept O and LSE, by attention module and nano-batch.
 
     Args:
         in_one_go: see `IndexBuffer`.
@@ -422,10 +379,10 @@ class BoundPlan:
 
     @property
     def document_rows(self) -> tuple[int, ...]:
-        """Rows of each document that a layer is called with on this rank, one after another.
+        """Rows of each document that a layer is called with on this rank, in row order.
 
         Raises:
-            ValueError: on every rank, where any holds a part of a document only.
+            ValueError: on every rank, if any document is cut between ranks.
         """
         if any(nano.has_cuts for nano in self.nano_batches):
             raise ValueError(
@@ -436,17 +393,17 @@ class BoundPlan:
 
     @property
     def positions(self) -> Tensor:
-        """[rows] where each row that a layer is called with on this rank is in its document."""
+        """[rows] position in its document of each row that a layer is called with on this rank."""
         return torch.cat([nano.positions for nano in self.nano_batches])
 
     @property
     def last_position(self) -> int:
-        """The largest of the positions."""
+        """Largest position; -1 without rows."""
         return max(nano.last_position for nano in self.nano_batches)
 
     @property
     def stages(self) -> int:
-        """In how many stages K/V rows travel, in the nano-batch and the kind of attention that have the most."""
+        """Number of stages of K/V rows, the most of any nano-batch and kind of attention."""
         return max((len(routes.stages) for nano in self.nano_batches for routes in nano.routes.values()), default=1)
 
     @property
@@ -456,17 +413,16 @@ class BoundPlan:
 
     @property
     def is_part(self) -> bool:
-        """Whether the plan is that of one nano-batch of two."""
+        """Whether the plan covers one nano-batch of two."""
         return len(self.nano_batches) < len(self.plan.nano_batches)
 
     def of_nano_batch(self, index: int, pause: Callable[[], None]) -> "BoundPlan":
-        """The same plan as a layer uses it that runs on the rows of one nano-batch.
+        """Return the plan for a layer that runs on the rows of one nano-batch.
 
         Args:
-            index: of the nano-batch.
-            pause: lets the other one run.
+            pause: lets the other nano-batch run.
         """
-        part = BoundPlan.__new__(BoundPlan)  # copy() takes several times as long, and every layer asks for two
+        part = BoundPlan.__new__(BoundPlan)  # copy() is several times slower; every layer needs two parts
         nano = self.nano_batches[index]
         part.__dict__ = {**self.__dict__, "nano_batches": (nano,), "local": nano.local, "pause": pause}
         return part

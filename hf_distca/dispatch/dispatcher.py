@@ -1,4 +1,4 @@
-"""The dispatcher: turns the batch a collator made into one whose core attention is planned and bound."""
+"""Dispatcher: makes a collator's batch one whose core attention is planned and bound."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,8 +67,8 @@ class Dispatcher:
         self.exchange = Exchange(self.groups)
 
     def _kernel(self) -> Kernel:
-        """The kernel that the settings name; on every rank, or none."""
-        # Room for the exchange, whose blocks each take an SM; where nothing is exchanged, attention has them all.
+        """Return the kernel that the settings name; raise on every rank if any lacks it."""
+        # Leave SMs for the blocks of the exchange; a single rank exchanges nothing.
         sm_margin = EXCHANGE_CTAS if self.groups.ranks > 1 else 0
         kernel, error = None, None
         try:
@@ -84,7 +84,7 @@ class Dispatcher:
             return ValueError(
                 f"PlanSettings.ranks is {self.settings.ranks}, but {self.groups.ranks} ranks run; set it to that"
             )
-        # With the name of the kernel itself: "auto" may be another where other packages are installed.
+        # Compare the kernel's own name: "auto" depends on the installed packages.
         mine = (self.settings, self.kernel.name, self.keep_received, self.keep_core_attention)
         others = self.groups.all_gather(mine)
         if any(other != others[0] for other in others):
@@ -133,7 +133,7 @@ class Dispatcher:
         )
 
     def _check_nodes(self, plan: MicroBatchPlan) -> None:
-        """Raise if rows are to be passed on inside nodes that are not connected so."""
+        """Raise if a plan forwards rows inside nodes that the dispatcher has not connected."""
         for nano in plan.nano_batches:
             for of_kind in nano.plans.values():
                 nodes = of_kind.nodes and of_kind.nodes[: self.groups.ranks]

@@ -1,4 +1,4 @@
-"""The exchange of rows between ranks: started, then waited for, with work in between.
+"""Exchange of rows between ranks: start, other work, wait.
 
 Shape suffixes: N rows, S rows sent, R rows received, B bytes of a row.
 """
@@ -21,21 +21,22 @@ Column = tuple[tuple[int, ...], torch.dtype]
 """Shape of one row and dtype of a tensor that travels."""
 
 SIZES_KEPT = 8
-"""A plan's exchanges of one role have a size for each kind of attention and direction, of which models have up to
-four; what is kept of them is where columns lie in memory that is there anyway."""
+"""Buffer layouts kept per role; layouts are views of memory that exists anyway.
+
+A plan has one per direction and kind of attention, and models have up to four kinds.
+"""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """How many rows of one kind go to and come from each rank.
+    """Rows of one kind that go to and come from each rank.
 
     Attributes:
-        sent: rows to each rank, in the order of the ranks.
+        sent: rows to each rank.
         received: rows from each rank.
         crossing: whether any rank sends such rows to another; the same on every rank.
-        back: whether the rows have gone the other way before.
-        passed_on: what ranks then pass on to others of their node, by the ranks of the node; None where no rank
-            passes anything on.
+        back: whether the rows return to the ranks that sent them.
+        passed_on: rows then forwarded inside the node, by the ranks of the node; None if no rank forwards rows.
     """
 
     sent: list[int]
@@ -45,21 +46,18 @@ class Traffic:
     passed_on: "Traffic | None" = None
 
     def reversed(self) -> "Traffic":
-        """The same rows on their way back."""
+        """Return the traffic of the same rows on their way back."""
         passed_back = self.passed_on and self.passed_on.reversed()
         return Traffic(self.received, self.sent, self.crossing, not self.back, passed_back)
 
 
 class _Size:
-    """What the buffers of an exchange must hold.
+    """Sizes of an exchange's buffers.
 
     Attributes:
-        columns: the tensors that travel side by side.
-        traffic: how many rows of them.
-        offsets: where in a row each column begins, in bytes.
-        row_bytes: bytes of a row.
-        rows: by buffer ("sent", "received", "passed on"), its rows. Rows that others pass on come behind those
-            received, and go back from there.
+        offsets: first byte of each column in a row.
+        rows: rows of each buffer ("sent", "received", "passed on"). Forwarded rows lie behind the received ones, from
+            where they also return.
     """
 
     def __init__(self, columns: list[Column], traffic: Traffic) -> None:
@@ -67,7 +65,7 @@ class _Size:
         widths = [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
         *self.offsets, self.row_bytes = accumulate(map(aligned, widths), initial=0)
         self.rows = {"sent": sum(traffic.sent)}
-        if traffic.crossing:  # else what goes anywhere goes to the rank itself: one buffer is both
+        if traffic.crossing:  # else each rank sends rows to itself only: one buffer is both
             self.rows["received"] = sum(traffic.received)
         if traffic.passed_on is not None:
             at_others, here = sum(traffic.passed_on.sent), sum(traffic.passed_on.received)
@@ -77,21 +75,20 @@ class _Size:
             self.rows["passed on"] = at_others
 
     def place(self, name: str) -> str:
-        """Where in a role's memory a buffer lies."""
+        """Return the part of a role's memory in which a buffer lies."""
         back = self.traffic.back and self.traffic.crossing
         return {"sent": "received", "received": "sent"}.get(name, name) if back else name
 
 
 class _Buffers:
-    """What one role's exchanges of one size send from and receive to; every layer of a plan uses it again.
+    """Buffers of one role's exchanges of one size, reused by every layer of a plan.
 
-    Rows that go back are sent from where they were received, and received where they were sent from.
+    Rows return from the memory in which they arrived, to the memory from which they were sent.
 
     Attributes:
-        size: of the exchanges.
         sent, received, passed_on: by column, [rows, *row shape] each.
-        first_hop: rows as bytes, their columns side by side: those that are received, and those that are sent.
-        second_hop: the same of rows that are passed on.
+        first_hop: received rows and sent rows as bytes, columns side by side.
+        second_hop: the same of forwarded rows.
     """
 
     def __init__(self, arena: Arena, role: Hashable, size: _Size, device: torch.device) -> None:
@@ -124,11 +121,11 @@ class _Buffers:
 
 
 class PendingRows:
-    """Rows on their way; `wait` hands them over.
+    """Rows on their way; `wait` returns them.
 
     Args:
         received: where the rows will be, by column.
-        work: the transfer; None where nothing crosses a link.
+        work: the transfer; None if nothing crosses a link.
     """
 
     def __init__(self, received: list[Tensor], work: dist.Work | None) -> None:
@@ -137,13 +134,13 @@ class PendingRows:
 
     @property
     def under_way(self) -> bool:
-        """Whether there may be something to wait for."""
+        """Whether `wait` may block."""
         return self._work is not None
 
     def wait(self) -> list[Tensor]:
-        """The received tensors, one a column, each [R, *row shape].
+        """Return the received tensors, one per column, [R, *row shape] each.
 
-        They lie in a buffer of the exchange and are gone when an exchange of the same role is begun, in either
+        The tensors lie in a buffer of the exchange, which the next exchange of the same role overwrites, in either
         direction.
         """
         if self._work is not None:
@@ -156,9 +153,9 @@ class Message:
     """Rows that this rank is about to send.
 
     Attributes:
-        columns: where the rows go before `send`, ordered by receiving rank; one tensor [S, …] a column, dense within
-            a row. On the way back those that others have passed on come behind, and go with `pass_on`.
-        received: where rows come, in the order of the ranks that send them, then those that others pass on.
+        columns: memory to fill before `send`, ordered by receiving rank; one tensor [S, …] per column, dense within a
+            row. On the way back, forwarded rows follow, which `pass_on` sends.
+        received: memory in which rows arrive, in the order of the sending ranks; forwarded rows follow.
     """
 
     def __init__(self, buffers: _Buffers, group: dist.ProcessGroup | None, node: dist.ProcessGroup | None) -> None:
@@ -167,7 +164,7 @@ class Message:
 
     @property
     def passed_on(self) -> list[Tensor]:
-        """Where rows go before they are passed on, ordered by receiving rank, and where they come back."""
+        """Memory for rows to forward, ordered by receiving rank, and for these rows when they return."""
         return self._buffers.passed_on
 
     def send(self) -> PendingRows:
@@ -176,7 +173,10 @@ class Message:
         return PendingRows(buffers.received, _started(buffers.first_hop, traffic, self._group))
 
     def pass_on(self) -> PendingRows:
-        """Start the exchange inside nodes. There it hands over all that was received, back what was passed on."""
+        """Start the exchange inside nodes.
+
+        `PendingRows.wait` then returns all received rows, or on the way back the forwarded rows.
+        """
         buffers, traffic = self._buffers, self._buffers.size.traffic
         assert traffic.passed_on is not None
         work = _started(buffers.second_hop, traffic.passed_on, self._node)
@@ -184,8 +184,8 @@ class Message:
 
 
 def _started(hop: tuple[Tensor, Tensor], traffic: Traffic, group: dist.ProcessGroup | None) -> dist.Work | None:
-    """Start to exchange rows as bytes, those received and those sent; None where nothing crosses a link."""
-    if not traffic.crossing:  # every rank of the group sees that no row moves, and issues nothing
+    """Start an exchange of rows as bytes; None if nothing crosses a link."""
+    if not traffic.crossing:  # no rank of the group issues a collective
         return None
     received_RB, sent_SB = hop
     work: dist.Work = dist.all_to_all_single(
@@ -200,16 +200,12 @@ def _started(hop: tuple[Tensor, Tensor], traffic: Traffic, group: dist.ProcessGr
 
 
 class Exchange:
-    """Sends rows to the ranks that need them, all ranks in the same order.
-
-    Args:
-        groups: the ranks.
-    """
+    """Exchange of rows, in the same order on all ranks."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._arena = Arena()
-        self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one a size
+        self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one per size
 
     def start(
         self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex = ALL_ROWS
@@ -217,10 +213,10 @@ class Exchange:
         """Start an exchange of rows that lie elsewhere.
 
         Args:
-            columns: tensors from which rows are sent, [N, …] each.
+            columns: tensors whose rows are sent, [N, …] each.
             traffic: as in `open`.
             role: as in `open`.
-            rows: the rows to send, of every column, ordered by receiving rank.
+            rows: rows to send of every column, ordered by receiving rank.
         """
         kinds: list[Column] = [(column.shape[1:], column.dtype) for column in columns]
         message = self.open(kinds, traffic, role, columns[0].device)
@@ -230,13 +226,13 @@ class Exchange:
         return message.send()
 
     def pass_on(self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex) -> PendingRows:
-        """Pass rows on that have been received, see `Traffic.passed_on`.
+        """Forward received rows inside nodes, see `Traffic.passed_on`.
 
         Args:
-            columns: what was received, in the memory of the exchange.
-            traffic: that of the exchange in which it was.
-            role: of that.
-            rows: the received rows to pass on, ordered by receiving rank.
+            columns: the received rows, in the memory of the exchange.
+            traffic: traffic of the exchange that received the rows.
+            role: role of that exchange.
+            rows: received rows to forward, ordered by receiving rank.
         """
         kinds: list[Column] = [(column.shape[1:], column.dtype) for column in columns]
         message = self.open(kinds, traffic, role, columns[0].device)
@@ -246,32 +242,30 @@ class Exchange:
         return message.pass_on()
 
     def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> Message:
-        """Make room for rows that are to be sent, so that what computes them can write them there.
+        """Reserve memory for rows to send, so that the code that computes rows can write them there.
 
         Every rank opens and sends the same messages in the same order, with the same columns and the same
         `traffic.crossing`.
 
         Args:
-            columns: that travel side by side in one message per pair of ranks.
-            traffic: how many rows go where.
-            role: what the rows are, there and back; two exchanges that are on their way or in use at once have
-                different ones.
-            device: where the rows are.
+            columns: columns that travel side by side in one message per pair of ranks.
+            role: identity of the rows, there and back; exchanges that are under way or in use at once need different
+                roles.
         """
         if self._groups.closed:
             self._groups.check_open()
         return Message(self._laid_out(role, columns, traffic, device), self._groups.exchange, self._groups.node)
 
     def _laid_out(self, role: Hashable, columns: list[Column], traffic: Traffic, device: torch.device) -> _Buffers:
-        """The buffers of a role for exchanges of this size."""
+        """Return the buffers of a role for exchanges of this size."""
         known = self._buffers.setdefault(role, [])
         for buffers in known:
             if buffers.size.traffic == traffic and buffers.size.columns == columns:
                 return buffers
         size = _Size(columns, traffic)
         if all(self._arena.holds((role, size.place(name)), rows * size.row_bytes) for name, rows in size.rows.items()):
-            del known[: 1 - SIZES_KEPT]  # what earlier plans left
+            del known[: 1 - SIZES_KEPT]  # drop layouts of earlier plans
         else:
-            known.clear()  # the memory goes back before more is taken
+            known.clear()  # free the memory before more is taken
         known.append(_Buffers(self._arena, role, size, device))
         return known[-1]

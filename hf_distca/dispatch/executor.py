@@ -1,7 +1,7 @@
-"""Carries out the schedule of one core attention on one rank: waits, kernel calls, sends, phase by phase.
+"""Execution of one core attention's schedule on one rank: waits, kernel calls and sends, phase by phase.
 
-Plain tensors in, plain tensors out; `hf_distca.dispatch.attention` makes autograd nodes of it. Columns go by the names
-of the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
+Inputs and outputs are plain tensors; `hf_distca.dispatch.attention` wraps them in autograd nodes. Columns have the
+names of the kernel contract: q, k, v, o, lse, do, dq, dk, dv.
 
 Shape suffixes: T local rows, Q query rows of a kernel call, R received rows, K key/value rows of a kernel call, H
 query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
@@ -43,30 +43,20 @@ Results = tuple[Tensor, Tensor]
 """O and LSE of some rows."""
 
 KeptRows = dict[tuple[str, int], Tensor]
-"""Rows that were received in the forward, by column and stage."""
+"""Rows that the forward received, by column and stage."""
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """While inside, numbers are computed in the dtype in which they come."""
+    """Return a context in which autocast leaves dtypes alone."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else NOT_MEASURED
 
 
 class CoreAttention:
-    """One core attention of one layer on one nano-batch: what its forward and its backward have in common.
+    """One core attention of one layer on one nano-batch, shared by its forward and its backward.
 
     Args:
-        bound: the plan, with the exchange and the kernel.
-        nano: the nano-batch.
-        kind: of the layer's attention.
-        params: scale, window and softcap of the layer.
-        layer: index of the layer, for the recorder; None where it has none.
-        kept: what the forward leaves to the backward.
-        lost: servers of the plan: their tasks alone are computed, by the ranks.
-
-    Attributes:
-        routes: of this rank.
-        forward: while it is under way.
-        backward: while it is under way.
+        layer: index of the layer, for the recorder; None if the model does not give one.
+        lost: lost servers of the plan: the ranks compute these servers' tasks, and no others.
     """
 
     def __init__(
@@ -84,26 +74,19 @@ class CoreAttention:
         self.repairs = bool(lost)
         self.routes: BoundRoutes = nano.routes[kind]
         if lost:
-            assert bound.remote is not None  # who plans for servers reaches them
+            assert bound.remote is not None  # a plan with servers is bound with them
             self.routes = nano.repair(kind, lost, bound.remote)
-        # Autograd's nodes find here what those before them began; nothing stays between forward and backward.
+        # Later autograd nodes continue the pass that an earlier node began; neither outlives its direction.
         self.forward: Forward | None = None
         self.backward: Backward | None = None
 
     def to_repair(self, lost: frozenset[int]) -> "CoreAttention":
-        """The core attention of what lost servers were to compute."""
+        """Return the core attention of the tasks that lost servers were to compute."""
         return CoreAttention(self.bound, self.nano, self.kind, self.params, layer=self.layer, lost=lost)
 
 
 class Pass(ABC):
-    """One direction of a core attention, on its way through its schedule.
-
-    Args:
-        attention: what is computed.
-        direction: forward or backward.
-        schedule: its phases.
-        local: columns of the rank's own rows.
-    """
+    """One direction of a core attention, run phase by phase."""
 
     def __init__(self, attention: CoreAttention, direction: Direction, schedule: Schedule, local: Columns) -> None:
         self.attention, self.routes = attention, attention.routes
@@ -118,11 +101,11 @@ class Pass(ABC):
     def go_on(self) -> None:
         """Run the phases up to the next pause, or to the end."""
         measured = self._recorder.measures("phase")
-        # Autocast is the thread's: it is on again at each pause, for the other nano-batch.
+        # Autocast belongs to the thread: restore it at each pause, for the other nano-batch.
         with without_autocast(self.attention.bound.device.type):
             while self._left:
                 phase = self._left.popleft()
-                if measured:  # contexts that do nothing would cost some microseconds a layer
+                if measured:  # even empty contexts cost some microseconds per layer
                     with self._recorded("phase", phase.name):
                         self._run(phase)
                 else:
@@ -131,7 +114,7 @@ class Pass(ABC):
                     return
 
     def run_through(self) -> None:
-        """Run all phases, with no other nano-batch in between."""
+        """Run all phases without a pause for another nano-batch."""
         while self._left:
             self.go_on()
 
@@ -152,7 +135,7 @@ class Pass(ABC):
             self._start(transfer)
 
     def _rows_of(self, transfer: Transfer) -> Rows:
-        """What a transfer carries, for the recorder; nothing where no rank sends any rows to another."""
+        """Return the rows of a transfer for the recorder; NO_ROWS if no rank sends rows to another."""
         if transfer.rows == "servers":
             return NO_ROWS
         messages = self._messages(transfer)
@@ -166,7 +149,7 @@ class Pass(ABC):
     def _start(self, transfer: Transfer) -> None:
         bound, local = self.attention.bound, self.columns["local"]
         if transfer.rows == "servers":
-            assert bound.remote is not None  # who plans for servers reaches them
+            assert bound.remote is not None  # a plan with servers is bound with them
             columns = {name: local[name] for name in transfer.columns}
             self._at_servers = bound.remote.start(
                 self._work, self.routes.servers, self.attention.kind, self.attention.params, columns
@@ -186,7 +169,7 @@ class Pass(ABC):
             self._under_way[transfer] = bound.exchange.start(columns_T, messages.traffic, role, messages.rows)
 
     def _receive(self, transfer: Transfer) -> None:
-        """Wait for a transfer, and take its rows in."""
+        """Wait for a transfer and take in its rows."""
         if transfer.rows == "servers":
             assert self._at_servers is not None
             with self._recorded("wait", "servers"):
@@ -203,22 +186,22 @@ class Pass(ABC):
             self._take_in(transfer, columns)
 
     def _take_in(self, transfer: Transfer, columns: Columns) -> None:
-        """Have received rows there for kernel calls."""
+        """Make received rows available to kernel calls."""
         if transfer.rows in ("keys", "passed on"):
             self._received_keys[transfer.stage] = columns
         else:
             self.columns["received"].update(columns)
 
     def _messages(self, transfer: Transfer) -> BoundMessages:
-        """Which rows a transfer between ranks is of."""
+        """Return the messages of a transfer between ranks."""
         return self.routes.queries if transfer.rows == "queries" else self.routes.stages[transfer.stage].keys
 
     def _keys_of(self, call: KernelCall) -> Columns:
-        """Where a kernel call's keys and values are."""
+        """Return the columns that hold a kernel call's keys and values."""
         return self.columns["local"] if call.keys == "local" else self._received_keys[call.stage]
 
     def _role(self, transfer: Transfer) -> Hashable:
-        """What sets an exchange apart from others that are under way or in use at once."""
+        """Return a key that differs between exchanges whose buffers are in use at once."""
         rows = "keys" if transfer.rows == "passed on" else transfer.rows
         in_use = IN_USE_IN_HOPS if self.routes.passes_on else IN_USE
         return rows, transfer.stage % in_use, self.attention.nano.index, self.attention.repairs
@@ -231,30 +214,23 @@ class Pass(ABC):
 
     @abstractmethod
     def _compute(self, call: KernelCall, group: BoundGroup) -> None:
-        """Make a kernel call; results go to where its rows are."""
+        """Make a kernel call and store its results."""
 
     @abstractmethod
     def _send_back(self, transfer: Transfer, role: Hashable) -> PendingRows:
-        """Start the way back of what was computed for other ranks."""
+        """Start to send results back to the ranks that own the rows."""
 
     @abstractmethod
     def _add_from_ranks(self, transfer: Transfer, columns: Columns) -> None:
-        """Take in what other ranks computed for this one."""
+        """Take in results that other ranks computed for this rank."""
 
     @abstractmethod
     def _add_from_servers(self, results: Mapping[int, Mapping[str, Tensor]], lost: frozenset[int]) -> None:
-        """Take in what servers computed for this rank, and compute with the other ranks what lost servers did not."""
+        """Take in results from servers; compute the tasks of lost servers together with the other ranks."""
 
 
 class Forward(Pass):
-    """O and LSE of the rank's rows.
-
-    Args:
-        attention: what is computed.
-        q_THD: queries of the rank's rows.
-        k_TGD: keys.
-        v_TGE: values.
-    """
+    """Forward pass: O and LSE of the rank's rows."""
 
     def __init__(self, attention: CoreAttention, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> None:
         local = {"q": q_THD, "k": k_TGD, "v": v_TGE}
@@ -262,11 +238,11 @@ class Forward(Pass):
         self._results: dict[Place, Results] = {}
 
     def results(self) -> Results:
-        """o_THE and lse_TH, once all phases have run."""
+        """Return o_THE and lse_TH once all phases have run."""
         return self._final("local")
 
     def kept(self) -> KeptRows:
-        """What the backward is to have of the rows that were received; asked for once their tasks are computed."""
+        """Return the received rows, O and LSE that the backward needs, once their tasks are computed."""
         if self.attention.kept == "nothing":
             return {}
         kept = {(name, 0): rows_R for name, rows_R in self.columns["received"].items()}
@@ -278,15 +254,15 @@ class Forward(Pass):
 
     def _take_in(self, transfer: Transfer, columns: Columns) -> None:
         all_there = transfer.rows != "keys" or not self.routes.passes_on
-        if self.attention.kept != "nothing" and all_there:  # the exchange's buffers live shorter than the backward
+        if self.attention.kept != "nothing" and all_there:  # the exchange reuses its buffers before the backward
             columns = {name: rows_R.clone() for name, rows_R in columns.items()}
         super()._take_in(transfer, columns)
 
     def _results_at(self, place: Place) -> Results:
-        """O and LSE of the query rows at a place, so far.
+        """Return O and LSE so far of the query rows at a place.
 
-        They are undefined where nothing has been computed yet; where a row's results are merged from several stages,
-        what no keys give, and wider than they come.
+        Rows without a result yet are undefined. Where results of several stages are merged, such received rows hold
+        the result of no keys, and O is at least float32.
         """
         if place not in self._results:
             q_THD, v_TGE = self.columns[place]["q"], self.columns["local"]["v"]
@@ -302,7 +278,7 @@ class Forward(Pass):
         return self._results[place]
 
     def _final(self, place: Place) -> Results:
-        """O and LSE of the query rows at a place, in the dtypes in which they travel."""
+        """Return O and LSE of the query rows at a place, in the dtypes in which they travel."""
         o_THE, lse_TH = self._results_at(place)
         return o_THE.to(self.columns["local"]["q"].dtype), lse_TH
 
@@ -343,23 +319,13 @@ class Forward(Pass):
 
 
 def _put(results: Results, index: RowIndex, part: Results) -> None:
-    """Write O and LSE of some rows to where they belong."""
+    """Write O and LSE of some rows to where the index says."""
     for x_T, rows_Q in zip(results, part, strict=True):
         put(x_T, index, rows_Q.to(x_T.dtype))
 
 
 class Backward(Pass):
-    """Gradients of the rank's rows.
-
-    Args:
-        attention: whose gradients.
-        do_THE: gradient of O of the rank's rows.
-        q_THD: as in the forward.
-        k_TGD: as in the forward.
-        v_TGE: as in the forward.
-        o_THE: result of the forward.
-        lse_TH: result of the forward.
-    """
+    """Backward pass: gradients of the rank's rows."""
 
     def __init__(
         self,
@@ -375,28 +341,28 @@ class Backward(Pass):
         super().__init__(attention, "backward", attention.routes.backward[attention.kept], local)
         self._dtype = q_THD.dtype
         self._of_groups: dict[Group, Columns] = {}
-        self._totals: dict[tuple[Place, str], Tensor] = {}  # of all stages so far
+        self._totals: dict[tuple[Place, str], Tensor] = {}  # over the stages so far
         self._from_ranks: Columns = {}
         self._from_servers: list[Columns] = []
         self._repaired: tuple[Tensor, ...] | None = None
 
     def take_kept(self, kept: KeptRows) -> None:
-        """Have what the forward kept; to be called before what was received is computed."""
+        """Take the rows that the forward kept, before their tasks are computed."""
         for (name, stage), rows_R in kept.items():
             columns = self._received_keys.setdefault(stage, {}) if name in ("k", "v") else self.columns["received"]
             columns[name] = rows_R
 
     def go_on(self) -> None:
-        """See `Pass.go_on`."""
+        """Run the phases up to the next pause, and free the columns after their last use."""
         super().go_on()
         if not any(phase.run or phase.send for phase in self._left) and not self.routes.servers and self.columns:
-            for name in ("dq", "dk", "dv"):  # what has not begun yet is as long as the columns
+            for name in ("dq", "dk", "dv"):  # a gradient not begun yet takes its shape from the columns
                 self._so_far(name)
-            self.columns.clear()  # the memory goes back while the last rows travel
+            self.columns.clear()  # free the memory while the last rows travel
             self._received_keys.clear()
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq_THD, dk_TGD and dv_TGE, once all phases have run."""
+        """Return dq_THD, dk_TGD and dv_TGE once all phases have run."""
         came = [self._from_ranks, *self._from_servers]
         dq_THD = self.routes.query_sums.add_up([*self._so_far("dq"), *(x["dq"] for x in came)])
         came = self._from_servers if self.routes.divided else came
@@ -409,14 +375,14 @@ class Backward(Pass):
         return dq_THD.to(self._dtype), dk_TGD.to(self._dtype), dv_TGE.to(self._dtype)
 
     def _so_far(self, name: str) -> list[Tensor]:
-        """What this rank has found of a gradient of its rows: the total of stages, or what each kernel call gave."""
+        """Return this rank's parts of a gradient of its rows: a total over stages, or one part per kernel call."""
         if self.routes.divided:
             return [self._total("local", name)]
         calls = (*self.routes.own_in_backward, "prefix") if name == "dq" else self.routes.own_in_backward
         return [self._of(tasks)[name] for tasks in calls]
 
     def _of(self, tasks: Tasks, stage: int = 0) -> Columns:
-        """The gradients of a kernel call; of no rows where the rank has no such tasks."""
+        """Return the gradients of a kernel call; zero rows if the rank has no such tasks."""
         group = tasks, stage
         if group not in self._of_groups:
             local = self.columns["local"]
@@ -424,7 +390,7 @@ class Backward(Pass):
         return self._of_groups[group]
 
     def _total(self, place: Place, name: str) -> Tensor:
-        """The sum over stages so far of a gradient of all rows at a place, wider than they come."""
+        """Return a gradient of all rows at a place, summed over the stages so far in at least float32."""
         if (place, name) not in self._totals:
             like = self.columns[place][name.removeprefix("d")]
             dtype = torch.promote_types(like.dtype, torch.float32)
@@ -445,8 +411,10 @@ class Backward(Pass):
             self._add_to_totals(call, group)
 
     def _add_to_totals(self, call: KernelCall, group: BoundGroup) -> None:
-        """Add the gradients of a kernel call to those of the calls before, and let them go; dK and dV of received
-        rows are sent back first."""
+        """Add a kernel call's gradients to the totals and free them.
+
+        dK and dV of received rows are not added: they are sent back.
+        """
         columns = self._of_groups[call.group]
         for name in ("dq", "dk", "dv") if call.keys == "local" else ("dq",):
             place: Place = call.queries if name == "dq" else "local"
@@ -470,19 +438,19 @@ class Backward(Pass):
         return message.pass_on() if transfer.rows == "passed on" else message.send()
 
     def _message_back(self, transfer: Transfer, role: Hashable) -> Message:
-        """dK and dV of a stage's received rows, where they go back from."""
+        """Return the message that sends dK and dV of a stage's received rows back."""
         local = self.columns["local"]
         types: list[Column] = [(local[name].shape[1:], local[name].dtype) for name in ("k", "v")]
         way_back = self._messages(transfer).way_back
         return self.attention.bound.exchange.open(types, way_back, role, local["k"].device)
 
     def _sum_received(self, transfer: Transfer, columns: Sequence[Tensor]) -> None:
-        """Add dK and dV of a stage's received rows up where they go back from."""
+        """Add up dK and dV of a stage's received rows in the memory from which they are sent back."""
         stage = self.routes.stages[transfer.stage]
         for name, column_R in zip(transfer.columns, columns, strict=True):
             parts = [self._of(tasks, transfer.stage)[name] for tasks in stage.tasks]
             stage.received_sums.add_up(parts, out=column_R)
-        if self.routes.divided:  # their dQ has been added up: the memory goes back
+        if self.routes.divided:  # their dQ has been added up: free the memory
             for tasks in stage.tasks:
                 del self._of_groups[tasks, transfer.stage]
 
@@ -498,7 +466,7 @@ class Backward(Pass):
             self._from_ranks.update(columns)
 
     def _add_passed_back(self, transfer: Transfer, columns: Columns) -> None:
-        """Add dK and dV of rows that this rank has passed on to its own of these rows, before they go home."""
+        """Add dK and dV of forwarded rows to the gateway's copies, before those return to their owners."""
         stage = self.routes.stages[transfer.stage]
         message = self._message_back(transfer, self._role(transfer))
         received = sum(stage.keys.traffic.received)
@@ -512,12 +480,12 @@ class Backward(Pass):
             repair = Backward(self.attention.to_repair(lost), *inputs)
             repair.run_through()
             self._repaired = repair.gradients()
-        # Server after server, as the sums have them.
+        # Server after server, the order that the sums expect.
         parts = [results.get(rows.server) or self._zeros_for(rows) for rows in self.routes.servers]
         self._from_servers = [{name: torch.cat([part[name] for part in parts]) for name in ("dq", "dk", "dv")}]
 
     def _zeros_for(self, rows: ServerRows) -> Columns:
-        """Gradients of the rows of a server that is lost, or that this rank has no rows for."""
+        """Return zero gradients for the rows of a server that gave no result."""
         local = self.columns["local"]
         counts = {"q": rows.q_count, "k": rows.k_count, "v": rows.k_count}
         return {f"d{name}": local[name].new_zeros((n, *local[name].shape[1:])) for name, n in counts.items()}

@@ -1,4 +1,4 @@
-"""Why another rank failed, told by the rank that only notices that it is gone."""
+"""Report of the failed rank's error on the surviving ranks."""
 
 import logging
 import re
@@ -12,34 +12,32 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0
-"""How long a rank that lost its partners looks for their errors. A partner's is there before its connections close."""
+"""Seconds to look for a partner's error after losing the partner, which leaves its error before its connections close.
+"""
 _PAUSE_S = 0.05
 _LOST_PARTNER = re.compile(r"gloo|NCCL|connection (closed|reset) by peer|timed out waiting", re.IGNORECASE)
 
 
 class Store(Protocol):
-    """What is used of a store of torch.distributed."""
+    """Used part of a store of torch.distributed."""
 
     def set(self, key: str, value: str, /) -> None:
-        """Leave a value."""
+        """Set a value."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all the keys have values."""
+        """Return whether all keys have values."""
 
     def get(self, key: str, /) -> bytes:
-        """The value, once there is one."""
+        """Wait for the value and return it."""
 
 
 class Failures:
-    """Errors of the ranks that train together, left where every rank can read them.
+    """Errors of the ranks that train together, readable by every rank.
 
-    Without it a rank whose partner failed reports what its exchange made of that: a connection that was closed.
+    Without these errors, a rank whose partner failed would report only a closed connection.
 
     Args:
-        store: reached by every rank, and with keys of these ranks alone; None where there is one rank.
-        rank: this rank.
-        ranks: how many.
-        wait_s: how long a rank that lost its partners looks for their errors.
+        store: a store that every rank reaches, with keys of these ranks alone; None with one rank.
     """
 
     def __init__(self, store: Store | None, rank: int, ranks: int, wait_s: float = WAIT_S) -> None:
@@ -51,12 +49,12 @@ class Failures:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Leave an error of what is done inside for the other ranks; say theirs where this rank only lost them.
+        """Leave this rank's error for other ranks; raise another rank's error if this rank only lost that rank.
 
-        Every rank enters it at the same point; inside another, it is part of that one.
+        Every rank enters the context at the same point. A nested context belongs to the outermost one.
 
         Raises:
-            RuntimeError: another rank failed, and therefore this one; says which and why.
+            RuntimeError: another rank failed; the message names the rank and its error.
         """
         if self._depth == 0:
             self._begun += 1
@@ -83,11 +81,11 @@ class Failures:
         assert self._store is not None
         try:
             self._store.set(self._key(self._rank), f"{type(error).__name__}: {error}")
-        except Exception as unreachable:  # must not take the place of the error itself
+        except Exception as unreachable:  # must not hide the error itself
             logger.debug("other ranks are not told: %s", unreachable)
 
     def _others(self) -> dict[int, str]:
-        """What other ranks left, as soon as any has; none where none does in time."""
+        """Return other ranks' errors, by rank, as soon as there are any; empty after `wait_s`."""
         assert self._store is not None
         end = time.monotonic() + self._wait_s
         try:
@@ -97,13 +95,13 @@ class Failures:
                 if found or time.monotonic() > end:
                     return {rank: self._store.get(key).decode() for rank, key in found.items()}
                 time.sleep(_PAUSE_S)
-        except Exception as unreachable:  # must not take the place of the error itself
+        except Exception as unreachable:  # must not hide the error itself
             logger.debug("errors of other ranks cannot be read: %s", unreachable)
             return {}
 
 
 def _lost_partner(error: Exception) -> bool:
-    """Whether an error says no more than that another rank does not answer."""
+    """Return whether an error only says that another rank does not answer."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and _LOST_PARTNER.search(str(error)) is not None
     )

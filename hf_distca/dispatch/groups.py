@@ -1,4 +1,4 @@
-"""Process groups of their own for exchanges and for words between ranks.
+"""Process groups for exchanges and for control messages between ranks.
 
 No group of the training framework is touched: its collectives and ours never wait in one queue.
 """
@@ -24,11 +24,11 @@ from hf_distca.dispatch.failures import Failures
 
 Value = TypeVar("Value")
 RankMesh = DeviceMesh | dist.ProcessGroup
-"""The ranks that train together, as one dimension of a mesh or as a group."""
+"""Ranks that train together, as a one-dimensional mesh or as a group."""
 
 
 def mesh_ranks(mesh: RankMesh | None) -> list[int]:
-    """The ranks that train together, by their numbers in the world, in ascending order.
+    """Return the world ranks that train together, in ascending order.
 
     Args:
         mesh: this process's data-parallel ranks; None for all ranks of the world.
@@ -51,30 +51,27 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
 
 
 class Groups:
-    """The ranks that train together, with a group for tensors and one for small Python objects.
+    """Groups of the ranks that train together: one for tensors, one for small Python objects.
 
-    Creating it is a collective of the world: every process does it at the same point, each with its own mesh where
-    several groups of ranks train side by side. It connects every rank with every other of its mesh, so that no layer
-    waits for that, and ranks that cannot reach each other fail here.
+    Creating it is a collective of the world: every process does it at the same point. Where several meshes train side
+    by side, each process gives its own. Every rank of a mesh is connected with every other, so that no layer waits for
+    a connection, and unreachable ranks fail here.
 
     Args:
-        device: where the exchanged tensors live; the exchange takes the default group's backend for it.
+        device: device of exchanged tensors; the exchange uses the default group's backend for this device.
         timeout_s: seconds after which an exchange with a silent peer fails.
-        mesh: this process's data-parallel ranks; None for all ranks of the world. Every process gives one, or none
-            does, and a rank is in one mesh only.
+        mesh: this process's data-parallel ranks; None for all ranks of the world. Either every process gives a mesh or
+            none does, and a rank is in one mesh only.
 
     Attributes:
-        rank: this rank's place in the mesh, from 0 on.
-        ranks: how many there are.
-        members: which ranks of the world they are.
-        exchange: the group of the exchanges; None where there is one rank.
-        node: the group of the exchanges inside this rank's node, see `connect_nodes`; None where it has one rank.
-        failures: tells each rank why another failed, of whichever mesh; ranks have their numbers in the world there.
-        closed: whether `close` has been called.
+        members: world ranks of the mesh.
+        exchange: group of the exchanges; None with one rank.
+        node: group of the exchanges inside this rank's node, see `connect_nodes`; None if the node has one rank.
+        failures: errors of the ranks of all meshes, by world rank.
 
     Raises:
         RuntimeError: this rank cannot reach the others, or not in time.
-        ValueError: on every rank, where ranks share a GPU that they cannot share.
+        ValueError: on every rank, if ranks share a GPU over NCCL.
     """
 
     def __init__(self, device: torch.device, timeout_s: float, mesh: RankMesh | None = None) -> None:
@@ -109,12 +106,13 @@ class Groups:
         self.failures = Failures(store, *world)
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
-        """Connect the ranks of each node for exchanges of their own, so that none inside a node waits for one between
-        nodes. A collective of the world.
+        """Connect the ranks of each node by a group, so that exchanges inside nodes need not wait for others.
+
+        This is a collective of the world.
 
         Args:
-            nodes: [ranks] the node of each rank of the mesh; None where no rows are passed on inside nodes. The same
-                on every rank of a mesh; of several meshes some may have nodes, and others not.
+            nodes: [ranks] node of each rank of the mesh, the same on every rank; None if no rows are forwarded. Meshes
+                with and without nodes may be mixed.
 
         Raises:
             RuntimeError: this rank cannot reach the others of its node, or not in time.
@@ -129,14 +127,10 @@ class Groups:
             self.node = self._connected(of_world, len(mine), "distca node")
 
     def _connected(self, meshes: list[list[int]] | None, ranks: int, name: str) -> dist.ProcessGroup | None:
-        """A group for exchanges, once a row has gone from every rank to every other; None where it has one rank.
+        """Return a group for exchanges, with all pairs of ranks connected; None for a single rank.
 
-        NCCL connects a pair of ranks when it first has something to send, and asks for memory then.
-
-        Args:
-            meshes: as in `_new_group`.
-            ranks: number of ranks of this process's group.
-            name: of the group.
+        NCCL connects a pair, and takes memory for it, at the first send. Every rank therefore sends a row to every
+        other.
         """
         backend = exchange_backend(self._device)
         sent, received = (torch.zeros(ranks, dtype=torch.uint8, device=self._device) for _ in range(2))
@@ -154,23 +148,22 @@ class Groups:
                 dist.destroy_process_group(group)
                 return None
             dist.all_to_all_single(received, sent, one_each, one_each, group=group)
-            received.cpu()  # not before it is here
+            received.cpu()  # wait for its arrival
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank} cannot exchange rows over {backend}: {error}") from error
         return group
 
     def close(self) -> None:
-        """End the groups, and with them their threads and connections. A collective of the world.
+        """End the groups with their threads and connections. A collective of the world.
 
-        Nothing is exchanged or gathered over them afterwards. Closing twice does nothing, nor does closing once the
-        world has ended, and its groups with it.
+        Closing has no effect if the groups or the world are closed already.
         """
         if self.closed:
             return
         if in_world():
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            self.all_gather(None, in_world=True)  # nothing is on its way on any rank
+            self.all_gather(None, in_world=True)  # no rank has rows under way
             groups = dict.fromkeys((self.node, self.exchange, self._words, self._words_of_world))
             for group in groups:
                 if group is not None:
@@ -179,20 +172,16 @@ class Groups:
         self.closed = True
 
     def check_open(self) -> None:
-        """Raise where the groups are closed: torch would take a group of None for all processes of the world.
-
-        Raises:
-            RuntimeError: they are.
-        """
+        """Raise if the groups are closed: torch would take a group of None for all processes of the world."""
         if self.closed:
             raise RuntimeError("the groups of this dispatcher are closed; make a new trainer or dispatcher to go on")
 
     def all_gather(self, value: Any, *, in_world: bool = False) -> list[Any]:
-        """Every rank's value, in the order of the ranks. A collective on the CPU.
+        """Return every rank's value, in the order of the ranks. A collective on the CPU.
 
         Args:
             value: a small Python object.
-            in_world: of all processes of the world, whichever mesh they are in, instead of this mesh.
+            in_world: gather from all processes of the world instead of this mesh.
         """
         self.check_open()
         group = self._words_of_world if in_world else self._words
@@ -203,13 +192,16 @@ class Groups:
         return gathered
 
     def meet(self) -> None:
-        """Wait until every process of the world has come here. A collective on the CPU."""
+        """Wait for every process of the world. A collective on the CPU."""
         self.check_open()
         if self._words_of_world is not None:
             dist.all_reduce(torch.zeros(1), group=self._words_of_world)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether any rank has it set. A collective on the CPU; every rank has as many flags."""
+        """Return for each flag whether any rank has set it.
+
+        This is a collective on the CPU; every rank gives the same number of flags.
+        """
         self.check_open()
         agreed = torch.tensor(flags, dtype=torch.uint8)
         if self.ranks > 1:
@@ -217,14 +209,13 @@ class Groups:
         return [bool(flag) for flag in agreed.tolist()]
 
     def raise_together(self, error: Exception | None, *, in_world: bool = False) -> None:
-        """Raise on every rank if any rank has an error, so that none is left waiting for the others.
+        """Raise on every rank if any rank has an error, so that no rank waits for a failed one.
 
         Args:
-            error: of this rank.
-            in_world: among all processes of the world, whichever mesh they are in, instead of this mesh.
+            in_world: include all processes of the world instead of this mesh.
 
         Raises:
-            ValueError: some rank came with an error; says which ranks and what each said.
+            ValueError: some rank has an error; the message names the ranks and their errors.
         """
         errors = self.all_gather(None if error is None else f"{type(error).__name__}: {error}", in_world=in_world)
         _raise_any(error, errors)
@@ -232,13 +223,12 @@ class Groups:
 
 @contextmanager
 def raised_together(timeout_s: float) -> Iterator[None]:
-    """What is checked inside before there are groups is refused on every process. A collective of the world.
+    """Turn an error inside the context into an error on every process, before groups exist.
 
-    Args:
-        timeout_s: seconds after which it fails where a process is silent.
+    This is a collective of the world.
 
     Raises:
-        ValueError: what some process came to is wrong; says which ranks and what each said.
+        ValueError: some process has an error; the message names the ranks and their errors.
     """
     error = None
     try:
@@ -250,12 +240,7 @@ def raised_together(timeout_s: float) -> Iterator[None]:
 
 
 def _raise_any(error: Exception | None, errors: Sequence[str | None]) -> None:
-    """Raise if any rank has an error: this rank's own where all say the same, else what each said.
-
-    Args:
-        error: of this rank.
-        errors: [ranks] what each rank says.
-    """
+    """Raise if any rank has an error: this rank's own if all are the same, else all messages."""
     failed = {rank: message for rank, message in enumerate(errors) if message is not None}
     if not failed:
         return
@@ -265,28 +250,24 @@ def _raise_any(error: Exception | None, errors: Sequence[str | None]) -> None:
 
 
 def in_world() -> bool:
-    """Whether this process is one of a launch."""
+    """Return whether this process belongs to a launch."""
     return dist.is_available() and dist.is_initialized()
 
 
 def _groups_of(members: list[list[int]]) -> list[list[int]]:
-    """The ranks of every mesh of the world, or of every node.
+    """Return the distinct groups of ranks.
 
     Args:
-        members: of every process, the ranks of its one.
+        members: for every process, the ranks of its own group.
     """
     return [list(ranks) for ranks in dict.fromkeys(map(tuple, members))]
 
 
 def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
-    """Every process's value, in the order of their ranks in the world. A collective of the world, on the CPU.
-
-    Args:
-        value: a small Python object.
-        timeout_s: seconds after which it fails where a process is silent.
+    """Return every process's value, in the order of their world ranks. A collective of the world, on the CPU.
 
     Raises:
-        RuntimeError: this process cannot reach the others, or not in time.
+        RuntimeError: this process cannot reach the others within `timeout_s`.
     """
     if not in_world() or dist.get_world_size() == 1:
         return [value]
@@ -301,11 +282,10 @@ def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
 
 
 def _new_group(meshes: list[list[int]] | None, **options: Any) -> dist.ProcessGroup:
-    """This process's group. A collective of the world: every process makes the groups of all meshes, in one order.
+    """Create the groups of all meshes, in one order on every process, and return this process's group.
 
     Args:
-        meshes: the ranks of every mesh, or of every node; None where all ranks of the world are one.
-        options: of `torch.distributed.new_group`.
+        meshes: ranks of every mesh or node; None if all ranks of the world are one group.
     """
     if meshes is None:
         own: dist.ProcessGroup = dist.new_group(**options)

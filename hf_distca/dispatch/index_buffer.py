@@ -1,7 +1,6 @@
-"""The numbers of a bound plan on their way to the device: many small tensors, one copy.
+"""Transfer of a bound plan's numbers to the device: many small tensors in one copy.
 
-A copy of its own for each would cost the host some ten microseconds, and from pageable memory the host would have to
-wait for it.
+A copy per tensor would cost the host about ten microseconds, and from pageable memory a wait.
 """
 
 from typing import Any
@@ -14,16 +13,15 @@ from torch import Tensor
 from hf_distca.kernels.contract import aligned
 
 CHUNK_BYTES = 1 << 22
-"""Room for the numbers of a plan of some 50000 rows a rank; what needs more takes several copies."""
+"""Bytes of one copy, enough for a plan of some 50,000 rows per rank; larger plans take several copies."""
 
 
 class IndexBuffer:
-    """Takes numbers on the host, and hands out tensors on the device that hold them once they have been sent.
+    """Buffer that places numbers on the host and returns device tensors, which hold them after `send`.
 
     Args:
-        device: where the tensors lie.
-        in_one_go: whether rows are gathered, and added up, by one kernel each, as on a GPU, or run by run, which is
-            faster on a CPU; None for what suits the device.
+        in_one_go: gather and add up rows by one kernel each, as on a GPU, instead of run by run, which is faster on a
+            CPU; None chooses by device.
     """
 
     def __init__(self, device: torch.device, in_one_go: bool | None = None) -> None:
@@ -33,7 +31,7 @@ class IndexBuffer:
         self._used = 0
 
     def place(self, numbers: NDArray[np.int64] | NDArray[np.int32]) -> Tensor:
-        """The tensor that will hold the numbers, of their shape [N] and dtype."""
+        """Return the device tensor for the numbers, with their shape [N] and dtype."""
         dense: NDArray[Any] = np.ascontiguousarray(numbers)
         if self._used + max(dense.nbytes, 1) > len(self._host_B):
             self.send()
@@ -47,13 +45,13 @@ class IndexBuffer:
         return self._device_B[start:stop].view(torch.from_numpy(dense[:0]).dtype)
 
     def another(self) -> "IndexBuffer":
-        """An empty one for the same device and use."""
+        """Return an empty buffer with the same device and mode."""
         return IndexBuffer(self.device, self.in_one_go)
 
     def send(self) -> None:
-        """Send what has been placed, without waiting for its arrival. Nothing can be placed in the same memory again.
+        """Send the placed numbers without waiting for their arrival; the memory is not used for later numbers.
 
-        Torch keeps pinned memory that a copy still reads from being used again, whoever lets go of it.
+        Torch does not reuse pinned memory while a copy reads it, even after its tensor is freed.
         """
         if self._device_B is not self._host_B:
             self._device_B[: self._used].copy_(self._host_B[: self._used], non_blocking=True)
@@ -62,5 +60,5 @@ class IndexBuffer:
 
 
 def host_bytes(size: int, *, pinned: bool) -> Tensor:
-    """[size] uint8 on the host, with undefined contents; pinned where a GPU copies from it."""
+    """Return [size] uint8 on the host with undefined contents; pinned memory is for copies to a GPU."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)

@@ -1,4 +1,4 @@
-"""Which ranks share a node, as the launcher of the processes says."""
+"""Ranks per node, as the launcher of the processes numbers them."""
 
 import logging
 import socket
@@ -12,24 +12,23 @@ from hf_distca.dispatch.groups import RankMesh, gather_in_world, in_world, mesh_
 logger = logging.getLogger(__name__)
 
 Place = tuple[str, int]
-"""Where a process runs: its host, and the rank of the first process that was launched with it there."""
+"""Host of a process, and the first rank that was launched with it there."""
 
 
 def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, ...]:
-    """How many of the ranks that train together share a node. A collective of the world.
+    """Return how many of the ranks that train together share a node. A collective of the world.
 
-    A launcher (torchrun, accelerate, deepspeed) numbers the processes of a host one after another, and LOCAL_RANK is a
-    process's number there. A rank without it is taken to share its node with nobody.
+    Launchers (torchrun, accelerate, deepspeed) number the processes of a host consecutively; LOCAL_RANK is the number
+    on the host. A rank without LOCAL_RANK counts as alone on its node.
 
     Args:
         mesh: the ranks that train together; None for all ranks of the world.
-        timeout_s: seconds after which it fails where a process is silent.
 
     Returns:
         One number for all nodes, or one for each, as `PlanSettings.ranks_per_node`.
 
     Raises:
-        RuntimeError: this process cannot reach the others, or not in time.
+        RuntimeError: this process cannot reach the others within `timeout_s`.
     """
     if not in_world():
         return 1
@@ -43,9 +42,9 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
 
 
 def _sizes(places: Sequence[Place]) -> tuple[int, ...]:
-    """[nodes] how many ranks each node has: consecutive ones of the same place.
+    """Return the ranks of each node, [nodes]: runs of consecutive ranks with the same place.
 
-    Ranks that are numbered across hosts, round about, each have a place of their own.
+    If ranks are numbered round-robin across hosts, each is a node of its own.
     """
     return tuple(len(list(same)) for _, same in groupby(places))
 
@@ -55,7 +54,7 @@ def _one_number(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _tell(places: Sequence[Place]) -> None:
-    """Log what was found."""
+    """Log the ranks of each node."""
     hosts = [host for host, _ in groupby(host for host, _ in places)]
     if len(hosts) > len(set(hosts)):
         logger.warning(

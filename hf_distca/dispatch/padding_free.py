@@ -1,4 +1,4 @@
-"""Batches of padding-free collators: their documents, and a batch for a rank that has none."""
+"""Batches of padding-free collators: their documents, and filler batches for ranks without data."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,21 +7,21 @@ import torch
 
 
 def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
-    """The lengths of the documents in a batch that a padding-free collator made.
+    """Return the lengths of the documents in a batch of a padding-free collator.
 
-    Taken from `document_lengths` (StreamPacker), else from `cu_seq_lens_q`, else from `position_ids` that
-    restart at 0 with each document (transformers' DataCollatorWithFlattening gives these two). To be called
-    before the batch goes to a GPU, which would have to be waited for.
+    The lengths come from `document_lengths` (StreamPacker), else from `cu_seq_lens_q`, else from `position_ids` that
+    restart at 0 with each document. transformers' DataCollatorWithFlattening gives the latter two. Call it before the
+    batch goes to a GPU: reading from a GPU waits for it.
 
     Args:
         batch: `input_ids` [1, T] and one of the above; any `attention_mask` must be all ones.
 
     Returns:
-        Tokens of each document in the order of their rows, T in all.
+        Tokens of each document in row order, T in all.
 
     Raises:
-        ValueError: the batch has more than one row, padding, a mask of its own, nothing that tells its documents
-            apart, or lengths or positions that do not fit its tokens.
+        ValueError: the batch has several rows, padding, a mask of its own or no document boundaries, or its lengths or
+            positions do not fit its tokens.
     """
     input_ids = batch["input_ids"]
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
@@ -73,7 +73,7 @@ class CollatorWithLengths:
         batch = self.collator(examples)
         try:
             lengths = batch_document_lengths(batch)
-        except ValueError:  # of this rank alone: whoever plans the batch finds it again, and raises on every rank
+        except ValueError:  # planning the batch raises the error on every rank
             return batch
         return {**{name: x for name, x in batch.items() if name != "attention_mask"}, "document_lengths": lengths}
 
@@ -82,15 +82,15 @@ TOLD_BY_PLAN = (
     *("attention_mask", "document_lengths", "seq_idx"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
-"""What of a batch says where its documents begin, and nothing else."""
+"""Fields of a batch that only describe documents, which a plan replaces."""
 FILLER_LENGTHS = (1,)
 """Document lengths of a filler."""
 
 
 def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """One token without a target: what a rank whose data has ended computes on.
+    """Return a batch of one token without a target, for a rank whose data has ended.
 
-    A rank takes part in every exchange, and models cannot run on no rows at all.
+    A rank takes part in every exchange, and models cannot run on zero rows.
     """
     token_11 = torch.zeros((1, 1), dtype=torch.long, device=device)
     no_target_11 = torch.full_like(token_11, -100)

@@ -1,7 +1,7 @@
-"""What a rank's core attention spent its time on: one recorder, one clock a device.
+"""Time that a rank's core attention takes: one recorder, and one clock per device.
 
-The executor reports phases, kernel calls and waits to it; a pool adds what servers report. Whoever wants to know
-listens: the trainer's log, the speeds of workers, a timeline.
+The executor reports phases, kernel calls and waits; a pool adds what servers report. Listeners are the trainer's log,
+the speeds of workers and timelines.
 """
 
 import time
@@ -15,15 +15,20 @@ import torch
 from hf_distca.plan import Direction
 
 Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "server"]
-"""An optimizer step, and a section of one; a phase of a schedule; a kernel call, a wait for an exchange or the start
-of one, which lie within phases; a call to a server, from the departure of its rows to the arrival of the results, by
-the host's clock; what the server took of that to compute, added right after the call. Its place within the call is not
-known: it is put at the end."""
+"""Kind of a span.
+
+- step, section: an optimizer step, and a section of one.
+- phase: a phase of a schedule; kernel, wait and send spans lie within phases.
+- kernel, wait, send: a kernel call, a wait for an exchange, the start of an exchange.
+- call: a call to a server, from the departure of its rows to the arrival of the results, by the host's clock.
+- server: computing time of the server within a call, added after the call. Its place in the call is unknown; it is put
+  at the end.
+"""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ALWAYS: frozenset[Kind] = frozenset({"wait", "kernel"})
-"""Added up even if nobody listens: training logs how long ranks wait, and how long they compute core attention."""
+"""Kinds measured without a listener: training logs how long ranks wait and compute core attention."""
 
 NOT_MEASURED = nullcontext()
 
@@ -32,9 +37,7 @@ class Work(NamedTuple):
     """One core attention.
 
     Attributes:
-        layer: index of the model's attention layer; None where the model does not tell.
-        nano_batch: index of the nano-batch.
-        direction: forward or backward.
+        layer: index of the model's attention layer; None if the model does not give one.
     """
 
     layer: int | None
@@ -43,7 +46,7 @@ class Work(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What an exchange carries; of no rank where it carries nothing.
+    """Rows that an exchange carries; empty if it carries none.
 
     Attributes:
         sent: [ranks] rows to each rank.
@@ -58,16 +61,15 @@ NO_ROWS = Rows()
 
 
 class Span(NamedTuple):
-    """A stretch of time.
+    """A measured interval of time.
 
     Attributes:
-        kind: what went on.
-        part: which step, section, phase, exchange, group of tasks or server (its id).
-        work: for which core attention; None outside of any.
-        begin: when it began, in seconds on the device's clock, which starts anywhere.
-        end: when it ended.
-        pairs: query-key pairs that a kernel call, here or at a server, computed.
-        rows: of the start of an exchange: what it carries.
+        part: name of the step, section, phase, exchange, group of tasks or server.
+        work: the core attention; None outside of any.
+        begin: seconds on the device's clock, whose origin is arbitrary.
+        end: seconds on the same clock.
+        pairs: query-key pairs of a kernel call, here or at a server.
+        rows: for the start of an exchange, the rows that it carries.
     """
 
     kind: Kind
@@ -80,12 +82,10 @@ class Span(NamedTuple):
 
 
 class Recording:
-    """Spans that a listener asked for, from `Recorder.listen` on.
+    """Spans that a listener asked for with `Recorder.listen`.
 
     Args:
-        recorder: whose spans.
-        kinds: those to keep.
-        most: how many to keep at once, the latest ones; None for all.
+        most: number of spans to keep, the latest; None for all.
     """
 
     def __init__(self, recorder: "Recorder", kinds: frozenset[Kind], most: int | None = None) -> None:
@@ -94,31 +94,28 @@ class Recording:
         self._spans: deque[Span] = deque(maxlen=most)
 
     def keep(self, span: Span) -> None:
-        """Take in a span, if it is of a kind that was asked for."""
+        """Keep a span if the listener asked for its kind."""
         if span.kind in self.kinds:
             self._spans.append(span)
 
     def take(self) -> list[Span]:
-        """The spans since the last call, in the order in which they ended. On CUDA it waits for them to end."""
+        """Return the spans since the last call, in the order of their ends; waits for queued work on CUDA."""
         self._recorder.finish()
         spans = list(self._spans)
         self._spans.clear()
         return spans
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._recorder.forget(self)
 
 
 class Recorder:
-    """Measures what runs under it, on the clock of the device that does it.
+    """Recorder of time, on the clock of the device that does the work.
 
-    On the CPU that is the clock of the process. On CUDA work is queued and the host does not wait for it: events
-    around it tell when the stream came by. As many events are kept as the stream is behind, whether or not anybody
-    asks. What nobody wants is not measured.
-
-    Args:
-        device: the rank's.
+    On the CPU that is the clock of the process. On CUDA events around queued work record the stream's time, and the
+    host does not wait. Events are kept only until the stream has passed them. Kinds without a listener are not
+    measured, except those in ALWAYS.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -132,33 +129,35 @@ class Recorder:
         self._anchor_s = 0.0  # when the anchor was passed, on the device's clock
 
     def listen(self, *kinds: Kind, most: int | None = None) -> Recording:
-        """Keep spans of these kinds from now on, of all kinds if none is named; `most` of them, the latest."""
+        """Record spans of these kinds, or of all kinds if none is named; keep only the latest `most`."""
         recording = Recording(self, frozenset(kinds or KINDS), most)
         self._recordings.append(recording)
         self._kinds |= recording.kinds
         return recording
 
     def forget(self, recording: Recording) -> None:
-        """Keep nothing more for a listener, if it still listens."""
+        """Stop recording for a listener."""
         self._recordings = [other for other in self._recordings if other is not recording]
         self._kinds = ALWAYS.union(*(other.kinds for other in self._recordings))
 
     def measures(self, kind: Kind) -> bool:
-        """Whether anybody wants to know of this kind."""
+        """Return whether this kind is measured."""
         return kind in self._kinds
 
     def span(
         self, kind: Kind, part: str, work: Work | None = None, pairs: int = 0, rows: Rows = NO_ROWS
     ) -> AbstractContextManager[None]:
-        """Measure what is done inside, if anybody wants to know; the arguments are those of a Span."""
+        """Return a context whose duration is measured if its kind is; the arguments are those of a Span."""
         if kind not in self._kinds:
             return NOT_MEASURED
         measured = self._on_cuda if self._device.type == "cuda" else self._here
         return measured(kind, part, work, pairs, rows)
 
     def clock(self) -> tuple[float, float]:
-        """What to add to the host's clock, `time.perf_counter`, for the device's; and by how much that may be too
-        large, in seconds. On CUDA it waits for what is queued."""
+        """Return the device clock's offset from `time.perf_counter`, and the most by which the offset is too large.
+
+        Both are in seconds. On CUDA it waits for queued work.
+        """
         if self._device.type != "cuda":
             return 0.0, 0.0
         self.finish()
@@ -175,23 +174,23 @@ class Recorder:
         return device_s - before, after - before
 
     def add(self, span: Span) -> None:
-        """Take in a span that was measured elsewhere, such as in a server's reply."""
+        """Add a span that was measured elsewhere, such as in a server's reply."""
         self._seconds[span.kind] += span.end - span.begin
         for recording in self._recordings:
             recording.keep(span)
 
     def seconds(self, kind: Kind) -> float:
-        """Seconds of all spans of a kind that were measured so far. On CUDA it waits for them to end."""
+        """Return the seconds of all measured spans of a kind; waits for queued work on CUDA."""
         self.finish()
         return self._seconds[kind]
 
     def drain(self) -> None:
-        """Take in what is over, without waiting. The dispatcher does it with every micro-batch."""
+        """Take in completed spans without waiting; the dispatcher calls it for every micro-batch."""
         while self._queued and self._queued[0].end.query():
             self._take_in(self._queued.popleft())
 
     def finish(self) -> None:
-        """Take in everything; on CUDA it waits for what is queued."""
+        """Take in all spans; on CUDA, wait for queued work."""
         while self._queued:
             self._queued[0].end.synchronize()
             self._take_in(self._queued.popleft())
@@ -219,7 +218,7 @@ class Recorder:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
     def _take_in(self, queued: "_Queued") -> None:
-        """Take in a span that is over. Each is measured from the one before: a long time would lose its digits."""
+        """Take in a completed span, timed from the previous one: long event intervals lose digits."""
         begin_s = self._anchor_s
         if self._anchor is not None:
             begin_s += self._anchor.elapsed_time(queued.begin) / 1000

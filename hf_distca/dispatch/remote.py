@@ -1,6 +1,6 @@
-"""Workers that hold no rows, as dispatch knows them: what is behind them is for `Dispatcher.remote` to say.
+"""Interface of workers that hold no rows; `Dispatcher.remote` implements it.
 
-Shape suffixes: N rows; what follows a row's N is free.
+Shape suffixes: N rows; the letters after a row's N are free.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,9 @@ class ServerRows:
     """Rows of this rank that one dedicated server needs, as index tensors.
 
     Attributes:
-        server: its index among the plan's servers.
-        q_rows: local query rows that it computes.
-        k_rows: local K/V rows that it needs.
-        q_count: number of query rows; 0 where this rank has none for it.
-        k_count: number of K/V rows.
+        server: index among the plan's servers.
+        q_rows: local query rows that the server computes.
+        k_rows: local K/V rows that the server needs.
     """
 
     def __init__(self, server: int, routes: Routes, ranks: int, buffer: IndexBuffer) -> None:
@@ -49,14 +47,14 @@ class RemoteCall(Protocol):
         """Wait for the results. A collective.
 
         Returns:
-            results: by server index, the columns of this rank's rows by name, [rows, …] on the rank's device: o and
-                lse of a forward; dq, dk and dv of a backward. Nothing of a server that has no rows of this rank.
-            lost: indices of the servers from which some rank did not get its results; the same on every rank.
+            results: by server index, this rank's columns by name, [rows, …] on the rank's device: o and lse of a
+                forward; dq, dk and dv of a backward. Servers without rows of this rank are missing.
+            lost: indices of the servers that failed to give some rank its results; the same on every rank.
         """
 
 
 class RemotePlan(Protocol):
-    """The plan of a micro-batch at its servers."""
+    """Plan of a micro-batch at its servers."""
 
     def start(
         self,
@@ -66,33 +64,23 @@ class RemotePlan(Protocol):
         params: AttentionParams,
         rows: Mapping[str, Tensor],
     ) -> RemoteCall:
-        """Send servers this rank's rows of one core attention.
+        """Send this rank's rows of one core attention to the servers.
 
         Args:
-            work: which core attention.
-            servers: every server that has tasks, with the rows that it needs; on every rank the same servers.
-            kind: of the layer.
-            params: its scale, window and softcap.
-            rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward do, o and lse too.
+            servers: every server that has tasks, with the rows that it needs; the same servers on every rank.
+            rows: the rank's rows by column name, [T, …] each: q, k and v; in a backward also do, o and lse.
         """
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
-        """The plan by which the ranks compute what lost servers were to compute; the same on every rank.
-
-        Args:
-            plan: of the micro-batch, for one kind of layer.
-            kind: of the layer.
-            lost: indices of the servers.
-        """
+        """Return the plan by which the ranks compute the tasks of lost servers; the same on every rank."""
 
 
 class RemoteWorkers(Protocol):
     """Servers that may take part in any micro-batch."""
 
     def bind(self, plan: MicroBatchPlan, settings: PlanSettings) -> tuple[MicroBatchPlan, RemotePlan | None]:
-        """The plan for the workers that are there now, and how its servers are reached; None without any.
+        """Return the plan for the current workers, and its servers' side; None without servers.
 
         Args:
-            plan: of a micro-batch, for the ranks alone.
-            settings: with which it was made.
+            plan: plan of a micro-batch for the ranks alone.
         """

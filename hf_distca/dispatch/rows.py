@@ -1,6 +1,6 @@
-"""Index of rows on a device: gather and scatter, without an index tensor where rows are contiguous.
+"""Gather and scatter of rows, without an index tensor where rows are contiguous.
 
-Shape suffixes: N rows; what follows a row's N is free.
+Shape suffixes: N rows; the letters after a row's N are free.
 """
 
 import numpy as np
@@ -12,17 +12,19 @@ from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.kernels import merge_into
 
 RowIndex = slice | tuple[slice, ...] | Tensor
-"""Row numbers: a slice where they are contiguous, slices where they are a few runs, else an int64 tensor [N]."""
+"""Row numbers: a slice if contiguous, slices if a few runs, else an int64 tensor [N]."""
 
 ALL_ROWS = slice(None)
 
 FEW_RUNS = 8
-"""On the CPU up to so many runs are copied run by run: that is faster than gathering row by row. On a GPU each run
-would be another launch."""
+"""Most runs of rows that the CPU copies run by run, which is faster than gathering row by row.
+
+On a GPU each run would be another launch.
+"""
 
 
 def row_index(rows: NDArray[np.int64], buffer: IndexBuffer) -> RowIndex:
-    """Make an index of the given rows, of shape [N]; it is there once the buffer is sent."""
+    """Return an index of the given rows [N]; the index is valid once the buffer is sent."""
     if len(rows) == 0:
         return slice(0, 0)
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -33,14 +35,14 @@ def row_index(rows: NDArray[np.int64], buffer: IndexBuffer) -> RowIndex:
 
 
 def take(x: Tensor, index: RowIndex) -> Tensor:
-    """The rows of x that the index names: x itself or a view of it where it is a slice, else a copy."""
+    """Return the indexed rows of x: x or a view of it for a slice, else a copy."""
     if isinstance(index, slice):
         return x if index.start == 0 and index.stop == x.shape[0] else x[index]
     return torch.cat([x[run] for run in index]) if isinstance(index, tuple) else x.index_select(0, index)
 
 
 def copy_rows(target: Tensor, x: Tensor, index: RowIndex) -> None:
-    """Copy the rows of x that the index names to a target of as many rows."""
+    """Copy the indexed rows of x to a target of as many rows."""
     if isinstance(index, Tensor):
         torch.index_select(x, 0, index, out=target)
         return
@@ -49,7 +51,7 @@ def copy_rows(target: Tensor, x: Tensor, index: RowIndex) -> None:
 
 
 def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """Write rows to where the index says; the index names no row twice."""
+    """Write rows to the indexed rows of x; the index names no row twice."""
     if isinstance(index, Tensor):
         x.index_copy_(0, index, rows)
         return
@@ -58,7 +60,7 @@ def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
 
 
 def add_rows(x: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """Add rows to those that the index names, in the dtype of x; the index names no row twice."""
+    """Add rows to the indexed rows of x, in the dtype of x; the index names no row twice."""
     if isinstance(index, Tensor):
         x.index_add_(0, index, rows.to(x.dtype))
         return
@@ -67,14 +69,9 @@ def add_rows(x: Tensor, index: RowIndex, rows: Tensor) -> None:
 
 
 def merge_rows(o_THE: Tensor, lse_TH: Tensor, index: RowIndex, o_part_QHE: Tensor, lse_part_QH: Tensor) -> None:
-    """Merge attention of rows to further keys into O and LSE where the index says, see `merge_into`.
+    """Merge attention over further keys into the indexed rows of O and LSE, see `merge_into`.
 
-    Args:
-        o_THE: output so far (T rows, H query heads, E head dim of values).
-        lse_TH: its log-sum-exp.
-        index: Q rows of these; it names no row twice.
-        o_part_QHE: output over the further keys.
-        lse_part_QH: its log-sum-exp.
+    The index names no row twice.
     """
     if isinstance(index, Tensor):
         merge_into(o_THE, lse_TH, o_part_QHE, lse_part_QH, index)
@@ -85,7 +82,7 @@ def merge_rows(o_THE: Tensor, lse_TH: Tensor, index: RowIndex, o_part_QHE: Tenso
 
 
 def run_by_run(index: slice | tuple[slice, ...], rows: Tensor) -> list[tuple[slice, Tensor]]:
-    """Each run with its share of the rows."""
+    """Return each run of an index with its share of the rows."""
     if isinstance(index, slice):
         return [(index, rows)]
     runs, position = [], 0

@@ -1,9 +1,9 @@
-"""Sums of rows that come from several tensors: gradients of tasks at the rows that the tasks were made of.
+"""Sums of rows that come from several tensors, such as gradients of tasks at the rows that the tasks read.
 
-Where a sum's addends are is known when a plan is bound; every layer then adds up in one go, and in the same order.
+The addends are known when a plan is bound. Every layer then adds them up in one go and in the same order.
 
 Shape suffixes: S rows of one source, N rows of the sum, W rows of the sum that are written, A addends of all of them;
-what follows a row's letter is free.
+the letters after a row's letter are free.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,18 @@ IntArray = NDArray[np.int64]
 
 
 class RowSum:
-    """How a sum of rows is put together. A row without an addend is 0.
+    """Sum of rows from several sources; a row without an addend is 0.
 
-    The rows of the first source are added first, then those of the next, those of one source in their order, and in
-    float32 where they are narrower. If the first source has each row of the sum once and in order, the others
-    are added to it where it lies.
+    Rows are added source by source, in order, in at least float32. If the first source has each row of the sum once
+    and in order, the other sources are added to it in place.
 
     Args:
-        sources_S: for each source, the row of the sum to which each of its rows is to be added.
-        rows: of the sum.
-        buffer: takes the sum to where it is computed; to be sent before that.
+        sources_S: for each source, the row of the sum to which each of its rows is added.
+        buffer: to be sent before the sum is used.
         in_place: whether the first source may be overwritten.
 
     Raises:
-        ValueError: more sources than there is room for.
+        ValueError: there are more than MAX_SOURCES sources.
     """
 
     def __init__(
@@ -50,12 +48,11 @@ class RowSum:
         self._table: _Addends | _Steps = table(sources_S, rows, self._in_place, buffer)
 
     def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The sum, [N, …] in the dtype of the sources.
+        """Return the sum, [N, …] in the dtype of the sources.
 
         Args:
-            sources: [S, …] each, dense within a row, with as many rows as was said. The first belongs to the sum from
-                now on, if it may be overwritten.
-            out: where to write the sum, dense within a row; for sums that overwrite no source.
+            sources: [S, …] each, dense within a row, with the bound numbers of rows. The first may be overwritten.
+            out: where to write the sum, dense within a row; only for sums that overwrite no source.
         """
         base = sources[0]
         if out is None:
@@ -65,13 +62,13 @@ class RowSum:
 
 
 class _Addends:
-    """A sum as one kernel adds it up: the addends of each row, row after row.
+    """Sum that one kernel computes from the addends of each row.
 
     Attributes:
         rows_W: int32, the rows that are written; None: all.
-        ends_W: [W + 1] int32, where each of these rows' addends begin; then the number of addends.
+        ends_W: [W + 1] int32, the first addend of each of these rows, then the number of addends.
         addends_A: int32, source and row of each.
-        onto: whether they are added to what is there.
+        onto: whether the addends are added to present values.
     """
 
     def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer) -> None:
@@ -102,10 +99,8 @@ class _Step:
     """Rows of one source, each added to another row of the sum.
 
     Attributes:
-        source: index of the source.
-        rows: of the sum.
         members: rows of the source, in the same order.
-        first: nothing has been added to these rows of the sum before.
+        first: whether these rows of the sum have no earlier addend.
     """
 
     source: int
@@ -115,7 +110,7 @@ class _Step:
 
 
 class _Steps:
-    """A sum as torch's operators add it up: run by run, so that most of it is slices."""
+    """Sum that torch's operators compute run by run, mostly on slices."""
 
     def __init__(self, sources_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer) -> None:
         added = np.full(rows, int(onto))
@@ -131,7 +126,7 @@ class _Steps:
                         )
                 added[targets[members]] += 1
         self._without = row_index(np.flatnonzero(added == 0), buffer)
-        # The sum of two is rounded once, in whatever dtype they are added.
+        # A sum of two addends is rounded once in any dtype.
         self._widen = bool((added > 2).any())
 
     def add_up(self, sources: Sequence[Tensor], out: Tensor) -> None:
@@ -158,12 +153,12 @@ class _Steps:
 
 
 def _increasing(targets: IntArray) -> bool:
-    """Whether each row number is larger than the one before, so that none occurs twice."""
+    """Return whether row numbers strictly increase, so that none occurs twice."""
     return bool((targets[1:] > targets[:-1]).all())
 
 
 def _increasing_runs(targets: IntArray) -> list[IntArray]:
-    """Positions in a sequence of row numbers, divided where they do not increase."""
+    """Return positions in a sequence of row numbers, split where the numbers do not increase."""
     if not len(targets):
         return []
     return np.split(np.arange(len(targets)), np.flatnonzero(targets[1:] <= targets[:-1]) + 1)

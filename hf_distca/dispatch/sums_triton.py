@@ -1,7 +1,7 @@
-"""`RowSum` on CUDA: one kernel that reads each addend once and writes each row once.
+"""CUDA kernel of `RowSum`: reads each addend once and writes each row once.
 
 Shape suffixes: N rows of the sum, W rows of the sum that are written, A addends of all of them, S rows of a source;
-what follows a row's letter is free.
+the letters after a row's letter are free.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]  # compiled from its source
         addend = tl.load(addends + at)
         source = addend & ((1 << BITS) - 1)
         member = (addend >> BITS).to(tl.int64)
-        # Of a source that the addend is not in, no column is read.
+        # The mask skips sources other than the addend's.
         here = numbers < tl.where(source == 0, width, 0)
         total += tl.load(source0 + member * row0 + numbers, mask=here, other=0).to(WIDE)
         if SOURCES > 1:
@@ -63,10 +63,9 @@ def sum_rows(
     Args:
         out_N: the sum, dense within a row.
         rows_W: the rows to write; None: all.
-        ends_W: where each of these rows' addends begin, then the number of addends.
-        addends_A: source and row of each addend.
+        ends_W: first addend of each of these rows, then the number of addends.
         sources_S: dense within a row.
-        onto: add to what is there.
+        onto: add to present values.
     """
     width = out_N[0].numel()
     sources = [source if _is_dense(source) else source.contiguous() for source in sources_S]
@@ -82,5 +81,5 @@ def sum_rows(
 
 
 def _is_dense(x_N: Tensor) -> bool:
-    """Whether the numbers of a row lie side by side; what has no rows is never read."""
+    """Return whether the numbers of a row are adjacent; a tensor without rows is never read."""
     return not len(x_N) or x_N[0].is_contiguous()

@@ -1,1 +1,1 @@
-"""Measurements of a device and its links, from which plans are chosen and steps are predicted."""
+"""Measure a device and its links, to choose plans and predict steps."""

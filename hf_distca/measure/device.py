@@ -1,4 +1,4 @@
-"""Measure a device: calls of the attention kernel, matrices and memory."""
+"""Measure a device: attention kernel calls, matrix products and memory."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,21 +16,21 @@ from hf_distca.planner.seconds import FloatArray, KernelCost, Tasks
 from hf_distca.sim.costs import Accuracy, held_out
 
 QUERIES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
-"""Query rows of the measured tasks, by the type of the device: plans hardly make shorter ones."""
+"""Query rows of measured tasks, by type of device; plans hardly make shorter tasks."""
 FEWEST = 3
-"""Numbers of query rows that are measured at least, whatever time they take: the fit needs them."""
+"""Minimum number of measured query row counts, whatever their time: the fit needs them."""
 KEYS = (1, 2, 5)
-"""K/V rows of them, for each query row."""
+"""K/V rows of measured tasks for each query row."""
 REPEATS = 5
-"""Of each measurement; the median is taken."""
+"""Repeats of each measurement; the median counts."""
 LAYER_OPERATORS = 120
-"""So many small operators take as long as the host's part of a LLaMA layer's forward: measured with 4 tokens."""
+"""Number of small operators that take the host time of a LLaMA layer's forward, measured with 4 tokens."""
 TOKENS = {"cpu": 1024, "cuda": 8192}
-"""Rows of the matrices that are measured."""
+"""Rows of the measured matrices."""
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call, after one to warm up."""
+    """Return the median seconds of a call, after one warm-up call."""
     times = []
     for _ in range(1 + REPEATS):
         if device.type == "cuda":
@@ -44,7 +44,10 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def query_rows(device: torch.device, most: int) -> tuple[int, ...]:
-    """Numbers of query rows worth measuring for tasks of at most `most` rows: halves of it where it is small."""
+    """Return numbers of query rows to measure for tasks of at most `most` rows.
+
+    If too few of `QUERIES` are within `most`, the numbers are `most` and its halves.
+    """
     rows = tuple(each for each in QUERIES[device.type] if each <= most)
     return rows if len(rows) >= FEWEST else tuple(max(most >> halved, 1) for halved in reversed(range(FEWEST)))
 
@@ -58,16 +61,15 @@ def measured_kernel(
     queries: Sequence[int] | None = None,
     limit_s: float = inf,
 ) -> tuple[KernelCost, KernelCost, Accuracy]:
-    """Costs of a kernel's forward and backward, and how well the forward's predict calls that are held out.
+    """Measure the costs of a kernel's forward and backward, and the accuracy of the forward's costs.
 
-    Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D head dim of queries and keys,
-    E head dim of values.
+    Accuracy is that of predictions for held-out calls.
+
+    Shape suffixes: Q query rows, K key/value rows, H query heads, G key/value heads, D head dim of queries and keys, E
+    head dim of values.
 
     Args:
-        kernel: what is measured.
-        kind: of the attention; its window and chunks are left out.
-        dtype: of Q, K and V.
-        device: where the kernel runs.
+        kind: its window and chunks are left out.
         queries: numbers of query rows, ascending; None for `QUERIES`.
         limit_s: seconds after which no larger number of rows is begun.
     """
@@ -96,11 +98,11 @@ def measured_kernel(
 
 
 def _fitted(tasks: Tasks, seconds: FloatArray) -> KernelCost:
-    """Costs to which each call counts by what a query row takes in it: as much as of a step with equally many rows in
-    calls of each kind.
+    """Fit costs to measured calls, each weighted by its seconds per query row.
 
-    With all calls alike, short ones, of which the kernel makes less than four numbers can tell, would bend what long
-    ones cost; and these are what a step spends its time on.
+    This is the weight of a call in a step with equally many query rows in calls of each kind. With equal weights,
+    short calls would distort the costs of long calls: the few fitted numbers cannot describe both. A step spends its
+    time on long calls.
     """
     return KernelCost.fitted(tasks, seconds, seconds / tasks.rows)
 
@@ -111,23 +113,23 @@ def _tasks(calls: Sequence[tuple[int, int, int]], chosen: Sequence[int]) -> Task
 
 
 def measured_matrices(hidden: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Floating point operations per second of a matrix of the model, [hidden, 4 · hidden]."""
+    """Measure floating point operations per second of a matrix product with weight [hidden, 4 · hidden]."""
     tokens = TOKENS[device.type]
     x, weight = (torch.randn(count, hidden, dtype=dtype, device=device) for count in (tokens, 4 * hidden))
     return 2.0 * tokens * weight.numel() / seconds_of(lambda: torch.nn.functional.linear(x, weight), device)
 
 
 def measured_memory(hidden: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes per second that a norm reads and writes."""
+    """Measure bytes per second that a norm reads and writes."""
     x = torch.randn(TOKENS[device.type], hidden, dtype=dtype, device=device)
     return 2.0 * x.nbytes / seconds_of(lambda: torch.nn.functional.rms_norm(x, (hidden,)), device)
 
 
 def measured_launches(dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds that the host spends on a decoder layer's forward, whatever it computes.
+    """Measure the seconds that the host spends on a decoder layer's forward, whatever its size.
 
     Returns:
-        0 on GPUs, whose host runs ahead of them.
+        0 on GPUs, whose host runs ahead.
     """
     if device.type != "cpu":
         return 0.0

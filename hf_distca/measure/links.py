@@ -1,4 +1,4 @@
-"""Measure exchanges between ranks, with the exchange that training uses."""
+"""Measure exchanges between ranks with the exchange that training uses."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from hf_distca.planner.seconds import FloatArray, LinkCost, Links
 
 ROW_BYTES = 1024
 EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
-"""Rows that are exchanged: 64 KiB to 64 MiB."""
+"""Numbers of exchanged rows: 64 KiB to 64 MiB."""
 FEWEST = 2
-"""Sizes that are measured at least, whatever time they take: the fit needs them."""
+"""Minimum number of measured sizes, whatever their time: the fit needs them."""
 RATE_S = 0.05
-"""Seconds for each pair of ranks whose rate alone is asked for; after them no larger size is begun."""
+"""Seconds for each pair of ranks in `link_rates`, after which no larger size is begun."""
 OVERLAP_ROWS = 4096
 """Rows of the exchange that is measured beside computation."""
 
 
 def _message(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> Message:
-    """Return a message of `rows` rows of ROW_BYTES to one rank, which receives as many from another."""
+    """Return a message of `rows` rows of ROW_BYTES to one rank, and as many from another rank."""
     sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
     return exchange.open([((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "links", device)
 
@@ -36,14 +36,12 @@ def _message(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device
 def measured_link(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> LinkCost:
-    """Measure an exchange in which every rank sends to another one. A collective.
+    """Measure an exchange in which every rank sends to another rank. A collective of the world.
 
     Args:
-        groups: more than one rank, all of the world.
-        device: where rows are.
-        peers: [ranks] whom each sends to.
-        alone: over the default group, which leaves no room to attention and may use all of a link; else over the
-            exchange's.
+        peers: [ranks] receiver of each rank's rows.
+        alone: use the default group, which may use all of a link and leaves no room for attention; else the exchange's
+            group.
         limit_s: seconds after which no larger size is begun.
     """
     sizes, by_rank = _timed(groups, device, peers, alone=alone, limit_s=limit_s)
@@ -51,18 +49,13 @@ def measured_link(
 
 
 def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], float]:
-    """Return GB/s from each rank to each other one, all ranks sending at a time. A collective.
-
-    Args:
-        groups: more than one rank, all of the world.
-        device: where rows are.
-    """
+    """Return GB/s from each rank to each other rank, all sending at a time. A collective of the world."""
     ranks = groups.ranks
     rates: dict[tuple[int, int], float] = {}
     for shift in range(1, ranks):
         peers = [(rank + shift) % ranks for rank in range(ranks)]
         sizes, by_rank = _timed(groups, device, peers, limit_s=RATE_S)
-        # A rank's own time has its sending and its receiving in it: it is counted for the link that it receives over.
+        # A rank's time covers its sending and receiving; it counts for the link over which the rank receives.
         rates |= {(peers.index(rank), rank): float(sizes[-1] / by_rank[-1, rank] / 1e9) for rank in range(ranks)}
     return rates
 
@@ -70,7 +63,7 @@ def link_rates(groups: Groups, device: torch.device) -> dict[tuple[int, int], fl
 def _timed(
     groups: Groups, device: torch.device, peers: Sequence[int], *, alone: bool = False, limit_s: float = inf
 ) -> tuple[FloatArray, FloatArray]:
-    """Return [sizes] bytes of exchanges in which every rank sends to another one, and [sizes, ranks] their seconds."""
+    """Return [sizes] bytes and [sizes, ranks] seconds of exchanges in which every rank sends to another rank."""
     exchange, ranks = Exchange(groups), groups.ranks
     to, of = peers[groups.rank], peers.index(groups.rank)
     sizes, times, spent = [], [], 0.0
@@ -91,11 +84,9 @@ def _timed(
 def measured_exchange(
     groups: Groups, device: torch.device, ranks_per_node: int | tuple[int, ...], *, limit_s: float = inf
 ) -> Links:
-    """Measure exchanges inside nodes, between nodes, and beside computation. A collective.
+    """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world.
 
     Args:
-        groups: more than one rank, all of the world.
-        device: where rows are.
         ranks_per_node: as in PlanSettings.
         limit_s: seconds for each kind of link after which no larger size is begun.
     """
@@ -108,9 +99,9 @@ def measured_exchange(
 
 
 def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """[ranks] the next rank of the node, and [ranks] the same rank of the next node, of each rank.
+    """Return for each rank the next rank of its node, and the same rank of the next node, each [ranks].
 
-    Both are the same where all links are alike, or nodes of different sizes have no such pairs.
+    Both lists are the same if all links are alike, or if nodes of different sizes have no such pairs.
     """
     sizes = node_sizes(ranks, ranks_per_node)
     inside, across, first = [], [], 0
@@ -126,7 +117,7 @@ def peers_of(ranks: int, ranks_per_node: int | tuple[int, ...]) -> tuple[list[in
 
 
 def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[int]) -> tuple[float, float]:
-    """Measure what an exchange takes of a rank's own time: to start it, and per byte while the rank computes."""
+    """Measure a rank's own time for an exchange: seconds to start it, and per byte while the rank computes."""
     exchange, ranks = Exchange(groups), groups.ranks
     to, of = peers[groups.rank], peers.index(groups.rank)
     message = _message(exchange, to, of, ranks, OVERLAP_ROWS, device)
@@ -163,7 +154,7 @@ def _exchanged(message: Message) -> None:
 
 
 def _collective(to: int, of: int, ranks: int, rows: int, device: torch.device) -> Callable[[], object]:
-    """The same rows by torch's own collective over the default group."""
+    """Return a call that exchanges the same rows by torch's own collective over the default group."""
     sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
     rows_in, rows_out = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     return partial(dist.all_to_all_single, rows_out, rows_in, received, sent)

@@ -30,14 +30,9 @@ def measured_profile(
     queries: Sequence[int] | None = None,
     limit_s: float = inf,
 ) -> DeviceProfile:
-    """Measure one device; links are taken to be those of an H100.
+    """Measure one device; its links are taken from an H100.
 
     Args:
-        kernel: of core attention.
-        kind: of the attention that is measured.
-        hidden: numbers of a token between layers.
-        dtype: of activations.
-        device: what is measured.
         queries: as in `measured_kernel`.
         limit_s: as in `measured_kernel`.
     """
@@ -70,15 +65,12 @@ def with_links(
     collectives: bool = True,
     limit_s: float = inf,
 ) -> DeviceProfile:
-    """Return the mean of all ranks' profiles, with links as the ranks measure them together. A collective.
+    """Return the mean of all ranks' profiles, with links measured by all ranks together. A collective.
 
     Args:
-        profile: of this rank's device.
-        groups: more than one rank.
-        device: of this rank.
         ranks_per_node: as in PlanSettings.
-        collectives: measure torch's own collectives over the default group too; else they are taken to be as fast as
-            exchanges. gloo knows no thread blocks: there both are the same.
+        collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
+            Over gloo both are the same.
         limit_s: as in `measured_exchange`.
     """
     agreed = _mean(groups.all_gather(profile))
@@ -92,10 +84,9 @@ def with_links(
 
 
 def ranks_per_core(groups: Groups) -> float:
-    """Return how many threads compute on a core of the host with the fewest a core; at least 1. A collective.
+    """Return the threads per core, at least 1, of the host with the fewest. A collective.
 
-    Args:
-        groups: of the ranks; all processes of the world count.
+    All processes of the world count.
     """
     here = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
     threads: dict[str, int] = {}
@@ -112,7 +103,7 @@ def name_of(device: torch.device) -> str:
 
 
 def _mean(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
-    """Average what ranks measured of their devices; the same on every rank."""
+    """Return the mean of the ranks' measured profiles, the same on every rank."""
 
     def mean(name: str) -> float:
         return float(np.mean([getattr(profile, name) for profile in profiles]))
@@ -132,5 +123,5 @@ def _mean(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
 
 
 def _of_an_h100(within: float) -> Links:
-    """Links that were not measured, with so many GB/s inside a node."""
+    """Return links that were not measured, with `within` GB/s inside a node."""
     return Links(LinkCost(3e-5, within * 1e9), LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9))

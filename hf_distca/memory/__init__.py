@@ -1,1 +1,1 @@
-"""What a training step takes of a device's memory, known before it runs."""
+"""Prediction of the device memory that a training step takes."""

@@ -1,4 +1,4 @@
-"""What core attention of a plan takes of a rank's memory: run on tensors without numbers, and counted.
+"""Memory that a plan's core attention takes on a rank, counted with fake tensors.
 
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values.
 """
@@ -22,19 +22,16 @@ from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.settings import PlanSettings
 
 HOST = torch.device("cpu")
-"""Where tensors without numbers say that they are: sizes are the same on every device."""
+"""Device of fake tensors; sizes are the same on every device."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """How a step uses memory, besides its model and its plan.
+    """Settings of a step that affect memory, besides its model and its plan.
 
     Attributes:
-        kernel: that computes core attention.
-        autocast: dtype that the model computes in where its weights have another; None without autocast.
+        autocast: dtype of computation if the weights have another; None without autocast.
         checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
-        keep_received: see `DistCAConfig`.
-        keep_core_attention: see `DistCAConfig`.
     """
 
     kernel: Kernel
@@ -45,7 +42,7 @@ class Use:
 
 
 def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
-    """The rank through which the most bytes of a layer's exchanges go."""
+    """Return the rank that exchanges the most bytes in a layer."""
     kind = settings.dominant_kind
     moved = np.sum([bytes_moved(nano.plans[kind], settings.row_bytes(kind)) for nano in plan.nano_batches], axis=0)
     return int(moved.sum(0)[: settings.ranks].argmax())
@@ -54,29 +51,21 @@ def busiest_rank(plan: MicroBatchPlan, settings: PlanSettings) -> int:
 def count_core_attention(
     plan: MicroBatchPlan, kind: AttentionKind, dtype: torch.dtype, rank: int, use: Use, mode: FakeTensorMode
 ) -> dict[Part, int]:
-    """Bytes by part when they are the most together, while one layer's core attention of a plan runs on its own.
+    """Return peak bytes by part while one layer's core attention of a plan runs on its own.
 
-    "exchange buffers" are all that this kind of layer needs, whenever it is.
-
-    Args:
-        plan: of the micro-batch.
-        kind: of the layer.
-        dtype: of Q, K and V.
-        rank: whose memory it is.
-        use: of memory.
-        mode: for tensors without numbers.
+    "exchange buffers" holds all buffers of this kind of layer, also those unused at the peak.
     """
     live = LiveMemory()
     bound = bound_plan(plan, rank, use, live)
     with mode, live:
-        run_core_attention(bound, kind, dtype)  # makes the buffers
+        run_core_attention(bound, kind, dtype)  # creates the buffers
         live.begin()
         run_core_attention(bound, kind, dtype)
     return dict(live.peak)
 
 
 def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:
-    """A plan bound to a rank, whose row numbers, exchanges and kept results are counted."""
+    """Return a plan bound to a rank, whose row numbers, exchanges and kept results are counted."""
     with live, live.making("plan"):
         bound = BoundPlan(
             plan,
@@ -94,7 +83,7 @@ def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> B
 
 
 def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:
-    """Forward and backward of the core attention of one layer."""
+    """Run forward and backward of one layer's core attention."""
     heads = ((kind.q_heads, kind.dim_qk), (kind.kv_heads, kind.dim_qk), (kind.kv_heads, kind.dim_v))
     q_THD, k_TGD, v_TGE = (torch.empty((bound.rows, *shape), dtype=dtype, requires_grad=True) for shape in heads)
     params = AttentionParams(scale=1.0, window=kind.window)

@@ -1,4 +1,4 @@
-"""Count what training takes of a rank's memory: the model's state and a micro-batch together, and the longest rows."""
+"""Count of a rank's training memory, and the longest rows that fit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,20 +24,19 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 
 OF_STATE: tuple[Part, ...] = ("weights", "gradients")
-"""Parts of a counted step that belong to what a strategy keeps, see `ModelState`."""
+"""Parts of a counted step that `ModelState` covers."""
 STEP, MOST = 1024, 1 << 24
-"""Tokens. Rows of a multiple of STEP are asked about, up to MOST."""
+"""Numbers of rows to try: multiples of STEP tokens, up to MOST."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, as far as its memory depends on it.
+    """Training settings that affect memory.
 
     Attributes:
-        strategy: how ranks share the model's state.
         mixed: compute in bfloat16, else in float32.
         checkpointing: transformers' `activation_checkpointing_kwargs`; None without checkpointing.
-        shards: into how many the strategy divides the state; None for one on each rank.
+        shards: number of shards of the state; None for one per rank.
     """
 
     strategy: Strategy
@@ -47,12 +46,12 @@ class Training:
 
     @property
     def weights(self) -> torch.dtype:
-        """Dtype of the weights that the model computes with: ddp autocasts float32 ones."""
+        """Dtype of the weights in computation; ddp autocasts float32 weights."""
         return torch.bfloat16 if self.mixed and self.strategy != "ddp" else torch.float32
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Dtype of autocast; None without."""
+        """Dtype of autocast; None without autocast."""
         return torch.bfloat16 if self.mixed and self.strategy == "ddp" else None
 
 
@@ -61,8 +60,8 @@ class RankMemory:
     """Bytes on a rank.
 
     Attributes:
-        state: what is kept from step to step.
-        parts: what a micro-batch takes besides, by part, at the moment of the most.
+        state: bytes kept from step to step.
+        parts: further bytes of a micro-batch by part, at the peak.
     """
 
     state: ModelState
@@ -70,17 +69,16 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all bytes."""
         return self.state.total + sum(self.parts.values())
 
 
 class MemoryCounter:
-    """Counts the memory of one model; what trainings share is counted once.
+    """Counter of one model's memory; results that trainings share are counted once.
 
     Args:
-        model: as it will be trained, before it is wrapped for several ranks; or the config of one.
-        settings: of plans; `kinds` are the model's.
-        options: of hf_distca.
+        model: the model before it is wrapped for several ranks, or its config.
+        settings: settings of plans; `kinds` are the model's.
     """
 
     def __init__(self, model: nn.Module | PreTrainedConfig, settings: PlanSettings, options: DistCAConfig) -> None:
@@ -98,14 +96,12 @@ class MemoryCounter:
         """Count the memory of a micro-batch.
 
         Args:
-            plan: of the micro-batch.
-            training: how the model is trained.
-            rank: whose memory it is; None for the rank that exchanges the most.
+            rank: rank whose memory is counted; None for the rank that exchanges the most.
         """
         return RankMemory(self.state(training), self._parts(plan, training, rank))
 
     def longest(self, available: int, training: Training) -> int:
-        """Return the most tokens per rank that fit into so many bytes, see `longest_documents`."""
+        """Return the most tokens per rank that fit into the available bytes, see `longest_documents`."""
 
         def needed(tokens: int) -> int:
             if tokens not in self._longest:
@@ -116,18 +112,18 @@ class MemoryCounter:
         return longest_tokens(needed, available - self.state(training).total)
 
     def state(self, training: Training) -> ModelState:
-        """Return what a rank keeps of the model from step to step."""
+        """Return the bytes of a model's state on a rank, kept from step to step."""
         shards = training.shards or self._settings.ranks
         return model_state(self._model, training.strategy, shards, mixed=training.mixed)
 
     def _parts(self, plan: MicroBatchPlan, training: Training, rank: int | None = None) -> dict[Part, int]:
-        """Bytes by part that a micro-batch takes on the device besides the model's state."""
+        """Return bytes by part that a micro-batch takes on the device besides the model's state."""
         rank = busiest_rank(plan, self._settings) if rank is None else rank
         key = id(plan), rank, training.weights, training.autocast, repr(training.checkpointing)
         if key not in self._counted:
             counted = self._count(plan, training, rank)
             parts = {part: size for part, size in counted.items() if part not in (*OF_STATE, "host")}
-            self._counted[key] = plan, parts  # which keeps the plan, and its id
+            self._counted[key] = plan, parts  # keeping the plan keeps its id unique
         return self._counted[key][1]
 
     def _count(self, plan: MicroBatchPlan, training: Training, rank: int) -> dict[Part, int]:
@@ -151,7 +147,7 @@ class MemoryCounter:
         return count_micro_batch(self._copy(training, mode), plan, rank, use, mode)
 
     def _copy(self, training: Training, mode: Any) -> nn.Module:
-        """A model without numbers that computes what this rank's does."""
+        """Return a copy of the model with fake tensors that computes this rank's share."""
         dtype = None if training.strategy == "ddp" else training.weights
         if not is_divided_at_load(self._given):
             return model_after(self._model, mode, dtype)
@@ -163,20 +159,16 @@ class MemoryCounter:
 
 
 def longest_documents(settings: PlanSettings) -> list[int]:
-    """Lengths of documents that fill all ranks: one that they share, or one on each where documents stay whole."""
+    """Return document lengths that fill all ranks: one shared document, or one per rank if documents stay whole."""
     if settings.document_layout == "whole":
         return [settings.tokens_per_rank] * settings.ranks
     return [settings.tokens_per_rank * settings.ranks]
 
 
 def longest_tokens(needed: Callable[[int], int], available: int) -> int:
-    """The most tokens, a multiple of STEP, that need no more bytes than there are; 0 where not even STEP fit.
+    """Return the most tokens, a multiple of STEP, whose `needed` bytes are `available`; 0 if not even STEP.
 
-    Memory is counted at STEP times powers of two, and taken to grow along a line between two of them.
-
-    Args:
-        needed: bytes of so many tokens.
-        available: bytes.
+    Memory is counted at STEP times powers of two and interpolated linearly.
     """
     low = 0
     high = STEP

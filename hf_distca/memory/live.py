@@ -1,4 +1,4 @@
-"""The tensors that are alive while code runs: their bytes by what they are for, at the moment of the most."""
+"""Bytes of live tensors while code runs, by purpose, at the peak."""
 
 import weakref
 from collections import Counter
@@ -22,25 +22,28 @@ Part = Literal[
     "backward",
     "host",
 ]
-"""What a tensor is for. "cast weights": autocast's copies; "plan": row numbers of a bound plan; "backward": what comes
-and goes while gradients are computed, recomputed activations among them; "host": what has been offloaded, which takes
-nothing of the device."""
+"""Purpose of a tensor.
+
+- cast weights: autocast's copies.
+- plan: row numbers of a bound plan.
+- backward: temporary tensors of the backward, recomputed activations included.
+- host: offloaded tensors, which take no device memory.
+"""
 
 
 def without_numbers() -> FakeTensorMode:
-    """A mode in which tensors have a shape and a dtype and no numbers, whatever is done with them."""
+    """Return a mode in which all tensors are fake."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class LiveMemory(TorchDispatchMode):
-    """While entered, notes the memory of every tensor that an operator makes, until nothing refers to it any more.
+    """Mode that tracks the memory of every tensor that an operator makes, until the tensor is freed.
 
-    Tensors that share memory, as views do, count once. With torch's fake tensors nothing is computed and nothing takes
-    memory, but the counts are those of a real run. What a single operator takes and gives back within itself is not
-    seen.
+    Tensors that share memory, such as views, count once. Fake tensors give the counts of a real run without its memory
+    or computation. Temporary memory inside a single operator is not seen.
 
     Attributes:
-        peak: bytes by part at the moment when all together were the most.
+        peak: bytes by part at the moment of the largest total.
     """
 
     def __init__(self) -> None:
@@ -60,7 +63,7 @@ class LiveMemory(TorchDispatchMode):
 
     @contextmanager
     def making(self, part: Part) -> Iterator[None]:
-        """While inside, tensors that are made are of this part."""
+        """Count tensors made inside the context as this part."""
         before, self._part = self._part, part
         try:
             yield
@@ -68,17 +71,17 @@ class LiveMemory(TorchDispatchMode):
             self._part = before
 
     def now_making(self, part: Part) -> None:
-        """From now on tensors that are made are of this part."""
+        """Count tensors made from now on as this part."""
         self._part = part
 
     def belong(self, tensors: Iterable[Tensor], part: Part) -> None:
-        """Count tensors, whoever made them, as this part."""
+        """Count existing tensors as this part."""
         for x in tensors:
             self._free(id(x.untyped_storage()))
             self._note(x, part)
 
     def begin(self) -> None:
-        """Forget the most there was so far."""
+        """Reset the peak."""
         self._most = 0
         self._look()
 

@@ -1,7 +1,6 @@
-"""What a planned micro-batch takes of a rank's memory: the step as it is, run on tensors without numbers, and counted.
+"""Memory that a planned micro-batch takes on a rank: the real step, run on fake tensors and counted.
 
-Whatever a model, an adapter, autocast, a checkpoint or a change of hf_distca itself does to memory is in the count,
-since it is what runs.
+The count includes the effects of model, adapters, autocast and checkpoints, since the real code runs.
 """
 
 from collections.abc import Mapping
@@ -25,18 +24,13 @@ from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 def count_micro_batch(
     model: nn.Module, plan: MicroBatchPlan, rank: int, use: Use, mode: FakeTensorMode
 ) -> dict[Part, int]:
-    """Bytes by part at the moment of a micro-batch, forward and backward, when they are the most together.
+    """Return peak bytes by part during the forward and backward of a micro-batch.
 
-    All gradients are there before it begins, as those of an earlier micro-batch of the step are, and so are all
-    buffers of exchanges, which the first micro-batch has made.
+    All gradients and exchange buffers exist from the start, as after an earlier micro-batch of the step.
 
     Args:
-        model: a model without numbers, its decoder layers prepared for ping-pong if the plan needs it. Afterwards it
-            checkpoints as `use` says.
-        plan: of the micro-batch.
-        rank: whose memory it is.
-        use: of memory.
-        mode: in which the model was made.
+        model: a model of fake tensors, its decoder layers prepared for ping-pong if the plan needs it. Its
+            checkpointing is changed as `use` says.
     """
     live = LiveMemory()
     live.belong([*model.parameters(), *model.buffers()], "weights")
@@ -61,7 +55,7 @@ def count_micro_batch(
 
 
 def _run_step(model: nn.Module, bound: BoundPlan, autocast: torch.dtype | None, live: LiveMemory) -> None:
-    """Forward and backward of a micro-batch, as the trainer calls the model."""
+    """Run forward and backward of a micro-batch as the trainer does."""
     names = ("input_ids", "position_ids", "labels", "shift_labels")
     batch = {name: torch.zeros((1, bound.rows), dtype=torch.long) for name in names}
     targets = torch.ones((), dtype=torch.long)
@@ -86,7 +80,7 @@ def _run_step(model: nn.Module, bound: BoundPlan, autocast: torch.dtype | None, 
 
 
 def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveMemory) -> None:
-    """Let a model checkpoint as transformers' trainer does, or not at all."""
+    """Set a model's checkpointing as transformers' trainer does, or turn it off."""
     if checkpointing is None:
         getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
         return
@@ -102,7 +96,7 @@ def _checkpoint(model: Any, checkpointing: Mapping[str, Any] | None, live: LiveM
 
 
 def _offloaded(checkpoint: Any, live: LiveMemory) -> Any:
-    """A checkpoint whose inputs go to the host, which is the same device here."""
+    """Return a checkpoint whose inputs go to the host, which is the same device here."""
 
     def to_host(x: Tensor) -> Tensor:
         with live.making("host"):

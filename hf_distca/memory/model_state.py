@@ -1,4 +1,4 @@
-"""What weights, gradients and an optimizer with two moments (Adam) take on a rank, by how they are divided."""
+"""Memory of weights, gradients and an optimizer with two moments (Adam) on a rank, by strategy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ FLOAT32, BFLOAT16 = 4, 2
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters, and what they take as they are.
+    """Numbers and bytes of parameters.
 
     Attributes:
-        count: of all.
-        size: bytes of all.
-        trained: of those with a gradient.
-        trained_size: bytes of those.
+        count: numbers of all parameters.
+        size: bytes of all parameters.
+        trained: numbers of parameters with a gradient.
+        trained_size: bytes of parameters with a gradient.
     """
 
     count: int
@@ -34,8 +34,11 @@ class Parameters:
 
     @staticmethod
     def of(modules: Iterable[nn.Module]) -> "Parameters":
-        """Count the parameters of modules, shared ones once; those that ZeRO-3 or FSDP2 has divided as if they were
-        whole, those that tensor parallelism has divided by the share of a rank."""
+        """Count the parameters of modules, shared ones once.
+
+        Parameters that ZeRO-3 or FSDP2 divided count as whole; of those divided by tensor parallelism, a rank's share
+        counts.
+        """
         found = {parameter: None for module in modules for parameter in module.parameters()}
         counts = {parameter: _numbers(parameter) for parameter in found}
         trained = [parameter for parameter in found if parameter.requires_grad]
@@ -57,9 +60,9 @@ class ModelState:
     """Bytes on a rank.
 
     Attributes:
-        weights: parameters, and those of other ranks that are there at a time.
-        gradients: of parameters, and where ranks bring them together.
-        optimizer: two moments, and a copy of the weights where the optimizer has its own.
+        weights: parameters, including parameters gathered from other ranks at a time.
+        gradients: gradients, and the buckets in which ranks reduce gradients.
+        optimizer: two moments, and a copy of the weights if the optimizer has its own.
     """
 
     weights: int
@@ -68,27 +71,24 @@ class ModelState:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all bytes."""
         return self.weights + self.gradients + self.optimizer
 
 
 def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool) -> ModelState:
-    """What a rank keeps of a model from step to step.
+    """Return the memory of a model's state on a rank, kept from step to step.
 
     - ddp: the parameters as they are; with several ranks, DistributedDataParallel's buckets beside the gradients.
-    - fsdp2: shards of float32 weights; what is gathered for computation, and gradients before they are reduced.
+    - fsdp2: shards of float32 weights; gathered weights, and gradients before they are reduced.
     - zero1, zero2, zero3: DeepSpeed's weights in the dtype of computation and shards of a float32 copy beside the
       moments. zero2 shards gradients, zero3 weights too.
 
-    What is gathered at a time: all outside of the decoder layers, one layer, and the next one, which comes ahead.
-    Gradients are whole until a layer's backward has ended. Buckets of FSDP2 and DeepSpeed, whose size is a setting of
-    theirs, are left out.
+    Gathered at a time: all weights outside the decoder layers, one layer, and the next layer, which is prefetched.
+    Gradients are whole until a layer's backward has ended. Buckets of FSDP2 and DeepSpeed, whose size is a setting,
+    are left out.
 
     Args:
-        model: its parameters, whole or divided by ZeRO-3, FSDP2 or tensor parallelism.
-        strategy: how ranks that train on different data share them.
-        ranks: that do.
-        mixed: whether the model computes in bfloat16, else in float32.
+        ranks: number of ranks that share the state.
     """
     width = BFLOAT16 if mixed else FLOAT32
     whole = Parameters.of([model])

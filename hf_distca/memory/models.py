@@ -1,4 +1,4 @@
-"""Make models without numbers, which take no memory: of a config, or after a model; and count deep ones as shallow."""
+"""Models of fake tensors, from a config or as a copy, and counts of deep models from shallow ones."""
 
 import copy
 from collections.abc import Callable
@@ -17,12 +17,7 @@ from hf_distca.patches.register import ATTENTION_NAME
 
 
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTensorMode) -> PreTrainedModel:
-    """A causal language model of a config, in training.
-
-    Args:
-        config: of the model.
-        dtype: of its weights.
-        mode: in which it is made and used.
+    """Return a causal language model of a config, in training mode.
 
     Raises:
         ValueError: transformers has no causal language model of this config.
@@ -36,12 +31,11 @@ def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTens
 
 
 def model_after(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a model, with its adapters and whatever else is set on it, in training.
+    """Return a copy of a model in training mode, with its adapters and other changes.
 
     Args:
-        model: on any device, before it is wrapped for several ranks; ZeRO-3 may have divided its parameters.
-        mode: in which the copy is used.
-        dtype: of its weights; None for those that the model has.
+        model: a model on any device, before it is wrapped for several ranks; ZeRO-3 may have divided its parameters.
+        dtype: dtype of the copy's weights; None for the model's own.
     """
 
     def emptied(x: Tensor) -> Tensor:
@@ -51,19 +45,15 @@ def model_after(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | Non
 
     with mode:
         tensors = [*model.parameters(), *model.buffers()]
-        memo: dict[int, Any] = {id(x): emptied(x) for x in tensors}  # what is tied stays so
+        memo: dict[int, Any] = {id(x): emptied(x) for x in tensors}  # tied weights stay tied
         copied = copy.deepcopy(model, memo).train()
-    # A forward that was put on the model alone, for a fused loss, would run the model that it was made for.
+    # A forward set on the instance, such as a fused loss, would run the original model.
     vars(base_model(copied)).pop("forward", None)
     return copied
 
 
 def repeated_layers(model: PreTrainedModel) -> int | None:
-    """After how many decoder layers a model's layers repeat themselves; None where they do not.
-
-    Args:
-        model: with all of its layers.
-    """
+    """Return after how many decoder layers a model's layers repeat; None if they do not."""
     reaches = attention_reaches(model.config)
     layers = [
         (type(layer), reaches[i % len(reaches)], sum(p.numel() for p in layer.parameters()))
@@ -76,7 +66,7 @@ def repeated_layers(model: PreTrainedModel) -> int | None:
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """A config of a model of fewer layers, the first ones."""
+    """Return the config of a model with only the first `layers` layers."""
     shallow = copy.deepcopy(config)
     text: Any = shallow.get_text_config(decoder=True)
     for name, value in vars(text).items():
@@ -89,15 +79,10 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 def count_by_layers(
     count: Callable[[PreTrainedConfig], dict[Part, int]], config: PreTrainedConfig, period: int | None
 ) -> dict[Part, int]:
-    """Bytes by part of a model of a config.
+    """Return peak bytes by part of a model whose layers repeat every `period` layers, counted on shallow models.
 
-    The most is alive when the forward has ended and the first gradients are computed, or shortly before or after.
-    Then each layer has left what it keeps for its backward, so that bytes grow with the number of layers along a line.
-
-    Args:
-        count: of a model, see `count_micro_batch`.
-        config: of the whole model.
-        period: see `repeated_layers`.
+    The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes therefore grow
+    linearly with the number of layers.
     """
     depth = config.get_text_config(decoder=True).num_hidden_layers
     if period is None:

@@ -1,4 +1,4 @@
-"""What a GPU has in memory under each strategy that a simulation compares."""
+"""GPU memory under each strategy that a simulation compares."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -13,37 +13,33 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.ways import Setup, Way
 
 KERNEL = "torch_varlen"
-"""Whose memory core attention takes: FlashAttention's."""
+"""Kernel whose memory core attention takes: FlashAttention."""
 STATE_BYTES = 16
-"""Of a parameter: weight, gradient and two moments of the optimizer, in float32."""
+"""Bytes of a parameter: weight, gradient and the optimizer's two moments, in float32."""
 LOG_SUM_EXP_BYTES = 4
-"""Of a query head and row, in float32."""
+"""Bytes per query head and row, in float32."""
 
 
 class LeastMemory:
-    """The least memory, from shapes: model state, and what is kept of rows for the backward.
-
-    Args:
-        setup: who trains what.
-    """
+    """Lower bound of memory, from shapes: model state, and rows kept for the backward."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
 
     def __call__(self, way: Way, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
         """Return bytes of rows and of model state, see `hf_distca.sim.simulate.Memory`."""
-        if way.servers:  # what a server takes of ranks' rows is not known
+        if way.servers:  # the memory of a server is unknown
             return None, self._state
         alone = self._of_plan(plan, rows) if plan is not None else self._of_rows(rows)
         return None if alone is None else alone + self._gathered(rows, way.context), self._state
 
     @property
     def _state(self) -> int:
-        """Model state, divided over all GPUs as by FSDP2."""
+        """Bytes of model state, divided over all GPUs as by FSDP2."""
         return STATE_BYTES * self._setup.model.parameters // (self._setup.ranks * self._setup.tensor_parallel)
 
     def _of_rows(self, rows: int) -> int | None:
-        """Rows without an exchange; None without checkpointing, where they take many times as much.
+        """Return bytes of rows without an exchange; None without checkpointing, where rows take far more.
 
         Checkpointing keeps the input of each layer, and O and its log-sum-exp.
         """
@@ -58,25 +54,18 @@ class LeastMemory:
         return rows * (setup.model.depth * setup.model.hidden * value + attention)
 
     def _of_plan(self, plan: MicroBatchPlan, rows: int) -> int | None:
-        """Rows of a planned micro-batch."""
+        """Return bytes of the rows of a planned micro-batch."""
         return self._of_rows(rows)
 
     def _gathered(self, rows: int, context: int) -> int:
-        """K and V of the other ranks of a context-parallel group in a layer's backward, and their gradients."""
+        """Return bytes of other ranks' K and V in a context-parallel layer's backward, and of their gradients."""
         kinds = map(self._setup.on_a_gpu, self._setup.model.layers)
         widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in kinds)
         return 2 * rows * (context - 1) * widest * self._setup.profile.bytes_per_value
 
 
 class CountedMemory(LeastMemory):
-    """Memory counted on the model itself, on GPUs that share no layers.
-
-    Args:
-        setup: who trains what.
-        config: of the model.
-        settings: of plans.
-        options: of hf_distca.
-    """
+    """Memory counted on the model itself, for GPUs that share no layers."""
 
     def __init__(self, setup: Setup, config: PreTrainedConfig, settings: PlanSettings, options: DistCAConfig) -> None:
         super().__init__(setup)
@@ -90,7 +79,7 @@ class CountedMemory(LeastMemory):
         return self._counter.state(self._training).total
 
     def _of_rows(self, rows: int) -> int:
-        """Rows on the line through full rows and half ones."""
+        """Return bytes of rows on the line through half and full rows."""
         half, full = self._line
         most = self._settings.tokens_per_rank
         return round(full + (full - half) * (rows - most) / (most - most // 2))
@@ -100,7 +89,7 @@ class CountedMemory(LeastMemory):
 
     @cached_property
     def _line(self) -> tuple[int, int]:
-        """Bytes of half as many rows as a rank takes, and of as many."""
+        """Bytes of half the rows that a rank takes, and of all."""
         most = self._settings.tokens_per_rank
         alone = replace(self._settings, ranks=1, ranks_per_node=1, ping_pong=False)
         counter = MemoryCounter(self._config, alone, self._options)

@@ -1,4 +1,4 @@
-"""What stands in a step that is only counted for what needs a GPU, or other ranks.
+"""Stand-ins for GPU kernels and other ranks in a step that is only counted.
 
 Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of queries
 and keys, E head dim of values.
@@ -20,14 +20,11 @@ from hf_distca.memory.live import LiveMemory
 
 
 class FlashMemory:
-    """A kernel that takes the memory of FlashAttention-2's varlen kernel and computes nothing.
+    """Kernel that takes the memory of FlashAttention-2's varlen kernel and computes nothing.
 
-    Its backward accumulates dQ in float32, and with fewer key-value heads than query heads makes dK and dV for every
+    Its backward accumulates dQ in float32. With fewer key/value heads than query heads it makes dK and dV for every
     query head before it adds them up (flash_api.cpp, `mha_varlen_bwd`). FlashAttention-3 and 4 take no more. See
     `Kernel` for the methods.
-
-    Args:
-        name: of the kernel that it stands for.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,12 +32,12 @@ class FlashMemory:
         self.name, self.row_overhead, self.gather_cost = name, stands_for.row_overhead, stands_for.gather_cost
 
     def check(self, *_: Any) -> None:
-        """Nothing is computed, so nothing is refused."""
+        """Accept every need: nothing is computed."""
 
     def forward(
         self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
+        """Return empty results, see `Kernel.forward`."""
         rows, heads, _ = q_QHD.shape
         return q_QHD.new_empty((rows, heads, v_KGE.shape[2])), q_QHD.new_empty((rows, heads), dtype=torch.float32)
 
@@ -55,7 +52,7 @@ class FlashMemory:
         shapes: TaskShapes,
         params: AttentionParams,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
+        """Return empty gradients, see `Kernel.backward`."""
         dq_QHD, dk_KGD, dv_KGE = map(torch.empty_like, (q_QHD, k_KGD, v_KGE))
         taken = [torch.empty_like(q_QHD, dtype=torch.float32), torch.empty_like(lse_QH)]
         heads = q_QHD.shape[1]
@@ -66,15 +63,15 @@ class FlashMemory:
 
 
 def counted_kernel(name: str) -> Kernel:
-    """A kernel of this name for a step that is only counted: those that run on the CPU as they are."""
+    """Return a kernel of this name for a step that is only counted; CPU kernels run as they are."""
     return KERNELS[name]() if name in ("cpu", "reference") else FlashMemory(name)
 
 
 @contextmanager
 def any_grouped_mm() -> Iterator[None]:
-    """While inside, experts of any dtype multiply without numbers: torch's grouped_mm then takes bfloat16 only.
+    """Let experts of any dtype multiply fake tensors; torch's grouped_mm takes only bfloat16 there.
 
-    Transformers' own, which stands in, makes the same tensors.
+    The fallback of transformers makes the same tensors.
     """
     able, moe._can_use_grouped_mm = moe._can_use_grouped_mm, lambda *_: False
     try:
@@ -84,18 +81,14 @@ def any_grouped_mm() -> Iterator[None]:
 
 
 class _NoGroup:
-    """A group of ranks that takes whatever is asked of it for done, and the work that it gives back."""
+    """Group of ranks whose operations, and the work that they return, are done at once."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: self
 
 
 class CountedExchange(Exchange):
-    """An exchange whose buffers are counted and whose rows stay where they are.
-
-    Args:
-        live: counts them.
-    """
+    """Exchange whose buffers are counted and whose rows stay in place."""
 
     def __init__(self, live: LiveMemory) -> None:
         groups: Any = SimpleNamespace(exchange=_NoGroup(), node=_NoGroup(), closed=False)
@@ -103,23 +96,19 @@ class CountedExchange(Exchange):
         self._live = live
 
     def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> Message:
-        """See `Exchange.open`."""
+        """Reserve memory as `Exchange.open` does, and count it."""
         with self._live.making("exchange buffers"):
             return super().open(columns, traffic, role, device)
 
 
 class CountedResults(KeptResults):
-    """Kept results that are counted as such.
-
-    Args:
-        live: counts them.
-    """
+    """Kept results that are counted as such."""
 
     def __init__(self, live: LiveMemory) -> None:
         super().__init__()
         self._live = live
 
     def keep(self, key: Hashable, tensors: tuple[Tensor, ...]) -> None:
-        """See `KeptResults.keep`."""
+        """Keep tensors as `KeptResults.keep` does, and count them."""
         self._live.belong(tensors, "kept O")
         super().keep(key, tensors)

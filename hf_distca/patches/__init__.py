@@ -1,1 +1,1 @@
-"""What transformers calls: the only package that touches its internals."""
+"""Functions that transformers calls; the only package that touches its internals."""

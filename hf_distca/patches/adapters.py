@@ -1,4 +1,4 @@
-"""Which kinds of PEFT adapters a planned step would compute wrongly."""
+"""Check for PEFT adapters that a planned step would compute wrongly."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ _REASONS = {
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise if the model has an adapter whose result would be wrong for packed documents that are cut.
+    """Raise if an adapter's result would be wrong for packed documents that are cut.
 
     Args:
         model: a transformers model or a PEFT model around one.
 
     Raises:
-        ValueError: an adapter puts virtual tokens before its input (prompt tuning, prefix tuning, p-tuning), begins
-            behind invocation tokens (aLoRA), or is one of AdaLoRA, ShadowPEFT, Lily and Poly.
+        ValueError: an adapter adds virtual tokens (prompt tuning, prefix tuning, p-tuning), starts at invocation
+            tokens (aLoRA), or is AdaLoRA, ShadowPEFT, Lily or Poly.
     """
     for name, config in getattr(model, "peft_config", {}).items():
         if reason := _reason(config):

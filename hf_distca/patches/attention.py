@@ -1,7 +1,7 @@
-"""The attention function that transformers calls under attn_implementation="distca".
+"""Attention function that transformers calls under attn_implementation="distca".
 
-Shape suffixes: B batch, H query heads, G key/value heads, T rows, S key/value rows, D head dim of queries
-and keys, E head dim of values.
+Shape suffixes: B batch, H query heads, G key/value heads, T rows, S key/value rows, D head dim of queries and keys, E
+head dim of values.
 """
 
 from typing import Any
@@ -33,27 +33,22 @@ def distca_attention(
     distca_plan: BoundPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Core attention of one layer: as planned where the batch carries a plan, else what "sdpa" gives.
+    """Compute core attention of one layer: as planned if the batch carries a plan, else as "sdpa" does.
 
     Args:
-        module: the model's attention layer.
         query: [B, H, T, D], after position embedding.
         key: [B, G, S, D].
         value: [B, G, S, E].
-        attention_mask: what `distca_mask` made.
-        dropout: probability of dropping an attention weight.
         scaling: factor on the scores; None for 1/√D.
-        sliding_window: the layer's window; None for full attention.
-        softcap: soft cap of the scores (Gemma2).
+        sliding_window: rows of the layer's window; None for full attention.
         s_aux: [H] learned attention sinks (gpt-oss).
         distca_plan: the micro-batch's plan, under PLAN_KEY; None outside a planned step.
-        kwargs: handed on to "sdpa".
 
     Returns:
         [B, T, H, E], and None for the attention weights, which are never materialised.
 
     Raises:
-        ValueError: a planned step with something that a plan cannot express.
+        ValueError: a planned step asks for an attention that a plan cannot express.
     """
     if distca_plan is None:
         mask = attention_mask.tensor() if isinstance(attention_mask, DeferredMask) else attention_mask
@@ -90,9 +85,9 @@ def _planned_attention(
     plan: BoundPlan,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Core attention of one layer as planned: [B, T, H, E].
+    """Compute core attention of one layer as planned: [B, T, H, E].
 
-    Args: see `distca_attention`; states are query, key and value, plan is distca_plan.
+    Args: see `distca_attention`; states are query, key and value.
     """
     query, key, value = states
     if getattr(module, "attn_temperature_tuning", False):
@@ -110,7 +105,7 @@ def _planned_attention(
 
 
 def attention_chunk(module: nn.Module) -> int | None:
-    """Rows of an attention layer's chunks; None for no chunks."""
+    """Return the rows of an attention layer's chunks; None for no chunks."""
     config: Any = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None or "chunked_attention" not in layer_types:
@@ -120,7 +115,7 @@ def attention_chunk(module: nn.Module) -> int | None:
 
 
 def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:
-    """One dtype for Q, K and V: autocast leaves rotated queries and keys in float32, values not."""
+    """Return one dtype for Q, K and V: autocast leaves rotated queries and keys in float32, values not."""
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -135,7 +130,7 @@ def _check_planned(
     reach: Reach,
     kwargs: dict[str, Any],
 ) -> None:
-    """Raise where a planned step would not give what the model asks for; alike on every rank."""
+    """Raise, alike on every rank, if a planned step cannot compute the attention that the model asks for."""
     layer = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if dropout > 0:
         raise ValueError(
@@ -187,7 +182,9 @@ def _eager_attention(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Attention with soft-capped scores or sinks outside a planned step, which "sdpa" refuses or ignores.
+    """Compute attention with soft-capped scores or sinks outside a planned step.
+
+    "sdpa" refuses or ignores both.
 
     Args: see `distca_attention`; mask is boolean [B, 1, T, S], or None for plain causal attention.
 

@@ -1,8 +1,8 @@
-"""Cross entropy of an output head's logits, computed over chunks of rows: no tensor of rows × vocabulary is made.
+"""Cross entropy of an output head's logits over chunks of rows, without a tensor of rows × vocabulary.
 
-It is exact for any head, and for what a model does to its logits value by value (soft caps, scalings, casts).
-`torch.nn.functional.linear_cross_entropy` knows plain linear heads only, and in bfloat16 it rounds where the model's
-own loss does not: it adds up the loss in bfloat16 (torch 2.13: 10.19 for 10.43), and the head's gradient as well.
+The result is exact for any head and for element-wise changes of logits (soft caps, scalings, casts).
+`torch.nn.functional.linear_cross_entropy` supports only plain linear heads. In bfloat16 it also sums the loss and the
+head's gradient in bfloat16, unlike the model's own loss (torch 2.13: 10.19 for 10.43).
 
 Shape suffixes: T rows, C rows of a chunk, D hidden size, V vocabulary.
 """
@@ -18,30 +18,29 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Tensor], Tensor]
-"""Something that is done to logits value by value: [C, V] to [C, V]."""
+"""Element-wise change of logits: [C, V] to [C, V]."""
 
 
 def apply_steps(logits: Tensor, steps: Sequence[Step]) -> Tensor:
-    """What steps make of logits, one after another."""
+    """Apply steps to logits, one after another."""
     for step in steps:
         logits = step(logits)
     return logits
 
 
 def rows_of_chunk(chunk_bytes: int, vocabulary: int) -> int:
-    """Rows whose logits in float32 take at most so many bytes; one where a single row takes more."""
+    """Return the most rows whose float32 logits take at most `chunk_bytes`; at least one."""
     return max(1, chunk_bytes // (4 * vocabulary))
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedSum:
-    """The sum of the cross entropies of rows, a chunk of rows at a time.
+    """Sum of the cross entropies of rows, computed chunk by chunk.
 
     Attributes:
-        targets: [T] int64; rows whose target is `ignore_index` count for nothing.
-        ignore_index: see `targets`.
-        steps: done to the head's logits before the cross entropy.
-        rows: of a chunk, at most.
+        targets: [T] int64; rows whose target is `ignore_index` do not count.
+        steps: changes of the head's logits before the cross entropy.
+        rows: most rows of a chunk.
     """
 
     targets: Tensor
@@ -50,12 +49,9 @@ class ChunkedSum:
     rows: int
 
     def of_linear(self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        """The sum for a linear head. Its gradients are computed with it, and its backward can run once.
+        """Return the sum for a linear head.
 
-        Args:
-            hidden_TD: what the head gets.
-            weight_VD: of the head.
-            bias_V: of the head, where it has one.
+        The gradients are computed in the forward, and the backward can run once.
 
         Returns:
             Scalar, in the dtype that `torch.nn.functional.cross_entropy` gives.
@@ -66,11 +62,10 @@ class ChunkedSum:
         return self.with_gradients(hidden_TD, weight_VD, bias_V, (False, False, False))[0]
 
     def of_head(self, forward: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Tensor:
-        """The sum for any head. A chunk's logits are computed again in the backward.
+        """Return the sum for any head; the backward recomputes each chunk's logits.
 
         Args:
-            forward: of the head: [C, D] to [C, V].
-            hidden_TD: what the head gets.
+            forward: the head's forward: [C, D] to [C, V].
 
         Returns:
             Scalar, in the dtype that `torch.nn.functional.cross_entropy` gives.
@@ -89,14 +84,11 @@ class ChunkedSum:
     def with_gradients(
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """The sum for a linear head, and its gradients.
+        """Return the sum for a linear head, and its gradients.
 
-        The head's gradients are added up in float32 at least, however many chunks there are.
+        The head's gradients are added up in at least float32.
 
         Args:
-            hidden_TD: see `of_linear`, and so for weight and bias.
-            weight_VD: see there.
-            bias_V: see there.
             needs: whether the gradients of hidden states, weight and bias are needed.
         """
         summed = torch.promote_types(weight_VD.dtype, torch.float32)
@@ -119,18 +111,18 @@ class ChunkedSum:
                 weight_grad_VD += grad_CV.T @ hidden_TD[chunk]
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(0, dtype=summed)
-            del logits_CV, grad_CV  # before the next chunk's are made
+            del logits_CV, grad_CV  # free before the next chunk
         return torch.stack(losses).sum(), (hidden_grad_TD, weight_grad_VD, bias_grad_V)
 
     def _of_logits(self, logits_CV: Tensor, target_C: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-        """The sum of a chunk and, where it is wanted, its gradient [C, V] with respect to the head's logits."""
+        """Return the sum of a chunk and, if needed, its gradient [C, V] with respect to the head's logits."""
         with torch.set_grad_enabled(gradient):
             changed_CV = apply_steps(logits_CV.requires_grad_(gradient), self.steps)
         grad_CV = functional.log_softmax(changed_CV.detach(), dim=-1)
         loss = functional.nll_loss(grad_CV, target_C, ignore_index=self.ignore_index, reduction="sum")
         if not gradient:
             return loss, grad_CV
-        # softmax, less one at the target: in the place of log_softmax.
+        # Overwrite log_softmax by softmax minus one at the target.
         counts_C1 = (target_C != self.ignore_index)[:, None]
         targets_C1 = torch.where(counts_C1, target_C[:, None], 0)
         grad_CV.exp_().scatter_add_(1, targets_C1, -counts_C1.to(grad_CV.dtype)).mul_(counts_C1)
@@ -140,7 +132,7 @@ class ChunkedSum:
 
 
 class _OfLinear(torch.autograd.Function):
-    """See `ChunkedSum.of_linear`: the backward only scales what the forward has computed."""
+    """Autograd function of `ChunkedSum.of_linear`: its backward only scales the forward's gradients."""
 
     @staticmethod
     def forward(
@@ -162,7 +154,7 @@ class _OfLinear(torch.autograd.Function):
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """A tensor in the dtype in which a linear layer would take it."""
+    """Return a tensor in the dtype that autocast gives a linear layer."""
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(device_type))

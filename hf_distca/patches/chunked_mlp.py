@@ -1,8 +1,8 @@
-"""Decoder MLPs over chunks of rows: what lies between their projections is there for one chunk at a time.
+"""Decoder MLPs over chunks of rows, so that intermediate rows exist for one chunk at a time.
 
-An MLP computes each row by itself, so that chunks give the same rows. Each chunk is checkpointed: its backward
-computes it again, else all chunks' intermediate rows would be kept as before. As in "Arctic Long Sequence Training"
-(arXiv 2506.13996), *TiledMLP*.
+An MLP computes each row independently, so that chunks give the same rows. Each chunk is checkpointed: otherwise
+autograd would keep all chunks' intermediate rows. This is *TiledMLP* of "Arctic Long Sequence Training" (arXiv
+2506.13996).
 """
 
 import logging
@@ -18,18 +18,17 @@ from hf_distca.patches.layers import decoder_layers
 logger = logging.getLogger(__name__)
 
 EXPERTS = "Expert"
-"""In the name of a class that a block has inside: it sends rows to experts. How many rows an expert has depends on all
-rows, and what the router says of them is collected for the model's loss."""
+"""Part of a class name that marks a module as routing rows to experts.
+
+Such modules are not divided. The rows of an expert depend on all rows, and the model's loss collects the router's
+scores.
+"""
 
 
 def chunk_mlps(model: nn.Module, rows: int) -> None:
-    """Let a model's decoder MLPs compute so many rows at a time. Do it before `prepare`.
+    """Make a model's decoder MLPs compute `rows` rows at a time, in place; call it before `prepare`.
 
-    Blocks of experts are left as they are, which is logged.
-
-    Args:
-        model: the model; its MLPs are changed in place.
-        rows: of a chunk.
+    MLPs that cannot be divided, such as blocks of experts, are unchanged and logged.
 
     Raises:
         ValueError: no decoder layer has an MLP that can be divided.
@@ -46,7 +45,7 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
                 continue
             cls = type(module)
             if not issubclass(cls, _ChunkedMLP):
-                # Others find modules by the name of their class.
+                # Other libraries find modules by class name.
                 module.__class__ = subclasses.setdefault(cls, type(cls.__name__, (_ChunkedMLP, cls), {}))
             vars(module)["chunk_rows"] = rows
             chunked += 1
@@ -61,7 +60,7 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
 
 
 def _why_not(module: nn.Module) -> str:
-    """Why a module of a decoder layer cannot be divided by rows; "" where it can."""
+    """Return why a module of a decoder layer cannot be divided by rows; "" if it can."""
     if any(EXPERTS in type(inner).__name__ for inner in module.modules()):
         return "routes rows to experts"
     if "forward" in vars(module):
@@ -70,7 +69,7 @@ def _why_not(module: nn.Module) -> str:
 
 
 class _ChunkedMLP(nn.Module):
-    """Comes before an MLP's own class."""
+    """Base that precedes an MLP's own class."""
 
     chunk_rows: int
 

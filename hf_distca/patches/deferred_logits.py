@@ -1,7 +1,7 @@
-"""Logits that are not computed before somebody asks for them, and then only as far as they are asked for.
+"""Logits that are computed on demand, and only the part that is needed.
 
-A model's own code scales them, caps them and hands them to `torch.nn.functional.cross_entropy`. What it does to them
-value by value is noted; cross entropy is then computed chunk by chunk. Anything else gets the tensor that it expects.
+A model's own code scales and caps logits and passes them to `torch.nn.functional.cross_entropy`. Element-wise changes
+are recorded, and cross entropy is computed chunk by chunk. Any other function gets a real tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,47 +19,45 @@ from hf_distca.patches.uncompiled import uncompiled
 logger = logging.get_logger(__name__)
 
 REASON = "logits of a planned step are deferred"
-"""Why compiled code stops where they come in."""
+"""Reason of the break in compiled code."""
 
 
 class Head(Protocol):
-    """What deferred logits ask of the output head that they come from. D: hidden size, V: vocabulary."""
+    """Interface of the output head for deferred logits. D: hidden size, V: vocabulary."""
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """V, the number of logits of a row."""
 
     @property
     def divides(self) -> bool:
-        """Whether ranks may now compute different numbers of parts of their logits."""
+        """Whether ranks may compute different numbers of parts of their logits."""
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
-        """Hidden states [..., D] to logits [..., V]."""
+        """Return the logits [..., V] of hidden states [..., D]."""
 
     def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
-        """Sum of the cross entropies of the logits of hidden states [T, D] and targets [T]."""
+        """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
 
     def argmax(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
-        """Hidden states [..., D] to the indices [...] of the largest logits."""
+        """Return the indices [...] of the largest logits of hidden states [..., D]."""
 
     def fits(self, rows: int) -> bool:
-        """Whether the logits of so many rows are a chunk at most."""
+        """Return whether the logits of `rows` rows fit in one chunk."""
 
 
 class DeferredLogits:
-    """Stands for logits [..., V]: torch's functions and the methods of a tensor can be called on it.
+    """Stand-in for logits [..., V] that supports torch's functions and a tensor's methods.
 
     Args:
-        head: computes them.
-        hidden: [..., D], what the head gets.
-        sample: [0, V] of their dtype.
-        steps: done to the head's logits.
+        hidden: [..., D], input of the head.
+        sample: [0, V], with the dtype of the logits.
     """
 
     def __init__(self, head: Head, hidden: Tensor, sample: Tensor | None = None, steps: tuple[Step, ...] = ()) -> None:
         self._head, self._hidden, self._steps = head, hidden, steps
         self._sample = _sample(head, hidden) if sample is None else sample
-        self._tensor: Tensor | None = None  # once they are computed for good
+        self._tensor: Tensor | None = None  # set once the logits are computed with gradients
 
     @property
     def shape(self) -> torch.Size:
@@ -73,32 +71,28 @@ class DeferredLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As a tensor has it."""
+        """Dtype, as of a tensor."""
         return self._sample.dtype
 
     @property
     def device(self) -> torch.device:
-        """As a tensor has it."""
+        """Device, as of a tensor."""
         return self._sample.device
 
     def size(self, dim: int | None = None) -> Any:
-        """As a tensor has it."""
+        """Return the shape or the size of a dimension, as a tensor does."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """As a tensor has it."""
+        """Return the number of dimensions."""
         return self.ndim
 
     def numel(self) -> int:
-        """As a tensor has it."""
+        """Return the number of elements."""
         return self.shape.numel()
 
     def tensor(self, asked_by: str = "tensor") -> Tensor:
-        """The logits themselves, [..., V].
-
-        Args:
-            asked_by: what needs them, for the log.
-        """
+        """Return the logits themselves, [..., V]."""
         if self._tensor is not None:
             return self._tensor
         if not self._head.fits(self._hidden.shape[:-1].numel()):
@@ -128,7 +122,7 @@ class DeferredLogits:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What torch calls in place of one of its functions that got deferred logits."""
+        """Handle a torch function that is called with deferred logits."""
         kwargs = kwargs or {}
         name = function.__name__
         plain = name.strip("_") if name.startswith("__") else name
@@ -139,7 +133,7 @@ class DeferredLogits:
                 return result
         args, kwargs = tree_map_only(cls, lambda logits: logits.tensor(plain), (args, kwargs))
         if isinstance(first, cls) and (plain.endswith("_") or plain == "setitem"):
-            first._tensor = args[0]  # it changes
+            first._tensor = args[0]  # the in-place result replaces the deferred logits
         return function(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -153,12 +147,12 @@ class DeferredLogits:
 
 
 def _call(function: Callable[..., Any], logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    """A method of a tensor, called on deferred logits."""
+    """Call a tensor's method on deferred logits."""
     return DeferredLogits.__torch_function__(function, (), (logits, *args), kwargs)
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """The operator of this name, of deferred logits."""
+    """Return the tensor operator of this name for deferred logits."""
     function = getattr(Tensor, name)
 
     def operator(self: DeferredLogits, *args: Any) -> Any:
@@ -167,7 +161,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return operator
 
 
-# Python looks for operators in the class, and not by __getattr__.
+# Python looks up operators in the class, not through __getattr__.
 for _name in (
     *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
     *("__pow__", "__neg__", "__abs__", "__matmul__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
@@ -178,18 +172,18 @@ DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _sample(head: Head, hidden: Tensor) -> Tensor:
-    """[0, V] of the dtype that a linear layer gives."""
+    """Return [0, V] in the dtype that a linear layer gives."""
     dtype, device_type = hidden.dtype, hidden.device.type
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
     return torch.empty(0, head.vocabulary, dtype=dtype, device=hidden.device)
 
 
-# What can be done without the logits. Each gets what torch's function got; NotImplemented where it cannot be done so.
+# Handlers that need no logits. Each gets the torch function's arguments and returns NotImplemented if it needs logits.
 
 
 def _value_by_value(logits: DeferredLogits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Note a step that changes each value by itself."""
+    """Record an element-wise change."""
     if any(isinstance(x, Tensor | DeferredLogits) for x in (*args, *kwargs.values())):
         return NotImplemented
 
@@ -206,7 +200,7 @@ def _value_by_value(logits: DeferredLogits, function: Callable[..., Any], args: 
 
 
 def _with_hidden(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
-    """The logits of other rows, or of rows in another shape."""
+    """Return the logits of other hidden states, such as a selection or another shape."""
     return DeferredLogits(logits._head, hidden, logits._sample, logits._steps)
 
 
@@ -215,7 +209,7 @@ def _same(logits: DeferredLogits, function: Callable[..., Any], args: tuple[Any,
 
 
 def _reshape(logits: DeferredLogits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Another shape of the same rows."""
+    """Reshape rows without changing the last dimension."""
     shape = args[0] if len(args) == 1 and isinstance(args[0], Sequence) else args
     if kwargs or not shape or not all(isinstance(size, int) for size in shape) or shape[-1] != logits._head.vocabulary:
         return NotImplemented
@@ -223,7 +217,7 @@ def _reshape(logits: DeferredLogits, function: Callable[..., Any], args: tuple[A
 
 
 def _getitem(logits: DeferredLogits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Some of the rows, whole."""
+    """Select whole rows."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not logits._head.divides or not all(part is ... or isinstance(part, int | slice) for part in index):
         return NotImplemented
@@ -237,7 +231,7 @@ def _getitem(logits: DeferredLogits, function: Callable[..., Any], args: tuple[A
 
 
 def _split(logits: DeferredLogits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """All rows, some at a time."""
+    """Split rows into parts."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if not logits._head.divides or dim in (-1, logits.ndim - 1):
         return NotImplemented
@@ -245,7 +239,7 @@ def _split(logits: DeferredLogits, function: Callable[..., Any], args: tuple[Any
 
 
 def _argmax(logits: DeferredLogits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The most probable words."""
+    """Return the most probable tokens."""
     dim = kwargs.get("dim", args[0] if args else None)
     if dim not in (-1, logits.ndim - 1) or len(args) > 1 or kwargs.keys() - {"dim"}:
         return NotImplemented
@@ -253,7 +247,7 @@ def _argmax(logits: DeferredLogits, function: Callable[..., Any], args: tuple[An
 
 
 def _cross_entropy(logits: DeferredLogits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Mean or sum over rows with a target each."""
+    """Return the mean or sum of cross entropies over rows, given one target per row."""
     settings = {"ignore_index": -100, "reduction": "mean", **kwargs}
     reduction, ignore_index = settings.pop("reduction"), settings.pop("ignore_index")
     (target,) = args if len(args) == 1 else (None,)

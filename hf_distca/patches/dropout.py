@@ -1,4 +1,4 @@
-"""Attention dropout, under all the names that transformers' models have for it."""
+"""Check for attention dropout, under all names that transformers' models use."""
 
 import re
 from collections.abc import Iterator
@@ -7,20 +7,16 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 IN_CONFIG = re.compile(r"(?!encoder_)(.*_)?(attn|attention)_.*drop.*")
-"""attention_dropout, attn_pdrop, attention_probs_dropout_prob, decoder_attention_dropout_rate, ..."""
+"""Config fields: attention_dropout, attn_pdrop, attention_probs_dropout_prob, decoder_attention_dropout_rate, ..."""
 IN_MODULE = re.compile(r"(attn|attention)_.*drop.*|dropout(_p|_prob)?")
-"""In an attention layer plain "dropout" is that of the weights too."""
+"""Attributes of an attention layer; there plain "dropout" also means dropout of the weights."""
 
 
 def check_dropout(config: PreTrainedConfig, attentions: dict[str, nn.Module]) -> None:
     """Raise if the model would drop attention weights in training.
 
-    Args:
-        config: of the text model.
-        attentions: its attention layers by name.
-
     Raises:
-        ValueError: naming the field of the config, or the attribute of the layer, that asks for dropout.
+        ValueError: a field of the config or an attribute of a layer, named in the message, asks for dropout.
     """
     for name, value in config.to_dict().items():
         if IN_CONFIG.fullmatch(name) and _probability(value) > 0:

@@ -1,8 +1,8 @@
-"""The output head in a planned step: its logits are computed when they are asked for, chunk by chunk for the loss.
+"""Output head in a planned step: logits are computed on demand, and chunk by chunk for the loss.
 
-`plan_head` gives the head a subclass of its own class, and the model one whose forward lets the head defer its logits
-in a planned step with labels. Whatever is computed of them runs inside a call of the head: there alone ZeRO-3 has its
-weights, and adapters of PEFT do their part.
+`plan_head` gives the head a subclass of its own class. It gives the model a subclass whose forward lets the head defer
+its logits in a planned step with labels. Logits are computed inside a call of the head: only there are ZeRO-3's
+weights gathered and PEFT adapters active.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +29,19 @@ from hf_distca.plan import PLAN_KEY
 logger = logging.get_logger(__name__)
 
 WRAPPERS = ("torch.distributed.", "deepspeed.", "hf_distca.")
-"""Whose hooks on a head do with a loss what they do with logits: they gather and free weights."""
+"""Modules whose hooks on a head only gather and free weights, whether for a loss or for logits."""
 
 Forward = Callable[[Tensor], Tensor]
 
 
 def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
-    """Let a model compute the loss of planned steps without its logits. Do it before `prepare`.
+    """Let a model compute the loss of planned steps without all logits, in place; call it before `prepare`.
 
-    Outside a planned step, and in one without labels, the model behaves as before.
+    Outside a planned step, and in one without labels, the model is unchanged.
 
     Args:
-        model: a transformers model, or a PEFT model around one; its head and its class are changed in place.
-        chunk_bytes: the most that the logits of a chunk of rows take in float32; 0 for all logits at once.
+        model: a transformers model, or a PEFT model around one.
+        chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
     """
     base: Any = base_model(model)
     head = base.get_output_embeddings()
@@ -54,34 +54,33 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
         )
         return
     if not isinstance(head, PlannedHead):
-        if any(map(is_shared_out, head.parameters())):  # tensor parallelism has put a forward in front of the class's
+        if any(map(is_shared_out, head.parameters())):  # tensor parallelism has replaced the class's forward
             head.forward_in_shares = vars(head).pop("forward")
         is_plain = type(head).forward is nn.Linear.forward and "forward_in_shares" not in vars(head)
         head.__class__ = _subclass(type(head), PlannedHead, is_plain=is_plain)
         base.__class__ = _subclass(type(base), forward=_deferring(type(base).forward))
-        if "forward" in vars(base):  # Liger's loss, say: it goes its own way in training, but not in evaluation
+        if "forward" in vars(base):  # such as Liger's, which uses the head in evaluation only
             base.forward = _deferring(base.forward, base)
     head.chunk_bytes = chunk_bytes
 
 
 def adapted_heads(model: nn.Module) -> list[type[nn.Module]]:
-    """The classes of planned heads that are made of several modules: a chunk runs through all of them."""
+    """Return the classes of planned heads with several modules; a chunk runs through all of them."""
     return list({type(head) for head in model.modules() if isinstance(head, PlannedHead) and list(head.children())})
 
 
 def _subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
-    """A class that goes by the name of its base: PEFT, accelerate and checkpoints know modules by it."""
+    """Return a subclass with its base's name, by which PEFT, accelerate and checkpoints find modules."""
     return type(
         cls.__name__, (*before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
     )
 
 
 def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., Any]:
-    """A model's forward that lets its head defer logits in a planned step with labels.
+    """Return a model's forward that lets its head defer logits in a planned step with labels.
 
     Args:
-        forward: of the model.
-        model: that it is bound to; None where it gets the model first.
+        model: the model that `forward` is bound to; None if the model is its first argument.
     """
 
     @wraps(forward)
@@ -98,12 +97,12 @@ def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., 
 
 
 class PlannedHead(nn.Module):
-    """Comes before an output head's own class.
+    """Base that precedes an output head's own class.
 
     Attributes:
-        chunk_bytes: the most that the logits of a chunk of rows take in float32; 0 for all logits at once.
-        is_plain: it is a linear layer and nothing else.
-        forward_in_shares: with tensor parallelism its forward, in which each rank computes a share of the vocabulary.
+        chunk_bytes: most bytes of a chunk's logits in float32; 0 for all logits at once.
+        is_plain: whether the head is just a linear layer.
+        forward_in_shares: with tensor parallelism, the forward in which each rank computes a share of the vocabulary.
     """
 
     chunk_bytes = 0
@@ -116,7 +115,7 @@ class PlannedHead(nn.Module):
 
     @uncompiled(REASON)
     def can_defer(self) -> bool:
-        """Whether the loss can be computed over chunks; where not, the reason is logged once."""
+        """Return whether the loss can be computed over chunks; if not, log the reason once."""
         if self.chunk_bytes == 0:
             return False
         reason = self._obstacle()
@@ -138,7 +137,7 @@ class PlannedHead(nn.Module):
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While inside, calls of the head give deferred logits."""
+        """Make calls of the head return deferred logits inside the context."""
         self._defers = True
         try:
             yield
@@ -146,13 +145,13 @@ class PlannedHead(nn.Module):
             self._defers = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The head's logits, or deferred logits while it defers them."""
+        """Return the head's logits, or deferred logits inside `deferred`."""
         if self._defers and len(args) == 1 and not kwargs:
             return DeferredLogits(self, args[0])
         return super().__call__(*args, **kwargs)
 
     def forward(self, hidden: Tensor, *args: Any, task: Callable[..., Tensor] | None = None, **kwargs: Any) -> Any:
-        """The head's own forward; or a task, a function of that forward and of the hidden states."""
+        """Run the head's own forward, or a task: a function of that forward and the hidden states."""
         forward: Forward = self.forward_in_shares or super().forward
         return forward(hidden, *args, **kwargs) if task is None else self._carry_out(task, forward, hidden)
 
@@ -167,19 +166,19 @@ class PlannedHead(nn.Module):
 
     @property
     def divides(self) -> bool:
-        """Whether ranks may compute different numbers of parts: not where each part would gather weights."""
+        """Whether ranks may compute different numbers of parts; not if each part gathers weights."""
         return self._defers or not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in self.parameters())
 
     def fits(self, rows: int) -> bool:
-        """Whether the logits of so many rows are a chunk at most."""
+        """Return whether the logits of `rows` rows fit in one chunk."""
         return rows <= self._rows()
 
     def logits(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
-        """All logits: hidden states [..., D] to [..., V]."""
+        """Return all logits [..., V] of hidden states [..., D]."""
         return self._call(hidden, lambda forward, x: apply_steps(forward(x), steps))
 
     def argmax(self, hidden: Tensor, steps: Sequence[Step]) -> Tensor:
-        """Hidden states [..., D] to the indices [...] of the largest logits."""
+        """Return the indices [...] of the largest logits of hidden states [..., D]."""
 
         def task(forward: Forward, x: Tensor) -> Tensor:
             chunks = x.reshape(-1, x.shape[-1]).split(self._rows())
@@ -189,7 +188,7 @@ class PlannedHead(nn.Module):
             return self._call(hidden, task).view(hidden.shape[:-1])
 
     def cross_entropy(self, hidden: Tensor, target: Tensor, steps: Sequence[Step], ignore_index: int) -> Tensor:
-        """Sum of the cross entropies of the logits of hidden states [T, D] and targets [T]."""
+        """Return the sum of cross entropies for hidden states [T, D] and targets [T]."""
         chunked_sum = ChunkedSum(target, ignore_index, steps, self._rows())
 
         def task(forward: Forward, x: Tensor) -> Tensor:
@@ -203,10 +202,10 @@ class PlannedHead(nn.Module):
         return rows_of_chunk(self.chunk_bytes, self.vocabulary)
 
     def _call(self, hidden: Tensor, task: Callable[[Forward, Tensor], Tensor]) -> Tensor:
-        """Carry out a task in a call of the head, with whole weights."""
+        """Run a task in a call of the head, with whole weights."""
         call = partial(super().__call__, hidden, task=task)
         in_shards = {name: p for name, p in self.named_parameters() if _is_in_shards(p)}
-        if not in_shards or isinstance(self, FSDPModule):  # which gathers them itself
+        if not in_shards or isinstance(self, FSDPModule):  # FSDP2 gathers them itself
             result: Tensor = call()
             return result
         if torch.is_grad_enabled() or self.forward_in_shares is not None:
@@ -221,10 +220,10 @@ class PlannedHead(nn.Module):
 
 
 def _is_in_shards(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether FSDP2 must gather a parameter before it is computed with; tensor parallelism computes with shares."""
+    """Return whether FSDP2 must gather a parameter before use; tensor parallelism computes with shares."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != (MESH,)
 
 
 def _is_gathered_apart(head: nn.Module, module: nn.Module) -> bool:
-    """Whether ZeRO-3 gathers the weights of a module inside a head whenever that module is called."""
+    """Return whether ZeRO-3 gathers the weights of a module inside a head at each call of that module."""
     return not getattr(head, "_z3_leaf", False) and any(hasattr(p, "ds_id") for p in module.parameters())

@@ -1,4 +1,4 @@
-"""The kinds of attention of a transformers model: what it tells of them in its config and its attention modules."""
+"""Kinds of attention of a transformers model, read from its config and its attention modules."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -11,24 +11,24 @@ from hf_distca.patches.tensor_parallel import kind_on_a_rank
 from hf_distca.plan import AttentionKind
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""The name under which transformers' modules ask for their attention function."""
+"""Name under which transformers' modules look up their attention function."""
 ROWWISE = ("moe", "mlp", "sparse", "dense")
-"""Types of layers that compute each row by itself."""
+"""Types of layers that compute each row independently."""
 MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
-"""Types of layers that mix along the row otherwise than by attention, the hybrid ones besides it."""
+"""Types of layers that mix along the row without attention; hybrid layers also have attention."""
 
 
 class Reach(NamedTuple):
-    """Which of the rows before it a row attends to in a layer, see `AttentionKind`; None for all."""
+    """Earlier rows that a row attends to in a layer, see `AttentionKind`; None for all."""
 
     window: int | None = None
     chunk: int | None = None
 
 
 def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The attention layers of a model's decoder by name, as transformers names them."""
-    of_decoder = _attentions(model.get_decoder())  # those of towers for images or sound are others
-    return of_decoder or _attentions(model)  # some models call another module their decoder
+    """Return the attention layers of a model's decoder by name."""
+    of_decoder = _attentions(model.get_decoder())  # leave out towers for images or sound
+    return of_decoder or _attentions(model)  # in some models get_decoder() returns another module
 
 
 def _attentions(model: nn.Module) -> dict[str, nn.Module]:
@@ -36,17 +36,17 @@ def _attentions(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention layer of a decoder whose core attention a plan can move."""
+    """Return whether a module is a decoder's attention layer whose core attention a plan can move."""
     return is_named_attention(module) and calls_interface(module)
 
 
 def is_named_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention layer of a decoder, as transformers names them."""
+    """Return whether a module is named as transformers names a decoder's attention layers."""
     return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
 
 
 def calls_interface(module: nn.Module) -> bool:
-    """Whether a module computes attention by the function that transformers' AttentionInterface has for it."""
+    """Return whether a module computes attention through transformers' AttentionInterface."""
     forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
     return any(
         INTERFACE in inspect.unwrap(forward).__code__.co_names for forward in forwards if inspect.isroutine(forward)
@@ -54,18 +54,13 @@ def calls_interface(module: nn.Module) -> bool:
 
 
 def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> tuple[AttentionKind, ...]:
-    """The different kinds of attention of a model's layers, in the order of the first layer of each.
+    """Return the distinct kinds of attention of a model's layers, in layer order.
 
-    Where tensor parallelism divides the model, each has the heads of one rank.
-
-    Args:
-        model: a transformers model.
-        attentions: its attention layers, see `decoder_attentions`.
+    Under tensor parallelism a kind has the heads of one rank.
 
     Raises:
-        ValueError: a layer is of a type that is not known, such as one whose rows choose the rows that they attend
-            to: its result for a document cut across ranks would be wrong. Or there is no layer, or
-            tensor parallelism cannot divide its heads.
+        ValueError: there is no layer, a layer's type is unknown, or tensor parallelism cannot divide its heads.
+            Unknown types, such as attention to chosen rows, would be wrong for documents cut across ranks.
     """
     config = model.config.get_text_config(decoder=True)
     reaches = attention_reaches(config)
@@ -84,10 +79,10 @@ def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) ->
 
 
 def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
-    """How far the attention of each layer reaches, or a single one that all layers have.
+    """Return the reach of each layer's attention, or a single reach that all layers share.
 
     Raises:
-        ValueError: see `attention_kinds`.
+        ValueError: a layer's type is unknown, see `attention_kinds`.
     """
     config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
@@ -111,16 +106,16 @@ def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
 
 
 def hands_on(module: nn.Module, name: str) -> bool:
-    """Whether an attention layer's forward names an argument of the attention function."""
+    """Return whether an attention layer's forward names an argument of the attention function."""
     forward: Any = next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
     constants = inspect.unwrap(forward).__code__.co_consts
     return any(name in (constant if isinstance(constant, tuple) else (constant,)) for constant in constants)
 
 
 def _kind(config: PreTrainedConfig, module: nn.Module, reach: Reach) -> AttentionKind:
-    """The kind of one attention layer, whose own config this is."""
+    """Return the kind of one attention layer, given its own config."""
     window, chunk = reach
-    if not hands_on(module, "sliding_window"):  # Moshi's config has one that its layers do not use
+    if not hands_on(module, "sliding_window"):  # Moshi's config has a window that its layers ignore
         window = None
     q_heads = getattr(config, "num_attention_heads", None)
     if q_heads is None:
@@ -131,12 +126,12 @@ def _kind(config: PreTrainedConfig, module: nn.Module, reach: Reach) -> Attentio
     if getattr(config, "qk_nope_head_dim", None) is not None:  # latent attention: keys and values for every head
         dim_qk = config.qk_nope_head_dim + config.qk_rope_head_dim
         return AttentionKind(window, q_heads, q_heads, dim_qk, config.v_head_dim, chunk)
-    kv_heads = q_heads // getattr(module, "num_key_value_groups", 1)  # so often does eager attention repeat them
+    kv_heads = q_heads // getattr(module, "num_key_value_groups", 1)  # eager attention repeats K/V this often
     head_dim = getattr(module, "head_dim", None) or config.hidden_size // q_heads
     return AttentionKind(window, q_heads, kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim, chunk)
 
 
 def attention_params(config: PreTrainedConfig, kind: AttentionKind) -> AttentionParams:
-    """What the model's layers of one kind ask of a kernel."""
+    """Return the kernel parameters of a model's layers of one kind."""
     softcap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     return AttentionParams(scale=1.0, window=kind.window, softcap=softcap)

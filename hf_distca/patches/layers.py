@@ -1,12 +1,12 @@
 """Decoder layers in a planned step: two nano-batches that take turns.
 
-`plan_layers` gives each decoder layer a subclass of its own class. The subclass's forward runs the original
-forward on each nano-batch's rows inside a greenlet; the attention function pauses between the start of an
-exchange and the wait for it, and the other nano-batch runs. Everything outside the layer (checkpointing, FSDP2,
-ZeRO-3, hooks) sees one call of one layer.
+`plan_layers` gives each decoder layer a subclass of its own class. The subclass's forward runs the original forward on
+each nano-batch's rows inside a greenlet. The attention function pauses between the start of an exchange and the wait
+for it, and the other nano-batch runs. Everything outside the layer (checkpointing, FSDP2, ZeRO-3, hooks) sees one call
+of one layer.
 
-Greenlets and not threads: one thread keeps saved-tensor hooks and the autograd sequence numbers, which make the
-backward take turns the same way, common to both.
+Greenlets share one thread, and with it saved-tensor hooks and autograd sequence numbers. These numbers make the
+backward take turns in the same way; threads would not share them.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_WEIGHTS = "torch.distributed.fsdp."
-"""Whose hooks gather and free weights, as often as a module is called: FSDP2's of experts inside a layer."""
+"""Module of FSDP2's hooks, which gather and free weights at every call, such as those of experts inside a layer."""
 
 
 def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
@@ -65,11 +65,7 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Raise if a model has no layers in which two nano-batches can take turns.
-
-    Raises:
-        ValueError: it has no layer that transformers can checkpoint.
-    """
+    """Raise ValueError if a model has no layers in which two nano-batches can take turns."""
     if not decoder_layers(model):
         raise ValueError(
             f"{type(model).__name__} has no decoder layer of transformers' GradientCheckpointingLayer; set "
@@ -78,7 +74,11 @@ def check_layers(model: PreTrainedModel) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """A model's decoder layers in their order: what transformers can checkpoint and has attention, or is beside it."""
+    """Return a model's decoder layers in order.
+
+    These are the layers that transformers can checkpoint and that have attention, or share a module list with such a
+    layer.
+    """
     beside = {
         id(layer)
         for module in model.modules()
@@ -93,7 +93,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _inner_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """What transformers can checkpoint inside these decoder layers and mixes along the row."""
+    """Return checkpointable layers inside these decoder layers that mix along the row."""
     inside = {id(module): module for layer in layers for module in layer.modules()}
     for layer in layers:
         inside.pop(id(layer), None)
@@ -105,21 +105,21 @@ def _inner_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def has_attention(layer: nn.Module) -> bool:
-    """Whether a decoder layer has attention that a plan can move."""
+    """Return whether a decoder layer has attention that a plan can move."""
     return any(map(is_attention, layer.modules()))
 
 
 def mixing_layers(model: nn.Module) -> list[nn.Module]:
-    """A model's decoder layers that mix along the row otherwise than by attention."""
+    """Return a model's decoder layers that mix along the row without attention."""
     return [layer for layer in decoder_layers(model) if mixing_modules(layer)]
 
 
 class _PlannedLayer(nn.Module):
-    """Comes before a decoder layer's own class.
+    """Base that precedes a decoder layer's own class.
 
     Attributes:
-        attends: how many modules of attention it has that a plan can move.
-        mixes: how many modules it has that mix along the row otherwise.
+        attends: number of attention modules that a plan can move.
+        mixes: number of modules that mix along the row without attention.
     """
 
     attends: int
@@ -139,7 +139,7 @@ class _PlannedLayer(nn.Module):
         run = _seen_by_mixing(run) if self.mixes else run
         ran, attentions, mixing = plan.ran, plan.ran.attentions, plan.ran.mixing
         takes_turns = False
-        if self.attends and not plan.is_part:  # else nothing is exchanged in it, or the layer around it takes turns
+        if self.attends and not plan.is_part:  # else no exchange, or the outer layer takes turns
             ran.layers += 1
             takes_turns = len(plan.nano_batches) == 2 and plan.exchanges and not self._is_watched()
             ran.layers_in_turns += takes_turns
@@ -155,7 +155,7 @@ class _PlannedLayer(nn.Module):
     def _in_turns(
         self, run: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run both nano-batches in turns; their joint result."""
+        """Run both nano-batches in turns and return their joint result."""
         del kwargs[PLAN_KEY]
         first, second = (nano.rows for nano in plan.nano_batches)
         sizes = (first, second)
@@ -173,7 +173,7 @@ class _PlannedLayer(nn.Module):
         return result
 
     def _is_watched(self) -> bool:
-        """Return whether a module inside the layer has a hook of the user's, which is to see all rows in one call."""
+        """Return whether a module inside the layer has a user's hook, which must see all rows in one call."""
         if self._inner_hooks is None:  # collected once: a walk over all modules takes longer than a short layer
             self._inner_hooks = [
                 (f"{name} ({type(module).__name__})", getattr(module, kind))
@@ -183,7 +183,7 @@ class _PlannedLayer(nn.Module):
             ]
         for name, hooks in self._inner_hooks:
             for hook in hooks.values():
-                # How transformers records outputs; `_take_turns` joins what it finds.
+                # transformers' recording of outputs; `_take_turns` joins the records.
                 if "output_capturing_hook" in hook.__qualname__ or hook.__module__.startswith(OF_WEIGHTS):
                     continue
                 logger.warning_once(
@@ -196,7 +196,7 @@ class _PlannedLayer(nn.Module):
 
 
 def _seen_by_mixing(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward whose mixing modules know its plan."""
+    """Return a layer's forward that makes the plan known to the layer's mixing modules."""
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         with layer_runs(kwargs[PLAN_KEY]):
@@ -206,12 +206,7 @@ def _seen_by_mixing(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pause(layer: greenlet, outside: ThreadState) -> Callable[[], None]:
-    """What a nano-batch calls to let the other one run.
-
-    Args:
-        layer: what runs the two.
-        outside: the thread's state around the layer.
-    """
+    """Return a function by which a nano-batch lets the other run."""
 
     def pause() -> None:
         inside = outside.inside()
@@ -227,14 +222,14 @@ def _take_turns(
     sizes: tuple[int, int],
     outside: ThreadState,
 ) -> Any:
-    """Run both nano-batches, one until it pauses, then the other, in the same order on every rank."""
+    """Run both nano-batches alternately, from pause to pause, in the same order on every rank."""
     outer = _active_collector.get()
     results: list[Any] = [None, None]
     collected: list[dict[str, list[Any]]] = [{}, {}]
 
     def run_one(index: int) -> None:
         args, kwargs = arguments[index]
-        if outer is not None:  # what transformers records of modules inside the layer, nano-batch by nano-batch
+        if outer is not None:  # transformers' records, one set per nano-batch
             collected[index] = {key: [] for key in outer if not key.startswith("_")}
             _active_collector.set(collected[index])
         results[index] = run(*args, **kwargs)
@@ -252,7 +247,7 @@ def _take_turns(
                     runner.switch()
                     outside.restore()
     finally:
-        for runner in runners:  # where one fails, the other leaves its contexts now and not some time later
+        for runner in runners:  # if one fails, the other leaves its contexts at once
             runner.throw()
         outside.restore()
     for key in collected[0]:

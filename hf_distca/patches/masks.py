@@ -1,8 +1,7 @@
-"""The mask function that goes with the attention function.
+"""Mask function that goes with the attention function.
 
-In a planned step the plan says which rows attend to which, and a [T, T] mask of a long row of documents
-would not even fit in memory. Whether a step is planned is known in the attention function only, so a mask
-that may not be needed is made there.
+In a planned step the plan replaces the mask, and a [T, T] mask of a long row would not fit in memory. Only the
+attention function knows whether a step is planned, so that it makes the mask if needed.
 """
 
 from collections.abc import Callable
@@ -12,15 +11,15 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 CHANGING_MASKS = ("doge",)
-"""Types of models whose layers compute a mask of their own from the one they get."""
+"""Model types whose layers derive a mask of their own from the given mask."""
 
 
 class DeferredMask:
-    """A boolean attention mask [1, 1, T, T] that is made when an attention layer first asks for it.
+    """Boolean attention mask [1, 1, T, T], made when an attention layer first asks for it.
 
     Attributes:
-        local_size: size of the window or chunk of the layers it is for; None for full attention.
-        added_by_model: the model overlays a mask of its own, beyond causality, windows and packing.
+        local_size: rows of the layers' window or chunk; None for full attention.
+        added_by_model: whether the model adds a mask of its own, beyond causality, windows and packing.
     """
 
     def __init__(self, local_size: int | None, added_by_model: bool, make: Callable[..., Tensor | None]) -> None:
@@ -31,13 +30,13 @@ class DeferredMask:
         self._mask: Tensor | None = None
 
     def tensor(self) -> Tensor | None:
-        """The mask as "sdpa" takes it: True where a row attends; None for plain causal attention."""
+        """Return the mask as "sdpa" takes it: True where a row attends; None for plain causal attention."""
         if not self._made:
             self._mask, self._made = self._make(), True
         return self._mask
 
     def __getitem__(self, index: tuple[slice, ...]) -> "DeferredMask | Tensor":
-        """The mask of some rows, made now (Gemma 4: those whose logits are asked for); that of all stays deferred."""
+        """Return the mask of selected rows, made now (for Gemma 4's logits); the mask of all rows stays deferred."""
         if all(part in (slice(None), slice(0, None)) for part in index):
             return self
         whole = self._make(allow_is_causal_skip=False)
@@ -45,7 +44,7 @@ class DeferredMask:
         return whole[index]
 
     def contiguous(self) -> "DeferredMask":
-        """As it is: generation asks for it, and the mask will be contiguous when it is made."""
+        """Return the mask itself: generation calls it, and the mask will be contiguous."""
         return self
 
 
@@ -61,10 +60,10 @@ def distca_mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor | DeferredMask | None:
-    """The mask that "sdpa" uses, made later where the step may be a planned one.
+    """Return the mask that "sdpa" uses, deferred if the step may be planned.
 
-    A planned step has one row of whole tokens: batch size 1, no padding, no cache. Everything else gets
-    its mask at once, and so does a model that goes on computing with it.
+    A planned step has batch size 1, no padding and no cache. Other steps get their mask at once, and so do models that
+    compute with the mask.
 
     Args: see `transformers.masking_utils.sdpa_mask`.
     """

@@ -1,9 +1,9 @@
-"""Modules that mix the rows of a document otherwise than by attention: state spaces, linear attention, convolutions.
+"""Modules that mix a document's rows without attention: state spaces, linear attention, convolutions.
 
-Each row of theirs depends on the rows before it, whatever document these are of. In a planned step such a module runs
-document by document: `plan_mixing` gives it a subclass whose forward cuts its arguments where documents begin. That is
-exact for every model and every kernel, and needs whole documents on a rank; for many short documents it launches more
-kernels than a module that takes the lengths of packed documents (cu_seq_lens_q, seq_idx) would.
+Each output row depends on earlier rows of the call, across documents. In a planned step such a module runs document by
+document: `plan_mixing` gives it a subclass whose forward splits its arguments by document. That is exact for every
+model and kernel, and needs whole documents on a rank. With many short documents it launches more kernels than a module
+that takes packed lengths (cu_seq_lens_q, seq_idx).
 """
 
 import inspect
@@ -22,7 +22,7 @@ from hf_distca.patches.uncompiled import uncompiled
 from hf_distca.plan import PLAN_KEY
 
 TOLD_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What says where documents begin in a row: a module that gets one document at a time needs none of it."""
+"""Arguments that describe documents in a row; a module that gets one document at a time needs none."""
 DOCUMENTS = Refusal(
     "a planned step runs a mixing module document by document, but cannot divide its {name} ({described}) into the "
     "documents of its {rows} rows; this model cannot train with planned attention",
@@ -31,12 +31,12 @@ DOCUMENTS = Refusal(
 )
 
 _running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar("decoder layer that runs", default=None)
-"""The plan of the layer, and the checkpoints around it."""
+"""Plan of the running layer, and the checkpoints around the layer."""
 
 
 @contextmanager
 def layer_runs(plan: BoundPlan) -> Iterator[None]:
-    """While inside, a decoder layer runs on the rows of this plan; models do not hand it to all modules of a layer."""
+    """Make a plan known to the modules of a running decoder layer; models pass it to some modules only."""
     token = _running.set((plan, checkpoints_around()))
     try:
         yield
@@ -45,10 +45,10 @@ def layer_runs(plan: BoundPlan) -> Iterator[None]:
 
 
 def mixing_modules(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a decoder layer that mix along the row, the outermost ones; of its attention only those inside.
+    """Return the outermost modules of a decoder layer that mix along the row.
 
-    They are those that own a convolution over the row, and attention layers that do not run through transformers'
-    attention interface (linear attention).
+    These own a convolution over the row, or are attention layers outside transformers' attention interface (linear
+    attention). Attention layers that use the interface are searched too.
     """
     found: list[nn.Module] = []
     for module in layer.children():
@@ -62,33 +62,29 @@ def mixing_modules(layer: nn.Module) -> list[nn.Module]:
 def _mixes(module: nn.Module) -> bool:
     if is_named_attention(module):
         return not calls_interface(module)
-    # Under an adapter it is the base layer.
+    # An adapter wraps the convolution as its base layer.
     return any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in module.children())
 
 
 def plan_mixing(layer: nn.Module) -> int:
-    """Let a layer's mixing modules run document by document while `layer_runs`; elsewhere they behave as before.
-
-    Returns:
-        How many the layer has.
-    """
+    """Let a layer's mixing modules run document by document inside `layer_runs`, and return their number."""
     modules = mixing_modules(layer)
     for module in modules:
         cls = type(module)
         if not issubclass(cls, _MixingModule):
-            # Others find modules by the name of their class.
+            # Other libraries find modules by class name.
             module.__class__ = type(cls.__name__, (_MixingModule, cls), {"__module__": cls.__module__})
     return len(modules)
 
 
 def takes_keywords(module: nn.Module) -> bool:
-    """Whether a module takes keywords that it does not name, such as the plan."""
+    """Return whether a module accepts keywords that it does not name, such as the plan."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 class _MixingModule(nn.Module):
-    """Comes before a mixing module's own class."""
+    """Base that precedes a mixing module's own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         running = _running.get()
@@ -130,7 +126,7 @@ class _MixingModule(nn.Module):
 
 
 def _joined(results: tuple[Any, ...], sizes: Sizes) -> Any:
-    """What a module returns besides its rows: further rows, or of each document its own, such as its last state."""
+    """Join further rows that a module returns; return results per document, such as last states, as they are."""
     try:
         return join_results("output", results, sizes, DOCUMENTS)
     except ValueError:

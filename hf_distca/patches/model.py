@@ -1,4 +1,4 @@
-"""Whether a transformers model can be planned, and with which settings."""
+"""Checks whether a transformers model can be planned, and the settings of its plans."""
 
 import inspect
 import logging
@@ -77,10 +77,10 @@ def plan_settings(
 
 
 def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
-    """How documents are laid out for a model: whole, where it mixes along the row otherwise than by attention.
+    """Return the document layout for a model: "whole" if the model mixes along the row without attention.
 
     Raises:
-        ValueError: the setting lets such a model's documents be cut.
+        ValueError: the setting cuts documents of such a model.
     """
     mixing = mixing_layers(model)
     if not mixing:
@@ -103,7 +103,7 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
 
 
 def _kernel(name: str, device: torch.device, needs: list[Need]) -> Kernel:
-    """The kernel of this name. Of "auto" rank 0 says which it is, and why not a faster one."""
+    """Return the kernel of this name; for "auto", rank 0 logs the choice and why faster kernels are unavailable."""
     if name != "auto":
         return get_kernel(name, device, needs)
     choice = choose_kernel(device, needs)
@@ -116,33 +116,28 @@ def _kernel(name: str, device: torch.device, needs: list[Need]) -> Kernel:
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, without PEFT around it."""
+    """Return the transformers model itself, without PEFT around it."""
     inner: Any = model
     base: PreTrainedModel = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     return base
 
 
 def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
-    """How many attention layers of each kind a model has that can be planned."""
+    """Return the number of attention layers of each kind."""
     base = base_model(model)
     attentions = checked_attentions(base)
     return Counter(attention_kinds(base, {name: module})[0] for name, module in attentions.items())
 
 
 def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The attention layers of a model, once it is known that a planned step would be right.
+    """Return a model's attention layers by name, after checking that a planned step would be right.
 
     Args:
         model: a transformers model, or a PEFT model around one.
 
-    Returns:
-        The attention layers of the transformers model by name.
-
     Raises:
-        ValueError: the model has no attention interface, does not use attn_implementation="distca", numbers positions
-            by itself, is not causal, masks by a rule of its own, adds a bias to its scores, drops attention weights in
-            training, does not hand the plan to its attention layers, mixes along the row in a way that cannot be kept
-            apart by documents, computes its loss by itself, or has an adapter of a kind that packed rows cannot train.
+        ValueError: the model breaks an assumption of planned steps, named in the message: attention interface,
+            positions, causality, masks, biases, dropout, keywords, mixing along the row, loss or adapters.
     """
     check_adapters(model)
     model = base_model(model)
@@ -188,11 +183,11 @@ def checked_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def check_reentrant(model: PreTrainedModel) -> None:
-    """Raise if reentrant checkpointing would lose gradients of the model, as it does without hf_distca too.
+    """Raise if reentrant checkpointing would lose gradients of the model, as it does without hf_distca.
 
     Raises:
-        ValueError: later layers read the keys and values of earlier ones, through which a reentrant checkpoint passes
-            no gradient.
+        ValueError: later layers read keys and values of earlier ones, to which a reentrant checkpoint passes no
+            gradient.
     """
     for name, module in decoder_attentions(base_model(model)).items():
         if getattr(module, "is_kv_shared_layer", False):
@@ -203,7 +198,7 @@ def check_reentrant(model: PreTrainedModel) -> None:
 
 
 def _check_positions(model: PreTrainedModel) -> None:
-    """Raise unless a model numbers positions as the batch says: from 0 on in each document."""
+    """Raise unless the model takes positions from the batch, from 0 on in each document."""
     reason = None
     for name, module in model.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -221,7 +216,7 @@ def _check_positions(model: PreTrainedModel) -> None:
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model's forward names position_ids, or hands keywords on to a decoder whose forward does."""
+    """Return whether a model's forward names position_ids, or passes keywords to a decoder whose forward does."""
     if "position_ids" in inspect.signature(model.forward).parameters:
         return True
     decoder: Any = model.get_decoder()
@@ -229,10 +224,10 @@ def _takes_positions(model: PreTrainedModel) -> bool:
 
 
 def _check_causal(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> None:
-    """Raise if rows of a model attend to later ones, or to those of an encoder."""
+    """Raise if rows of a model attend to later rows, or to an encoder's rows."""
     config = model.config.get_text_config(decoder=True)
     not_causal = [name for name, module in attentions.items() if not getattr(module, "is_causal", True)]
-    if not getattr(config, "is_causal", True):  # its masks let rows attend to later ones, whatever its modules say
+    if not getattr(config, "is_causal", True):  # its masks are not causal, whatever its modules say
         not_causal = list(attentions)
     if not_causal:
         decoder = "" if getattr(config, "is_decoder", True) else "set is_decoder=True in its config, else "
@@ -244,7 +239,7 @@ def _check_causal(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> N
 
 
 def _check_loss(model: PreTrainedModel) -> None:
-    """Raise if a model of transformers computes its loss by itself: it knows no targets but its own rank's."""
+    """Raise if a stock model computes its own loss, which knows only its own rank's targets."""
     forward = inspect.unwrap(type(model).forward)
     computes_loss = "labels" in inspect.signature(forward).parameters
     is_stock = forward.__module__.startswith("transformers.")
@@ -257,7 +252,7 @@ def _check_loss(model: PreTrainedModel) -> None:
 
 
 def _check_mixing(model: PreTrainedModel) -> None:
-    """Raise unless all that mixes along the row is found, and its layers get the plan."""
+    """Raise unless every layer that mixes along the row is found and gets the plan."""
     config = model.config.get_text_config(decoder=True)
     layers = mixing_layers(model)
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
@@ -279,7 +274,7 @@ def _check_mixing(model: PreTrainedModel) -> None:
 
 
 def _hands_keywords_on(module: nn.Module) -> bool:
-    """Whether a module's forward takes keywords that it does not name, and uses them."""
+    """Return whether a module's forward accepts keywords that it does not name, and uses them."""
     if not takes_keywords(module):
         return False
     forward: Any = next(vars(cls)["forward"] for cls in type(module).__mro__ if _is_of_model(cls))
@@ -290,12 +285,12 @@ def _hands_keywords_on(module: nn.Module) -> bool:
 
 
 def _is_of_model(cls: type) -> bool:
-    """Whether a class has a forward, and one that is not hf_distca's."""
+    """Return whether a class has a forward of its own that is not hf_distca's."""
     return "forward" in vars(cls) and not vars(cls)["forward"].__module__.startswith("hf_distca.")
 
 
 def _other_implementations(model: PreTrainedModel) -> list[str]:
-    """The stock attention implementations that the model says it supports."""
+    """Return the stock attention implementations that the model supports."""
     supported = {
         "sdpa": "_supports_sdpa",
         "flash_attention_2": "_supports_flash_attn",

@@ -1,4 +1,4 @@
-"""All that planned steps change in a model, before accelerate, DDP, FSDP2 or DeepSpeed get it."""
+"""All changes to a model for planned steps, before accelerate, DDP, FSDP2 or DeepSpeed wrap it."""
 
 from transformers import PreTrainedModel
 
@@ -12,17 +12,16 @@ from hf_distca.patches.register import register
 
 
 def prepare_model(model: PreTrainedModel, config: DistCAConfig, *, ping_pong: bool) -> None:
-    """Let a model run planned steps as the settings say; it is changed in place.
+    """Change a model in place so that it runs planned steps as the settings say.
 
     Args:
         model: a transformers model, or a PEFT model around one.
-        config: the settings.
         ping_pong: whether micro-batches may have two nano-batches.
 
     Raises:
-        ValueError: the model does not have what a setting is about.
+        ValueError: the model lacks the modules that a setting changes.
     """
-    register(distca_attention, distca_mask)  # which are imported by now: no call between
+    register(distca_attention, distca_mask)  # already imported: register them directly
     if ping_pong or mixing_layers(model):
         plan_layers(model)
     if config.mlp_chunk_rows:

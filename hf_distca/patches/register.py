@@ -1,10 +1,9 @@
-"""Makes attn_implementation="distca" known to transformers."""
+"""Registration of attn_implementation="distca" with transformers."""
 
 from collections.abc import Callable
 from typing import Any
 
-# Nothing of transformers or of what uses it is imported before it is needed: `register` is first called in the middle
-# of imports, of this module or of others.
+# transformers and its users are imported as late as possible: `register` is first called in the middle of imports.
 ATTENTION_NAME = "distca"
 
 
@@ -21,11 +20,9 @@ def _mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def register(attention: Callable[..., Any] = _attention, mask: Callable[..., Any] = _mask) -> None:
-    """Register the attention function and its mask function; doing it again changes nothing.
+    """Register the attention function and its mask function; further calls are harmless.
 
-    Args:
-        attention: as transformers calls it; by default `distca_attention` is imported when it is called.
-        mask: as transformers calls it; by default `distca_mask`, likewise.
+    By default `distca_attention` and `distca_mask` are imported at their first call.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

@@ -1,4 +1,4 @@
-"""Queries that a model scales by the number of their row in the call, which it takes for the position."""
+"""Correction of queries that a model scales by their row in the call instead of their position."""
 
 from typing import Any
 
@@ -9,18 +9,16 @@ from hf_distca.dispatch.bound import BoundPlan
 
 
 def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tensor:
-    """Queries as the layer would give them for each document by itself.
+    """Return queries scaled by their positions in their documents.
 
-    Llama 4 scales those of its layers without rotary embedding by a factor that grows with the position, and counts
-    positions from the first row of the call on, whatever documents it is made of.
+    In layers without rotary embedding, Llama 4 scales queries by a factor that grows with the position. It counts
+    positions from the first row of the call, across documents.
 
     Args:
-        module: the attention layer, which has attn_temperature_tuning.
-        query_BHTD: its queries of the rows that it was called with, scaled.
-        plan: of these rows.
+        module: an attention layer with attn_temperature_tuning.
 
     Returns:
-        The queries themselves where the layer has rotary embedding, or all rows have the factor 1.
+        The queries themselves if the layer has rotary embedding, or all rows have the factor 1.
     """
     if module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale:
         return query_BHTD
@@ -30,7 +28,7 @@ def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tens
 
 
 def _factor(module: Any, positions_T: Tensor) -> Tensor:
-    """By what Llama 4 scales the queries at these positions."""
+    """Return Llama 4's factor on queries at these positions."""
     steps_T = torch.floor((positions_T.float() + 1.0) / module.floor_scale)
     factor_T: Tensor = torch.log1p(steps_T) * module.attn_scale + 1.0
     return factor_T

@@ -1,6 +1,6 @@
-"""Splitting a module's arguments into consecutive rows, and joining what comes back.
+"""Splitting of a module's arguments by rows, and joining of its results.
 
-Of a decoder layer they are the rows of two nano-batches; of a module that mixes along the row those of each document.
+The parts of a decoder layer's rows are two nano-batches; the parts of a mixing module's rows are documents.
 """
 
 from collections import UserDict
@@ -14,11 +14,11 @@ from transformers import Cache
 from hf_distca.patches.masks import DeferredMask
 
 Sizes = tuple[int, ...]
-"""Rows of each part, one after another."""
+"""Rows of each part, in row order."""
 
 
 class Refusal(NamedTuple):
-    """What an error says of an argument that cannot be divided, and of a result that cannot be joined."""
+    """Error messages for an argument that cannot be divided and for results that cannot be joined."""
 
     divide: str
     join: str
@@ -32,29 +32,25 @@ NANO_BATCHES = Refusal(
 )
 
 PLAIN = (bool, int, float, str, type(None), DeferredMask)
-"""Types of arguments that say the same to all parts."""
+"""Types of arguments that are the same for all parts."""
 
 
 def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_BATCHES) -> tuple[Any, ...]:
-    """Each part's share of an argument of a module.
+    """Return each part's share of a module's argument.
 
-    A tensor is taken to have a row per token where its shape says so beyond doubt: [1, T, ...], [N, 1, T, ...] as
-    Gemma 3n stacks hidden states, [1, 1, T, 1] as factors on attention, or [T] as positions in a row have it. Tuples,
-    lists and dicts are taken apart.
+    A tensor has a row per token if its shape is [1, T, ...], [1, 1, T, 1] (factors on attention) or [T] (positions).
+    So has Gemma 3n's stack of hidden states, [N, 1, T, ...]. Tuples, lists and dicts are split item by item.
 
     Args:
-        name: of the argument, for errors.
-        value: the argument.
-        sizes: rows of each part, T together.
-        refusal: what the error says.
+        sizes: rows of each part, with sum T.
 
     Raises:
-        ValueError: nothing says how the argument is to be divided.
+        ValueError: the argument's type or shape does not say how to divide it.
     """
     rows = sum(sizes)
     if isinstance(value, Tensor):
         dim = _row_dim(value, rows)
-        if dim is not None:  # the backward of slices would copy each into zeros of all rows, and add
+        if dim is not None:  # the backward of slices would copy each slice into zeros of all rows
             return torch.split(value, list(sizes), dim)
         if value.dim() == 0:
             return (value,) * len(sizes)
@@ -75,7 +71,7 @@ def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_
 
 
 def _row_dim(value: Tensor, rows: int) -> int | None:
-    """The dimension that counts tokens, None where the shape does not say."""
+    """Return the dimension that counts tokens; None if the shape does not say."""
     if value.dim() >= 2 and value.shape[0] == 1 and value.shape[1] == rows:
         return 1
     if value.dim() == 4 and value.shape[2] == rows and (_is_stacked(value) or value.shape == (1, 1, rows, 1)):
@@ -84,16 +80,10 @@ def _row_dim(value: Tensor, rows: int) -> int | None:
 
 
 def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, refusal: Refusal = NANO_BATCHES) -> Any:
-    """What a module returns for the rows of all parts.
-
-    Args:
-        name: of the value, for errors.
-        results: what it returned for each.
-        sizes: rows of each.
-        refusal: what the error says.
+    """Join the results of a module for all parts.
 
     Raises:
-        ValueError: nothing says how they belong together.
+        ValueError: the results' types or shapes do not say how to join them.
     """
     first = results[0]
     if all(isinstance(result, Tensor) for result in results):
@@ -114,16 +104,15 @@ def join_results(name: str, results: tuple[Any, ...], sizes: Sizes, refusal: Ref
 
 
 def _is_stacked(value: Tensor) -> bool:
-    """Whether it is several batches of one row of tokens, [N, 1, T, D]; a mask or a bias would be [1, N, T, T]."""
+    """Return whether a tensor stacks hidden states [N, 1, T, D], unlike a mask [1, N, T, T]."""
     return value.dim() == 4 and value.shape[0] > 1 and value.shape[1] == 1
 
 
 class PartStates(UserDict[str, tuple[Tensor, ...]]):
-    """What a layer sees for its part of the keys and values that layers leave to later ones, and what it leaves.
+    """One part's view of keys and values that layers leave to later layers, with the part's new states.
 
     Args:
-        whole: of all rows, each tensor [1, heads, T, head dim] (transformers' KVSharingDict).
-        part: its rows.
+        whole: states of all rows, each tensor [1, heads, T, head dim] (transformers' KVSharingDict).
     """
 
     def __init__(self, whole: UserDict[str, tuple[Tensor, ...]], part: slice) -> None:
@@ -135,11 +124,10 @@ class PartStates(UserDict[str, tuple[Tensor, ...]]):
 
 
 def join_states(value: Any, parts: tuple[Any, ...]) -> None:
-    """Leave to later layers what a layer left of all parts, where the argument is for that.
+    """Join the states that a layer left for each part, if the argument holds such states.
 
     Args:
-        value: an argument of the layer.
-        parts: what `split_argument` made of it for each.
+        parts: shares of the argument from `split_argument`.
     """
     if isinstance(value, UserDict):
         for key in parts[0].data:

@@ -1,6 +1,6 @@
-"""What tensor parallelism leaves a rank of a model, as transformers divides it when it is loaded.
+"""A rank's share of a model that transformers divides by tensor parallelism at load.
 
-Ranks that share a model so hold the same rows, and each has a share of what a layer computes of them.
+Ranks that share a model hold the same rows; each computes a share of every layer.
 """
 
 import copy
@@ -15,22 +15,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_distca.plan import AttentionKind
 
 TAKES_SHARES = "rowwise"
-"""How transformers names a linear layer whose input is divided: the output projection of divided attention. It is
-"rowwise_split_input" where each rank has all heads."""
+"""transformers' style of a linear layer with divided input: the output projection of divided attention.
+
+The style is "rowwise_split_input" if each rank has all heads.
+"""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 FEATURES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-"""What tensor parallelism divides, as configs name it."""
+"""Sizes that tensor parallelism divides, by their names in configs."""
 MESH = "tp"
-"""The dimension of a device mesh that ranks which share a model's layers make up."""
+"""Name of the mesh dimension of ranks that share a model's layers."""
 
 
 def kind_on_a_rank(kind: AttentionKind, model: PreTrainedModel, attention: nn.Module) -> AttentionKind:
-    """The kind of attention that is left of a layer's, with the heads that each rank has.
-
-    Args:
-        kind: of the layer as it is in the model's config.
-        model: that the layer is of.
-        attention: the layer.
+    """Return a layer's kind of attention with the heads of one rank.
 
     Raises:
         ValueError: the heads cannot be divided among the ranks.
@@ -50,18 +47,18 @@ def kind_on_a_rank(kind: AttentionKind, model: PreTrainedModel, attention: nn.Mo
 
 
 def _divides_heads(model: PreTrainedModel, name: str) -> bool:
-    """Whether ranks share out the heads of the attention layer of this name."""
+    """Return whether ranks share the heads of the attention layer of this name."""
     of_layer = re.sub(r"\.\d+(?=\.|$)", ".*", name) + "."
     return any(rule.startswith(of_layer) and style == TAKES_SHARES for rule, style in model.tp_plan.items())
 
 
 def is_shared_out(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether each rank has and computes with a share of a parameter."""
+    """Return whether each rank holds and computes with a share of a parameter."""
     return isinstance(parameter, DTensor) and MESH in _dimensions(parameter)
 
 
 def ranks_of_share(parameter: Tensor) -> int:
-    """How many ranks share out a parameter by tensor parallelism; 1 where each has all of it."""
+    """Return the number of ranks that share a parameter by tensor parallelism; 1 if each has all of it."""
     if not is_shared_out(parameter):
         return 1
     of_dimension = zip(_dimensions(parameter), parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -69,16 +66,12 @@ def ranks_of_share(parameter: Tensor) -> int:
 
 
 def is_divided_at_load(model: Any) -> bool:
-    """Whether transformers has divided a model among ranks as it loaded it, by a DistributedConfig."""
+    """Return whether transformers divided a model among ranks at load, by a DistributedConfig."""
     return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def config_on_a_rank(model: PreTrainedModel) -> PreTrainedConfig:
-    """The config of a whole model that computes what one rank does of a divided one, its vocabulary apart.
-
-    Args:
-        model: divided or not.
-    """
+    """Return the config of a whole model that computes one rank's share, except for its vocabulary."""
     config = copy.deepcopy(model.config)
     config.distributed_config = None
     ranks: int = getattr(model, "tp_size", None) or 1

@@ -1,4 +1,4 @@
-"""The state of the thread that two nano-batches of a layer share: each is to find its own when it goes on."""
+"""Thread state that two nano-batches of a layer share: each restores its own when it goes on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,16 +8,7 @@ import torch
 
 @dataclass(frozen=True)
 class ThreadState:
-    """What contexts such as `torch.autocast` and `torch.no_grad` set for all that runs in a thread.
-
-    Attributes:
-        device_type: whose autocast it is.
-        autocast: whether autocast is on.
-        autocast_dtype: what it computes in.
-        grad: whether gradients are recorded.
-        default_dtype: of new tensors.
-        saved_tensors: the innermost hooks for tensors that autograd saves.
-    """
+    """Settings that contexts such as `torch.autocast` and `torch.no_grad` make for a thread."""
 
     device_type: str
     autocast: bool
@@ -28,7 +19,7 @@ class ThreadState:
 
     @staticmethod
     def now(device_type: str) -> "ThreadState":
-        """The state as it is."""
+        """Return the current state."""
         return ThreadState(
             device_type,
             torch.is_autocast_enabled(device_type),
@@ -39,11 +30,11 @@ class ThreadState:
         )
 
     def inside(self) -> "ThreadState":
-        """The state of a nano-batch that is about to pause, where this is the state around its layer.
+        """Return the state of a nano-batch that is about to pause; self is the state around its layer.
 
         Raises:
-            ValueError: a checkpoint or an offloading context inside the layer is open across the attention: what the
-                other nano-batch saves would be taken for those of this one.
+            ValueError: a checkpoint or offloading context inside the layer is open: it would also take the other
+                nano-batch's saved tensors.
         """
         inside = ThreadState.now(self.device_type)
         if inside.saved_tensors != self.saved_tensors:
@@ -54,7 +45,7 @@ class ThreadState:
         return inside
 
     def restore(self) -> None:
-        """Make it the thread's state again, saved-tensor hooks aside: those stay as they are across a pause."""
+        """Restore the thread's state, except for saved-tensor hooks, which are the same across a pause."""
         if torch.is_autocast_enabled(self.device_type) != self.autocast:
             torch.set_autocast_enabled(self.device_type, self.autocast)
         if torch.get_autocast_dtype(self.device_type) != self.autocast_dtype:

@@ -1,10 +1,12 @@
-"""What stays as it is where a model, or a part of one, is compiled by torch.compile.
+"""Functions that torch.compile must not trace.
 
-Core attention of a planned step changes with every plan: traced, it would be compiled anew for each micro-batch, in
-dozens of pieces. So each call of it is one break between compiled graphs: projections and position embedding before
-it, output projection, norms and MLP after it. A layer whose nano-batches take turns is not traced as a whole, but the
-modules inside it may be compiled, its attention module too: these pause inside core attention only, where nothing is
-traced, so that what the compiler keeps per thread is the same in both.
+Core attention of a planned step changes with every plan: traced, it would be compiled for each micro-batch, in dozens
+of pieces. Each call is therefore one break between compiled graphs. Projections and position embedding are before the
+break; output projection, norms and MLP follow it.
+
+A layer whose nano-batches take turns is not traced as a whole. The modules inside may be compiled, attention included:
+they pause only inside core attention, where nothing is traced. The compiler's per-thread state is therefore the same
+in both nano-batches.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(reason: str) -> Callable[[Function], Function]:
-    """Decorates a function that compiled code is to call and not to trace.
+    """Decorate a function that compiled code calls without tracing it.
 
     Args:
         reason: shown by TORCH_LOGS=graph_breaks.

@@ -1,4 +1,4 @@
-"""How many of a model's weights a token meets."""
+"""Counts of the active parameters of a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +10,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_distca.plan import AttentionKind
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""How configs name the number of experts of a layer."""
+"""Names of the number of a layer's experts in configs."""
 
 
 def weights_met(model: PreTrainedModel) -> dict[nn.Parameter, float]:
-    """For each parameter how many of its numbers a token is multiplied with; the embedding and the output head, which
-    may be the same, are left out, and of experts those count that a token goes to."""
+    """Return for each parameter how many of its numbers are active for a token.
+
+    Embedding and output head, which may be tied, are left out. Experts count by the share of experts that a token
+    uses.
+    """
     share = share_of_experts(model.config.get_text_config(decoder=True))
     tables = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
     return {
@@ -26,7 +29,7 @@ def weights_met(model: PreTrainedModel) -> dict[nn.Parameter, float]:
 
 
 def _count(parameter: Any) -> int:
-    """Numbers of a parameter, also where ZeRO-3 has divided it, or bitsandbytes packs two into a byte."""
+    """Return the numbers of a parameter, even if ZeRO-3 divided it or bitsandbytes packed two into a byte."""
     if hasattr(parameter, "ds_numel"):
         return int(parameter.ds_numel)
     state = getattr(parameter, "quant_state", None)
@@ -34,20 +37,18 @@ def _count(parameter: Any) -> int:
 
 
 def share_of_experts(config: PreTrainedConfig) -> float:
-    """To how many of the experts a token goes, as a share of all."""
+    """Return the share of experts that a token uses."""
     every = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
     return float(getattr(config, "num_experts_per_tok", None) or every) / every
 
 
 @dataclass(frozen=True)
 class MatrixWeights:
-    """Weights of matrices that a token is multiplied with.
+    """Active parameters in matrices.
 
     Attributes:
-        hidden: numbers of a token between layers.
-        before: of a layer, before core attention; the mean over layers.
-        after: of a layer, behind core attention; the mean over layers.
-        head: of the output head.
+        before: weights before core attention, the mean over layers.
+        after: weights after core attention, the mean over layers.
     """
 
     hidden: int
@@ -57,11 +58,10 @@ class MatrixWeights:
 
 
 def matrix_weights(model: PreTrainedModel, layers: Mapping[AttentionKind, int]) -> MatrixWeights:
-    """Count a model's weights before and behind core attention.
+    """Count a model's weights before and after core attention.
 
     Args:
-        model: of transformers; its weights may be on the meta device.
-        layers: how many layers have each kind of attention.
+        model: a transformers model; its weights may be on the meta device.
     """
     hidden = model.config.get_text_config(decoder=True).hidden_size
     met = sum(weights_met(model).values())

@@ -1,1 +1,1 @@
-"""Where the time of steps went: traces of ranks, joined and drawn."""
+"""Join the traces of ranks and draw where the time of steps went."""

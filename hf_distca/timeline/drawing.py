@@ -6,23 +6,17 @@ from hf_distca.sim.report.drawing import Drawing, number, ticks
 from hf_distca.timeline.steps import Doing, RankStep, runs
 
 SIGNS: dict[Doing | None, str] = {"attention": "█", "waits": ".", "other": "░", None: " "}
-"""What stands in text for what a rank does."""
+"""Characters for the activities of a rank."""
 NAMES: dict[Doing, str] = {"attention": "core attention", "waits": "waits for rows of other ranks", "other": "other"}
-"""What a rank does, for people; the keys are classes of marks too."""
+"""Labels of a rank's activities; the keys are also classes of SVG marks."""
 COLUMNS = 80
-"""Of text."""
+"""Width of the text drawing."""
 WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 240, 64, 40
-"""Of a picture in pixels: the axis of time, the height of a rank, and the margins around them."""
+"""Sizes of the picture in pixels: time axis, row of a rank, and margins."""
 
 
 def text_of(name: str, steps: Sequence[RankStep], clock_error: float) -> str:
-    """Return a step as text, a line a rank, with totals.
-
-    Args:
-        name: of the step.
-        steps: of each rank.
-        clock_error: of the trace, in milliseconds.
-    """
+    """Return a step as text, one line for each rank, with totals; `clock_error` is in milliseconds."""
     begin, end = _time_of(steps)
     clocks = f", clocks within {clock_error:.2g} ms" if len(steps) > 1 else ""
     lines = [
@@ -38,12 +32,7 @@ def text_of(name: str, steps: Sequence[RankStep], clock_error: float) -> str:
 
 
 def svg_of(name: str, steps: Sequence[RankStep]) -> str:
-    """Return a step as SVG, a row a rank, with totals.
-
-    Args:
-        name: of the step.
-        steps: of each rank.
-    """
+    """Return a step as SVG, one row for each rank, with totals."""
     begin, end = _time_of(steps)
     took = (end - begin) / 1e6
     marks = ticks(took, 8)
@@ -74,5 +63,5 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
 
 
 def _time_of(steps: Sequence[RankStep]) -> tuple[int, int]:
-    """From the first rank's begin to the last one's end."""
+    """Return the first begin and the last end of all ranks."""
     return min(step.begin for step in steps), max(step.end for step in steps)

@@ -1,9 +1,9 @@
-"""Turn what a rank's recorder measured into a trace: JSON in Chrome's trace event format, which ui.perfetto.dev opens.
+"""Convert a rank's recorded spans to a trace: JSON in Chrome's trace event format, for ui.perfetto.dev.
 
-One process a rank. Its track "compute" has steps, within them sections, phases, and within these kernel calls, waits
-and the starts of exchanges. Its tracks "exchange" have what is on its way, from its start until it has been waited
-for; exchanges on their way at the same time lie on several. Arrows go from the start of an exchange on the sender to
-the end of the wait of the receiver.
+Each rank is a process. Its track "compute" nests steps, sections and phases; phases hold kernel calls, waits and the
+starts of exchanges. Its tracks "exchange" show each exchange from its start until the end of its wait; simultaneous
+exchanges lie on several tracks. Arrows go from the start of an exchange on the sender to the end of the receiver's
+wait.
 """
 
 from collections import defaultdict, deque
@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 from hf_distca.dispatch.recorder import Kind, Span
 
 TRACED: tuple[Kind, ...] = ("step", "section", "phase", "kernel", "wait", "send")
-"""What a trace is made of."""
+"""Kinds of spans in a trace."""
 
 COMPUTE = 0
-"""Number of the track of what the rank computes; those of exchanges follow."""
+"""Number of the rank's compute track; exchange tracks follow."""
 
 NANOSECONDS = 1e9
-"""In a second."""
+"""Nanoseconds in a second."""
 
 
 class Place(NamedTuple):
-    """Where a trace was made.
+    """Process in which a trace was made.
 
     Attributes:
         rank: of this process in the world.
         world: number of processes.
-        members: ranks of the world among which rows are exchanged, in the order of a span's rows.
+        members: world ranks that exchange rows, in the order of a span's rows.
     """
 
     rank: int
@@ -36,43 +36,43 @@ class Place(NamedTuple):
     members: Sequence[int]
 
     def event(self, phase: str, name: str, track: int, **more: Any) -> dict[str, Any]:
-        """Return an event on a track. Viewers take track 0, or the process's number, for its main thread: tracks have
-        other numbers."""
+        """Return an event on a track.
+
+        Viewers take track 0, or the process's number, for the main thread, so tracks have other numbers.
+        """
         return {"ph": phase, "name": name, "pid": self.rank, "tid": self.world + 1 + track, **more}
 
 
 class Zero(NamedTuple):
-    """The moment that all ranks count from.
+    """Common zero of time of all ranks.
 
     Attributes:
-        at: in seconds on the clock of this rank's spans.
-        error: by how many seconds ranks may differ on it.
+        at: seconds on the clock of this rank's spans.
+        error: seconds by which ranks may differ.
     """
 
     at: float
     error: float
 
     def until(self, seconds: float) -> int:
-        """Return the nanoseconds from this moment to another one. Whole ones stay nested as they are written."""
+        """Return the nanoseconds from the zero to another moment.
+
+        Whole nanoseconds keep the nesting of spans.
+        """
         return round((seconds - self.at) * NANOSECONDS)
 
 
 def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any]:
-    """Return the trace of one rank.
-
-    Args:
-        spans: of some steps, of the kinds `TRACED`.
-        place: of the rank.
-        zero: the moment to count from.
+    """Return the trace of one rank from spans of the kinds `TRACED`.
 
     Returns:
-        What json.dump writes: "traceEvents", and under "otherData" rank, ranks and clock_error_us.
+        Content for json.dump: "traceEvents", and under "otherData" rank, ranks and clock_error_us.
     """
     events = []
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         more = {"pairs": span.pairs} if span.pairs else {}
         events.append(_slice(span, span.kind, place, COMPUTE, zero.until(span.begin), zero.until(span.end), more))
-    lanes: list[int] = []  # when each becomes free
+    lanes: list[int] = []  # time at which each lane becomes free
     for number, send, wait in _exchanges(spans):
         begin, end = zero.until(send.begin), zero.until(wait.end)
         lane = next((lane for lane, free in enumerate(lanes) if free <= begin), len(lanes))
@@ -91,7 +91,7 @@ def rank_trace(spans: Sequence[Span], place: Place, zero: Zero) -> dict[str, Any
 
 
 def _named(place: Place, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Names of the process and of its tracks, from above."""
+    """Yield names of the process and of its tracks, from the top."""
     yield place.event("M", "process_name", COMPUTE, args={"name": f"rank {place.rank}"})
     yield place.event("M", "process_sort_index", COMPUTE, args={"sort_index": place.rank})
     for track, name in enumerate(names):
@@ -102,15 +102,15 @@ def _named(place: Place, names: Sequence[str]) -> Iterator[dict[str, Any]]:
 def _slice(
     span: Span, category: str, place: Place, track: int, begin: int, end: int, more: dict[str, int]
 ) -> dict[str, Any]:
-    """A stretch of time on a track, in nanoseconds."""
+    """Return a slice of time on a track; begin and end are nanoseconds."""
     arguments = {**(span.work._asdict() if span.work is not None else {}), **more}
     times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
     return place.event("X", span.part, track, cat=category, **times, args=arguments)
 
 
 def _arrows(number: int, send: Span, wait: Span, place: Place, zero: Zero) -> Iterator[dict[str, Any]]:
-    """Where this rank's rows leave for each rank, and where those of each rank have come."""
-    # Within the start, which may go on when rows have left, and within the wait.
+    """Yield starts of arrows to each receiving rank, and ends of arrows from each sending rank."""
+    # Arrows begin within the send span, which may outlast the sending, and end within the wait.
     left = min(zero.until(send.begin) + 1, zero.until(send.end))
     came = max(zero.until(wait.end) - 1, zero.until(wait.begin))
     for other, sent, received in zip(place.members, send.rows.sent, send.rows.received, strict=True):
@@ -126,9 +126,9 @@ def _arrows(number: int, send: Span, wait: Span, place: Place, zero: Zero) -> It
 
 
 def _exchanges(spans: Sequence[Span]) -> Iterator[tuple[int, Span, Span]]:
-    """Starts of exchanges and the waits for them, by start, with numbers that are the same on every rank.
+    """Yield the start of each exchange and its wait, in order, with a number that all ranks share.
 
-    Ranks start exchanges in the same order, whether or not anything crosses.
+    Ranks start exchanges in the same order, whether or not any row crosses.
     """
     waits: defaultdict[Any, deque[Span]] = defaultdict(deque)
     for span in sorted(spans, key=lambda span: span.begin):

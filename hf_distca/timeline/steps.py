@@ -1,4 +1,4 @@
-"""Read the traces of ranks, join them, and find what every rank did in each step."""
+"""Read and join the traces of ranks, and find each rank's activities in each step."""
 
 import json
 from bisect import bisect_right
@@ -8,25 +8,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 Doing = Literal["attention", "waits", "other"]
-"""What a rank does: it computes core attention, waits for rows of other ranks, or does anything else."""
+"""Activity of a rank: core attention, waits for rows of other ranks, or anything else."""
 
 CATEGORIES: dict[str, Doing] = {"kernel": "attention", "wait": "waits"}
-"""What the slices of a category are."""
+"""Activity for each category of slices."""
 
 
 class TraceError(ValueError):
-    """A file is no trace of a training; the message names the file and the reason."""
+    """Error of a file that is not a trace of a training; names the file and the reason."""
 
 
 @dataclass
 class RankStep:
-    """A step of one rank; times are nanoseconds since the common zero of all ranks.
+    """Step of one rank, in nanoseconds since the common zero of all ranks.
 
     Attributes:
-        rank: of the world.
-        begin, end: of the step.
-        stretches: (begin, end, what) of attention and waits, by begin; the rest of the step is other.
-        sections: how long each section took.
+        stretches: (begin, end, activity) of attention and waits, by begin; the rest of the step is other.
+        sections: duration of each section.
     """
 
     rank: int
@@ -36,7 +34,7 @@ class RankStep:
     sections: dict[str, int] = field(default_factory=dict)
 
     def totals(self) -> dict[Doing, int]:
-        """Return how long the rank did what; the sum is the step."""
+        """Return the nanoseconds of each activity; their sum is the step."""
         totals: dict[Doing, int] = {"attention": 0, "waits": 0, "other": self.end - self.begin}
         for begin, end, doing in self.stretches:
             totals[doing] += end - begin
@@ -45,11 +43,10 @@ class RankStep:
 
 
 def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
-    """Join the traces of ranks, or of several of them, into one that json.dump can write.
+    """Join traces, each of one or several ranks, into one trace that json.dump can write.
 
     Raises:
-        TraceError: a file is not a trace that training has written, two are of the same rank, or they are of different
-            trainings.
+        TraceError: a file is not a trace from training, two files have the same rank, or trainings differ.
         OSError: a file cannot be read.
     """
     joined: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
@@ -78,11 +75,7 @@ def read_traces(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
-    """Return the steps that all ranks have, by name, in the order of time; each holds all ranks.
-
-    Args:
-        joined: a trace as `read_traces` returns it.
-    """
+    """Return the steps that all ranks share, by name, in order of time; `joined` comes from `read_traces`."""
     events = sorted((event for event in joined["traceEvents"] if event["ph"] == "X"), key=lambda event: event["ts"])
     steps: dict[int, dict[str, RankStep]] = {event["pid"]: {} for event in joined["traceEvents"]}
     for event in events:
@@ -106,16 +99,10 @@ def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
 
 
 def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int, int, Doing | None]]:
-    """Divide a time into equal cells and join neighbours in which the rank did the same for the most of their time.
-
-    Args:
-        step: of the rank.
-        begin: of the time.
-        end: of the time.
-        count: of the cells.
+    """Divide a time into `count` equal cells and join neighbours with the same main activity of the rank.
 
     Yields:
-        First cell, one past the last, and what the rank did; None outside of its step.
+        First cell, one past the last cell, and the activity; None outside the rank's step.
     """
     cells = _cells(step, begin, end, count)
     first = 0
@@ -126,7 +113,7 @@ def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int
 
 
 def _cells(step: RankStep, begin: int, end: int, count: int) -> list[Doing | None]:
-    """What a rank did for the most of each cell."""
+    """Return the activity of a rank that fills most of each cell."""
     width = (end - begin) / count
     taken = {doing: [0.0] * count for doing in ("inside", "attention", "waits")}
     for start, stop, doing in [(step.begin, step.end, "inside"), *step.stretches]:

@@ -1,1 +1,1 @@
-"""Arguments, trainer, data loaders and what is logged."""
+"""Trainers with planned core attention: arguments, data loaders, checkpoints and logged metrics."""

@@ -1,7 +1,7 @@
-"""The micro-batches of training, each bound while the device still works on the one before.
+"""Bind each micro-batch of training while the device still works on the one before.
 
-Trainer waits for the device after every micro-batch, to look at its loss. What is done between having queued a
-micro-batch's work and that wait costs no time: fetching the next one, making its index tensors, sending them.
+Trainer waits for the device after every micro-batch to read its loss. Work done before this wait costs no time:
+fetching the next micro-batch, making its index tensors and sending them.
 """
 
 from collections import deque
@@ -15,26 +15,22 @@ from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 
 
 class UpcomingBatches:
-    """Fetches and binds one micro-batch ahead.
+    """Fetch and bind one micro-batch ahead.
 
-    Where dedicated servers may take part nothing is bound ahead: a plan is made for the servers that are there when it
-    is bound.
-
-    Args:
-        dispatcher: binds plans.
+    With dedicated servers nothing is bound ahead: a plan is made for the servers that are present when it is bound.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._plans: deque[MicroBatchPlan] = deque()  # of this step, not begun
+        self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
         self._loader: Iterator[dict[str, Any]] | None = None
-        self._fetched: list[dict[str, Any]] = []  # from the loader, for the next step
+        self._fetched: list[dict[str, Any]] = []  # batches for the next step
         self._bound: tuple[MicroBatchPlan, BoundPlan] | None = None
 
     def fetch(self, loader: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-        """The next batches of a loader whose batches carry their plan, fewer at its end.
+        """Return the next `count` batches of a loader, fewer at its end.
 
-        From now on its next batch is fetched ahead.
+        Batches carry their plans. From now on the loader's next batch is fetched ahead.
         """
         if loader is not self._loader:
             self._loader, self._fetched = loader, []
@@ -43,16 +39,16 @@ class UpcomingBatches:
         return batches
 
     def end(self) -> None:
-        """Forget everything that is upcoming; the processes of a loader that has not come to its end stop."""
+        """Forget all upcoming batches, so that the processes of an unfinished loader stop."""
         self._plans.clear()
         self._loader, self._fetched, self._bound = None, [], None
 
     def begin_step(self, batches: Sequence[dict[str, Any]]) -> None:
-        """Take note of the micro-batches of an optimizer step, which run in this order."""
+        """Note the micro-batches of an optimizer step, in the order in which they run."""
         self._plans = deque(batch[PLAN_KEY] for batch in batches)
 
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
-        """The plan bound to this rank; what has been bound ahead is given away."""
+        """Return a plan bound to this rank; a plan bound ahead is handed out once."""
         if self._plans and self._plans[0] is plan:
             self._plans.popleft()
         if self._bound is not None and self._bound[0] is plan:
@@ -61,7 +57,7 @@ class UpcomingBatches:
         return self._dispatcher.bind(plan)
 
     def bind_next(self) -> None:
-        """Bind the plan of the micro-batch that comes next, if it is known or can be fetched."""
+        """Bind the plan of the next micro-batch if it is known or can be fetched."""
         if self._dispatcher.remote is not None:
             return
         if not self._plans and self._loader is not None and not self._fetched:

@@ -1,4 +1,4 @@
-"""Arguments of DistCATrainer, and the part of them that any trainer's arguments can take in."""
+"""Arguments of DistCATrainer, and the base class that adds them to any trainer's arguments."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +14,7 @@ from hf_distca.trainer.cpu_processes import join_on_cpu, shard_on_cpu
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
-else:  # which trainer's they are is for a subclass to say
+else:  # a subclass names the trainer's arguments
     _Arguments = object
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -34,10 +34,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "saves little, and FSDP's activation_checkpointing_offload moves that to the host",
     ),
 }
-"""Arguments of trainers that cannot have every value: those that they can have, the first as a rule, and why. The last
-five are TRL's."""
+"""Trainer arguments with restricted values: name to (allowed values, reason).
+
+The first allowed value is the recommended one. The last five arguments are TRL's.
+"""
 LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
-"""What Liger would compute the loss with, of a model or of all of transformers."""
+"""Liger kernels that replace the loss of a model, or of all of transformers."""
 LIGERS_MLPS = ("swiglu", "geglu")
 
 
@@ -74,17 +76,17 @@ class DistCAArguments(DistCAConfig, _Arguments):
 
     def __post_init__(self) -> None:
         DistCAConfig.__post_init__(self)
-        # Else TrainingArguments refuses bf16 on the CPU although the launch has said that this is what is wanted.
+        # Otherwise TrainingArguments refuses bf16 on the CPU, although the launch asks for the CPU.
         self.use_cpu = self.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         self.attention_server_launch: Launch | None = None
         if isinstance(self.attention_servers, int) and self.attention_servers > 0:
-            # Before TrainingArguments looks at the world.
+            # Before TrainingArguments looks up the world.
             launch = split_launch(self.attention_servers, cpu=on_cpu(self.use_cpu))
             self.attention_server_launch = launch
             if launch.serves_on is not None:
-                return  # the arguments of a server: all that is done with them is `serve_if_server`
+                return  # a server only calls `serve_if_server` with its arguments
         join_on_cpu(self)
-        behind: Any = super(DistCAConfig, self)  # the trainer's own arguments
+        behind: Any = super(DistCAConfig, self)  # the arguments of the trainer
         behind.__post_init__()
         for name, (values, why) in REFUSED.items():
             value = getattr(self, name, values[0])
@@ -94,7 +96,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
             self._leave_out_ligers_loss()
 
     def _leave_out_ligers_loss(self) -> None:
-        """Take the kernels of layers alone of Liger, which is applied when training starts."""
+        """Restrict Liger, which is applied when training starts, to kernels of layers."""
         wanted: dict[str, Any] = self.liger_kernel_config or {}
         for name in LIGERS_LOSSES:
             if wanted.get(name):
@@ -123,7 +125,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """Where TrainingArguments looks at the world, which a server is no part of."""
+        """Device of this process; a server serves here, before TrainingArguments looks up the world."""
         self.serve_if_server()
         behind: Any = super()
         device: torch.device = behind._setup_devices
@@ -132,7 +134,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
 
     @cached_property
     def distributed_state(self) -> Any:
-        """What TrainingArguments sets when it has looked at the world."""
+        """Placeholder until TrainingArguments has looked up the world and sets the attribute."""
         self.serve_if_server()
         raise AttributeError("distributed_state is not known yet")
 

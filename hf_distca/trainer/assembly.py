@@ -1,4 +1,4 @@
-"""From a model and its settings to a dispatcher: the one way of the trainer and of loops of one's own."""
+"""Build a dispatcher from a model and its settings, for the trainer and for custom training loops."""
 
 from pathlib import Path
 
@@ -15,7 +15,10 @@ from hf_distca.trainer.choices import choices_of
 
 
 def is_checkpointed(model: PreTrainedModel) -> bool:
-    """Whether layers are run again in the backward; older transformers know it by its first name alone."""
+    """Return whether layers run again in the backward pass.
+
+    Older versions of transformers have only the attribute `is_gradient_checkpointing`.
+    """
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return bool(getattr(model, next(name for name in names if hasattr(type(base_model(model)), name))))
 
@@ -47,8 +50,8 @@ def make_dispatcher(
         folder: Folder in which the measured costs of the device are kept for the same run. None keeps nothing.
 
     Raises:
-        ValueError: The model cannot be planned, the kernel does not support its attention, the nodes do not add up to
-            the number of ranks, or the settings differ between ranks. The message says what to change.
+        ValueError: The model cannot be planned, or the kernel does not support its attention. Also if nodes do not add
+            up to the number of ranks, or settings differ between ranks. The message says what to change.
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """

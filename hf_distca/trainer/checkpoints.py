@@ -1,4 +1,4 @@
-"""The checkpoint that training goes on from: found, saved whole, and by as many ranks as can load it."""
+"""Find the checkpoint to resume from, and check that it is complete and fits the number of ranks."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from hf_distca.dispatch.groups import Groups
 from hf_distca.trainer.arguments import DistCAArguments
 
 STATE_FILE = "trainer_state.json"
-"""What Trainer writes last into a checkpoint."""
+"""File that Trainer writes last into a checkpoint."""
 OPTIMIZER, SCHEDULE = "the optimizer's state", "the learning rate's schedule"
 _ZERO_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 
@@ -18,17 +18,14 @@ _ZERO_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 def agreed_checkpoint(
     resume_from_checkpoint: str | bool | None, args: DistCAArguments, accelerator: Accelerator, groups: Groups
 ) -> str | None:
-    """The folder of the checkpoint to go on from; None to begin anew. A collective.
+    """Return the folder of the checkpoint to resume from; None to begin anew. A collective.
 
     Args:
         resume_from_checkpoint: as Trainer.train takes it.
-        args: the trainer's.
-        accelerator: the trainer's.
-        groups: the ranks that train.
 
     Raises:
-        ValueError: on every rank, where any finds no such checkpoint, or one that was not saved whole, or one of the
-            model only, or DeepSpeed cannot load its optimizer state on this number of ranks.
+        ValueError: on every rank, if any rank finds no complete checkpoint with optimizer state. Also if DeepSpeed
+            cannot load that state on this number of ranks.
     """
     checkpoint, error, saved_by = None, None, 0
     if resume_from_checkpoint:
@@ -39,7 +36,7 @@ def agreed_checkpoint(
         except (ValueError, OSError) as caught:
             error = caught
     groups.raise_together(error, in_world=True)
-    saved_by = max(groups.all_gather(saved_by))  # a host may have the shards of its own ranks only
+    saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
     if saved_by not in (0, groups.ranks):
         raise ValueError(
             f"DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks, but {groups.ranks} ranks "
@@ -50,7 +47,7 @@ def agreed_checkpoint(
 
 
 def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
-    """The folder, which holds a whole checkpoint."""
+    """Return the folder of a complete checkpoint."""
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if not checkpoint:
         raise ValueError(f"there is no checkpoint in {output_dir}")
@@ -63,12 +60,15 @@ def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
 
 
 def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
-    """Raise where Trainer would find no optimizer or schedule in the checkpoint, and begin them anew in silence."""
+    """Raise if the checkpoint lacks optimizer state or schedule.
+
+    Trainer would begin both anew without a warning.
+    """
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     needed = {OPTIMIZER: ["optimizer.pt"], SCHEDULE: ["scheduler.pt"]}
     if deepspeed is not None:
         needed[OPTIMIZER] = ["global_step*"]
-        if "scheduler" in deepspeed.deepspeed_config:  # which DeepSpeed saves beside the optimizer
+        if "scheduler" in deepspeed.deepspeed_config:  # DeepSpeed saves the schedule beside the optimizer
             del needed[SCHEDULE]
     elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
         needed[OPTIMIZER] = ["optimizer_0", "optimizer.bin"]
@@ -86,12 +86,12 @@ def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
 
 
 def _loads_zero_shards(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed will load each rank's share of the optimizer state as that rank saved it."""
+    """Return whether DeepSpeed will load each rank's share of the optimizer state as that rank saved it."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and not plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
 
 
 def _zero_ranks(checkpoint: Path) -> int:
-    """How many ranks a checkpoint of ZeRO was saved by, as far as this host has their shards; 0 where it has none."""
+    """Return the number of ranks of a ZeRO checkpoint whose shards this host holds; 0 without shards."""
     found = [_ZERO_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*")]
     return max((int(match[1]) + 1 for match in found if match), default=0)

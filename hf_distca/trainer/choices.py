@@ -1,4 +1,4 @@
-"""What the planner may choose in a training, and the measured costs that it chooses by."""
+"""Choices that the planner has in a training, and the measured costs for choosing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,9 @@ from hf_distca.sim.ways import Setup
 from hf_distca.units import AUTO
 
 PROFILE_FILE = "device_profile.json"
-"""In the output folder: what this run has measured."""
+"""File in the output folder with the costs that this run measured."""
 LIMIT_S = 1.0
-"""Seconds after which no longer kernel calls, and no larger exchanges, are measured."""
+"""Seconds after which no longer kernel call and no larger exchange is measured."""
 
 
 def choices_of(
@@ -33,19 +33,17 @@ def choices_of(
     checkpointing: bool,
     folder: Path | None = None,
 ) -> Choices | None:
-    """Return what plans are chosen by; None where nothing is chosen. A collective.
+    """Return the planner's choices and costs; None if nothing is chosen. A collective.
 
-    With dedicated servers every plan is balanced again for those that are there.
+    Nothing is chosen with dedicated servers: every plan is then balanced again for the servers that are present.
 
     Args:
-        model: a model with attn_implementation="distca".
-        dispatcher: of the ranks; its kernel and its exchange are measured.
-        config: names a profile, or leaves it to be measured.
-        checkpointing: whether layers are run again in the backward.
-        folder: where what is measured is kept, and taken from; None for nowhere.
+        dispatcher: its kernel and its exchange are measured if the settings name no profile.
+        checkpointing: whether layers run again in the backward pass.
+        folder: keeps measured costs for the same run; None keeps nothing.
 
     Raises:
-        ValueError: there is no such profile.
+        ValueError: the named profile does not exist.
     """
     settings = dispatcher.settings
     chooses = config.chooses or config.device_profile is not None
@@ -66,14 +64,7 @@ def choices_of(
 
 
 def setup_of(model: PreTrainedModel, settings: PlanSettings, profile: DeviceProfile, *, checkpointing: bool) -> Setup:
-    """Return who trains what, as simulations have it.
-
-    Args:
-        model: that trains.
-        settings: of its plans.
-        profile: of the device.
-        checkpointing: whether layers are run again in the backward.
-    """
+    """Return the training in the terms of a simulation: model shape, device, ranks and tokens."""
     base, layers = base_model(model), layers_by_kind(model)
     weights = matrix_weights(base, layers)
     shape = ModelShape(layers, weights.hidden, weights.before, weights.after, weights.head, base.num_parameters())
@@ -90,7 +81,7 @@ def setup_of(model: PreTrainedModel, settings: PlanSettings, profile: DeviceProf
 def _profile(
     model: PreTrainedModel, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None
 ) -> DeviceProfile:
-    """The profile that the user names, that this run has kept, or that is measured now; the same on every rank."""
+    """Return the profile named by the user, kept by this run or measured now; the same on every rank."""
     with raised_together(config.exchange_timeout):
         if config.device_profile is not None:
             return DeviceProfile.load(config.device_profile)
@@ -110,7 +101,7 @@ def _profile(
         limit_s=LIMIT_S,
     )
     measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)
-    # Ranks that share layers are in several groups of ranks, and need the same plans.
+    # Ranks that share layers belong to several groups of ranks, and need the same plans.
     agreed: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
     if folder is not None and groups.members[groups.rank] == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +110,7 @@ def _profile(
 
 
 def _source(dispatcher: Dispatcher) -> str:
-    """What measurements depend on: a profile of other ranks, kernels or devices is not taken again."""
+    """Describe what measured costs depend on; a kept profile with another description is measured again."""
     settings = dispatcher.settings
     return (
         f"Measured when training began: {settings.ranks} ranks on nodes of {settings.ranks_per_node}, "
@@ -130,7 +121,7 @@ def _source(dispatcher: Dispatcher) -> str:
 
 
 def _kept(folder: Path | None, source: str) -> DeviceProfile | None:
-    """The profile that an earlier run has kept in a folder, if it is of the same ranks, kernel and devices."""
+    """Return the profile that an earlier run kept in a folder, if ranks, kernel and devices are the same."""
     if folder is None or not (folder / PROFILE_FILE).exists():
         return None
     try:

@@ -1,6 +1,6 @@
-"""Processes that were launched together on CPUs train together, as they were launched to.
+"""Make CPU processes of one launch train together, under the strategy of the launch.
 
-Left to itself, accelerate lets each of them train alone, or by DDP where FSDP was asked for, and says nothing.
+By default, accelerate lets each process train alone, or uses DDP instead of FSDP, without a warning.
 """
 
 import os
@@ -14,14 +14,13 @@ from hf_distca.patches.tensor_parallel import is_divided_at_load
 
 
 def join_on_cpu(args: Any) -> None:
-    """Let the processes of a launch on CPUs find one another over gloo; elsewhere do nothing.
+    """Connect the processes of a CPU launch over gloo; do nothing elsewhere.
 
     Args:
-        args: of a trainer, which has not looked at the world yet; `ddp_backend` or `use_cpu` is set.
+        args: trainer arguments that have not looked up the world yet; `ddp_backend` or `use_cpu` is set.
 
     Raises:
-        ValueError: DeepSpeed was asked for, and to train on the CPU by a setting that accelerate takes for "without
-            DeepSpeed".
+        ValueError: DeepSpeed is combined with a CPU setting for which accelerate drops DeepSpeed.
     """
     if _launched() == 1:
         return
@@ -40,13 +39,13 @@ def join_on_cpu(args: Any) -> None:
 
 
 def shard_on_cpu(args: Any) -> None:
-    """Let accelerate shard a model with FSDP among CPU processes, for which it has no name of its own.
+    """Let accelerate shard a model with FSDP among CPU processes, a case without a type of its own.
 
     Args:
-        args: of a trainer, which has looked at the world; the type of its `distributed_state` is set.
+        args: trainer arguments that have looked up the world; the type of `distributed_state` is set.
 
     Raises:
-        ValueError: several processes were launched, and this one has not found the others.
+        ValueError: several processes were launched, but this process is not connected to the others.
     """
     state: PartialState = args.distributed_state
     if _launched() > 1 and state.num_processes == 1:
@@ -60,12 +59,7 @@ def shard_on_cpu(args: Any) -> None:
 
 
 def share_on_cpu(args: Any, model: Any) -> None:
-    """Let accelerate take in a model that transformers has divided among CPU processes as it loaded it.
-
-    Args:
-        args: of a trainer that is to train the model.
-        model: as the trainer is given it; nothing is done unless a DistributedConfig has divided it.
-    """
+    """Let accelerate accept a model that a DistributedConfig divided among CPU processes at load."""
     if is_divided_at_load(model):
         _count_as_gpus(args.distributed_state)
 
@@ -77,10 +71,10 @@ def _count_as_gpus(state: PartialState) -> None:
 
 
 def _launched() -> int:
-    """How many processes train, as the launcher says."""
+    """Return the number of launched processes, from the launcher's WORLD_SIZE."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _asked_for(name: str, argument: Any) -> bool:
-    """Whether a strategy was asked for, of accelerate or by an argument of the trainer."""
+    """Return whether a strategy was requested, from accelerate or by a trainer argument."""
     return bool(argument) or bool(parse_flag_from_env(f"ACCELERATE_USE_{name}"))

@@ -1,7 +1,7 @@
-"""Which documents each step trains on, and how far a run has come in them: kept with every checkpoint.
+"""Order of documents and progress of a run in it, saved with every checkpoint.
 
-Trainer keeps the number of steps and reckons from it how many batches to skip. That leaves out documents where batches
-are no longer what they were, and starts a pass over again where it does not know how many steps a pass has.
+Trainer saves the number of steps and computes how many batches to skip. This skips the wrong documents if batches have
+changed, and restarts a pass if the number of its steps is unknown.
 """
 
 import json
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 FILE = "data_order.json"
 CAPACITY = "ranks * tokens_per_rank"
-"""The setting that may grow: micro-batches stay as large as they were, and fit."""
+"""Setting that may grow on resume: micro-batches keep their old size, and still fit."""
 
 LAYOUT, CUTTING = "document_layout", "joint or fixed"
-"""The setting, and what it is where nothing else is written: layouts that cut documents may follow one another."""
+"""Layout setting, and its value for layouts that cut documents: a run may resume with either."""
 
 DataOrder = dict[str, int | str]
-"""All that decides which documents a step trains on, by the names under which users set it."""
+"""Everything that decides which documents a step trains on, by the names of the user's settings."""
 
 
 AGREED = (
@@ -42,16 +42,14 @@ AGREED = (
     "trace_steps",
     "attention_servers",
 )
-"""Arguments that decide which micro-batches come, and when, besides how documents are drawn: ranks that differ in one
-would exchange rows of others."""
+"""Arguments that must be the same on all ranks, besides the order of documents.
+
+They decide which micro-batches come, and when. Ranks that differ would exchange rows of different micro-batches.
+"""
 
 
 def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
-    """Raise unless every rank would train on the same micro-batches in the same order. A collective of the world.
-
-    Raises:
-        ValueError: on every rank, where an argument differs between ranks.
-    """
+    """Raise ValueError on every rank if ranks differ in micro-batches or order. A collective of the world."""
     mine: dict[str, Any] = _drawn(args) | {name: getattr(args, name) for name in AGREED}
     mine["settings of plans"] = dispatcher.settings
     gathered = dispatcher.groups.all_gather(mine, in_world=True)
@@ -64,10 +62,7 @@ def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
 def packed_order(
     args: DistCAArguments, settings: PlanSettings, lengths: NDArray[np.int64], fingerprint: str
 ) -> DataOrder:
-    """The order of a data set with a length, packed into global micro-batches.
-
-    Where documents stay whole, a micro-batch has a bin for each rank.
-    """
+    """Return the order of a data set with a length, packed into global micro-batches."""
     whole = {LAYOUT: f"whole on {settings.ranks} ranks"} if settings.document_layout == "whole" else {}
     return {
         CAPACITY: settings.ranks * args.tokens_per_rank,
@@ -79,9 +74,10 @@ def packed_order(
 
 
 def streamed_order(args: DistCAArguments, ranks: int) -> DataOrder:
-    """The order of a stream that each rank packs its share of, provided that it gives the same once more.
+    """Return the order of a stream of which each rank packs its share.
 
-    Streams of `datasets` shuffle otherwise in a process that reads for a rank than in the rank itself.
+    The number of workers counts: streams of `datasets` shuffle differently in a worker process than in the rank
+    itself.
     """
     return {
         "ranks": ranks,
@@ -94,7 +90,7 @@ def streamed_order(args: DistCAArguments, ranks: int) -> DataOrder:
 
 
 def collated_order(args: DistCAArguments, ranks: int, dataset: Any) -> DataOrder:
-    """The order of examples that Trainer draws and divides, for a collator of the user's own."""
+    """Return the order of examples that Trainer draws and divides, for a custom collator."""
     return {
         "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
         **_drawn(args),
@@ -103,7 +99,7 @@ def collated_order(args: DistCAArguments, ranks: int, dataset: Any) -> DataOrder
 
 
 def _drawn(args: DistCAArguments) -> DataOrder:
-    """How documents are drawn from a data set with a length and shared out to optimizer steps."""
+    """Return how documents are drawn from a data set with a length and divided into optimizer steps."""
     strategy = args.train_sampling_strategy
     if strategy != "sequential":
         strategy = f"{strategy} with seed {args.seed if args.data_seed is None else args.data_seed}"
@@ -115,12 +111,11 @@ def _drawn(args: DistCAArguments) -> DataOrder:
 
 @dataclass(frozen=True)
 class DataPlace:
-    """A place in the training data, between two optimizer steps.
+    """Place in the training data between two optimizer steps.
 
     Attributes:
-        order: the order that documents come in.
-        epoch: passes over the data before the present one.
-        steps: optimizer steps of the present pass that are done.
+        epoch: completed passes over the data.
+        steps: completed optimizer steps of the present pass.
     """
 
     order: DataOrder
@@ -128,52 +123,50 @@ class DataPlace:
     steps: int = 0
 
     def save(self, checkpoint: Path) -> None:
-        """Write it into the folder of a checkpoint, which is made if need be."""
+        """Write the place into a checkpoint folder, and make the folder if needed."""
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 class DataProgress(TrainerCallback):
-    """Follows a run through its data.
-
-    Attributes:
-        place: where the run is.
-    """
+    """Follow a run through its data."""
 
     def __init__(self) -> None:
         self.begin(DataPlace({}))
 
     def begin(self, place: DataPlace) -> None:
-        """Set the place that training is about to go on from."""
+        """Set the place from which training is about to continue."""
         self.place = place
         self._in_pass = False
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Count a pass: here, since `on_epoch_end` comes as well where training stops within one."""
+        """Count a completed pass.
+
+        The pass is not counted in `on_epoch_end`, which is also called if training stops within a pass.
+        """
         if self._in_pass:
             self.place = replace(self.place, epoch=self.place.epoch + 1, steps=0)
         self._in_pass = True
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step."""
+        """Count a completed step."""
         self.place = replace(self.place, steps=self.place.steps + 1)
 
 
 def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
-    """The place to train from: a checkpoint's, or the start where there is none. A collective.
+    """Return the place to train from: the checkpoint's, or the start. A collective.
 
     Args:
-        order: the order of documents that is asked for.
-        checkpoint: its folder; None to begin anew.
-        args: under `ignore_data_skip` a checkpoint's place and order are not looked at.
-        groups: the ranks that train.
+        order: requested order of documents.
+        checkpoint: folder; None to begin anew.
+        args: with `ignore_data_skip`, the checkpoint's place and order are ignored.
 
     Returns:
-        The place, in the order that the checkpoint was saved with: its micro-batches may be smaller than asked for.
+        The place, in the order of the checkpoint, whose micro-batches may be smaller than requested.
 
     Raises:
-        ValueError: on every rank, where the documents that are left would not come as they would have; says what must
-            be set, and to what.
+        ValueError: on every rank, if the remaining documents would come in another order than before; names the
+            settings and their required values.
     """
     place, error = DataPlace(order), None
     if checkpoint is not None and not args.ignore_data_skip:

@@ -1,4 +1,7 @@
-"""A full disk, reported with the file: writers in C++ and Rust name no file, and some not even the cause."""
+"""Report a full or broken disk with the name of the file.
+
+Writers in C++ and Rust name no file, and some not even the cause.
+"""
 
 import errno
 import os
@@ -10,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
-"""What the system answers where a disk is full, a quota or a limit is reached, or a disk is broken."""
+"""System errors of a disk that is full, over its quota or limit, read-only or broken."""
 
 _NUMBER_IN_RUST = re.compile(r"os error (\d+)")
 _PROBE_BYTES = 1 << 20
@@ -18,19 +21,16 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def disk_errors_named(folder: Path) -> Iterator[None]:
-    """Name the file and the cause where writing into a folder fails because of its disk.
-
-    Args:
-        folder: may not be there yet.
+    """Name the file and the cause if writing into a folder fails because of the disk.
 
     Raises:
-        OSError: the disk takes no more; its `filename` is the file, or the folder where that is not known.
+        OSError: the disk takes no more; `filename` is the file, or the folder if the file is unknown.
     """
     try:
         yield
     except Exception as error:
         if getattr(error, "filename", None) is not None:
-            raise  # it is named already
+            raise  # the file is named already
         number = _number(error, folder)
         if number not in DISK_ERRORS:
             raise
@@ -39,12 +39,12 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
 
 
 def _number(error: Exception, folder: Path) -> int:
-    """The number of the system's error behind an error; 0 where there is none."""
+    """Return the system's error number behind an error; 0 if there is none."""
     if isinstance(error, OSError):
         return error.errno or 0
     if match := _NUMBER_IN_RUST.search(str(error)):
         return int(match[1])
-    try:  # torch.save says "basic_ios::clear", or that a position is not as expected: does the disk take some bytes?
+    try:  # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk takes some bytes
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
             file.flush()
@@ -55,7 +55,7 @@ def _number(error: Exception, folder: Path) -> int:
 
 
 def _file(error: Exception, folder: Path) -> Path:
-    """The file that was being written, by what the innermost call that has one was given."""
+    """Return the file being written, taken from the innermost call with a path inside the folder."""
     found = folder
     for frame, _ in traceback.walk_tb(error.__traceback__):
         for value in frame.f_locals.values():

@@ -1,4 +1,4 @@
-"""Correct the costs that plans are chosen by, where training shows them to be off."""
+"""Correct the costs by which plans are chosen when training shows an error."""
 
 import json
 import logging
@@ -21,26 +21,29 @@ from hf_distca.planner.step import predict_plan
 logger = logging.getLogger(__name__)
 
 CORRECTIONS_FILE = "distca_costs.json"
-"""In a checkpoint."""
+"""File in a checkpoint with the corrections."""
 EARLY_STEPS = (2, 8, 30)
 EVERY_STEPS = 100
 WATCHED_STEPS = 3
-"""So many steps at a time are compared with the costs, from some early ones on, and from the middle of every hundred.
-Checkpoints are rarely saved right after these, while micro-batches that were planned before are still to come."""
+"""Number of consecutive steps compared with the costs.
+
+Steps are watched from some early steps on, and from the middle of every hundred. Checkpoints are rarely saved right
+after these steps, while micro-batches planned with the old costs are still to come.
+"""
 TINY = 1e-9
-"""Seconds, instead of none."""
+"""Lower bound of seconds in divisions."""
 MOST_OFF = 0.1
-"""Costs that are off by less stay as they are: plans then stay the same from run to run."""
+"""Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What one rank saw in a step.
+    """Times that one rank measured in a step.
 
     Attributes:
-        kernel: seconds of its kernel calls.
-        between: seconds of its first forward that were no core attention, from the first layer's core attention to
-            the last layer's.
+        kernel: seconds of kernel calls.
+        between: seconds without core attention in the first forward pass, from the first to the last layer's core
+            attention.
         step: seconds of the step.
     """
 
@@ -50,12 +53,7 @@ class Observed:
 
 
 def observe(spans: Sequence[Span], step: float) -> Observed:
-    """Count what a rank's spans of a step say.
-
-    Args:
-        spans: of kernel calls, waits and phases, of one step.
-        step: seconds of the step.
-    """
+    """Sum one rank's kernel calls, waits and phases of a step that took `step` seconds."""
     kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
     begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
     first_backward = min(begins, default=np.inf)
@@ -70,12 +68,12 @@ def observe(spans: Sequence[Span], step: float) -> Observed:
 
 @dataclass(frozen=True)
 class Corrections:
-    """How many times as long things take as measured costs say.
+    """Ratios of observed to measured costs.
 
     Attributes:
-        attention: calls of the kernel, in the mean of the ranks.
-        other: everything else that is computed.
-        slowness: [ranks] each rank beside the mean; empty where all are alike.
+        attention: ratio for kernel calls, in the mean of the ranks.
+        other: ratio for all other computation.
+        slowness: [ranks] time of each rank over the mean; empty if all ranks are alike.
     """
 
     attention: float = 1.0
@@ -83,7 +81,7 @@ class Corrections:
     slowness: tuple[float, ...] = ()
 
     def applied(self, costs: StepCosts) -> StepCosts:
-        """The costs as training has shown them."""
+        """Return the corrected costs."""
         return replace(
             costs,
             kinds=tuple(
@@ -100,16 +98,14 @@ class Corrections:
         )
 
     def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence["Step"]) -> "Corrections":
-        """Return what steps show; these corrections where they are off by no more than `MOST_OFF`.
+        """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
 
         Args:
-            costs: as measured.
-            settings: of the plans.
-            steps: that were watched.
+            costs: as measured, without corrections.
         """
         every = [_ratios(costs, settings, step) for step in steps]
         attention, other = np.median([each.mean(axis=1) for each in every], axis=0).tolist()
-        # A rank is slow if it is so in whatever it does, in all of these steps, by the least that any of them shows.
+        # A rank counts as slow if all its work is slow in all steps; the smallest ratio counts.
         beside = np.concatenate([each / each.mean(axis=1, keepdims=True) for each in every])
         slowness = np.clip(1.0, beside.min(axis=0), beside.max(axis=0))
         if np.abs(slowness - 1).max() <= MOST_OFF:
@@ -123,11 +119,10 @@ class Corrections:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was watched.
+    """A watched step.
 
     Attributes:
-        plans: of its micro-batches.
-        seen: [ranks] what each rank saw of them.
+        seen: [ranks] times that each rank measured.
     """
 
     plans: tuple[MicroBatchPlan, ...]
@@ -135,7 +130,7 @@ class Step:
 
 
 def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
-    """[2, ranks] kernel calls, and other work, as seen over what costs say."""
+    """[2, ranks] observed over expected seconds, of kernel calls and of other work."""
     kernel = np.sum([predict_plan(plan, settings, costs).attention for plan in step.plans], axis=0)
     first = step.plans[0]
     layers = sum(of_kind.layers for of_kind in costs.kinds)
@@ -143,20 +138,16 @@ def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
     between = (layers - 1) * (first.tokens * (costs.before + costs.after) + nano_batches * costs.launches)
     seen = np.array([(each.kernel, each.between) for each in step.seen]).T
     expected = np.stack([kernel, between])
-    # A model of one layer shows nothing between layers.
+    # A model of one layer has no time between layers.
     ratios: FloatArray = np.where(expected > 0, seen / np.maximum(expected, TINY), seen[0] / np.maximum(kernel, TINY))
     return ratios
 
 
 class LearnedCosts(TrainerCallback):
-    """Compares what steps take with the measured costs, and corrects these on all ranks at the same step.
-
-    Args:
-        dispatcher: whose choices are corrected.
+    """Compare steps with the measured costs, and correct the costs on all ranks at the same step.
 
     Attributes:
-        besides: seconds of an optimizer step besides its micro-batches, as last seen: what the optimizer and the
-            exchange of gradients take.
+        besides: seconds of the last watched optimizer step outside its micro-batches: optimizer and gradient exchange.
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -171,7 +162,7 @@ class LearnedCosts(TrainerCallback):
         self.besides = 0.0
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Listen to this step if it is one that counts."""
+        """Start recording if this step is watched."""
         step = state.global_step + 1
         first = step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2
         if self._measured is not None and (first or self._watched):
@@ -180,12 +171,12 @@ class LearnedCosts(TrainerCallback):
             self._began = time.perf_counter()
 
     def count(self, plan: MicroBatchPlan) -> None:
-        """Take note of a micro-batch that is about to run."""
+        """Note a micro-batch that is about to run."""
         if self._recording is not None:
             self._plans.append(plan)
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Correct the costs after the last of the steps that count. A collective then."""
+        """Correct the costs after the last watched step; a collective at that step."""
         if self._recording is None:
             return
         observed = observe(self._recording.take(), time.perf_counter() - self._began)
@@ -199,7 +190,7 @@ class LearnedCosts(TrainerCallback):
     def _learn(self) -> None:
         assert self._measured is not None
         plans, mine = zip(*self._watched, strict=True)
-        # Ranks that share layers are in several groups of ranks, and need the same plans: those of the first count.
+        # Ranks that share layers belong to several groups and need the same plans: the first group's steps count.
         groups = self._dispatcher.groups
         every = groups.all_gather((groups.members, mine), in_world=True)
         seen = zip(*(every[member][1] for member in every[0][0]), strict=True)
@@ -232,13 +223,13 @@ class LearnedCosts(TrainerCallback):
             (folder / CORRECTIONS_FILE).write_text(json.dumps(content), encoding="utf-8")
 
     def resume(self, folder: Path | None) -> None:
-        """Take the corrections of a checkpoint, or none. A collective.
+        """Load the corrections of a checkpoint, or reset them. A collective.
 
-        Those of other measured costs are left: they are of other devices or settings.
+        Corrections for other measured costs are ignored, because they belong to other devices or settings.
         """
         if self._measured is None:
             return
-        self._watched = []  # a training before may have ended among steps that count
+        self._watched = []  # an earlier training may have ended among watched steps
         groups, file = self._dispatcher.groups, None if folder is None else folder / CORRECTIONS_FILE
         content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
         content = groups.all_gather(content, in_world=True)[0]

@@ -1,4 +1,4 @@
-"""Data loaders of a trainer: each gives a rank its rows of one global micro-batch after another."""
+"""Data loaders of a trainer, which give a rank its rows of each global micro-batch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,23 +27,17 @@ from hf_distca.trainer.arguments import DistCAArguments
 
 
 class PackedLoaders:
-    """Makes the loaders of data sets that hf_distca packs.
-
-    Args:
-        args: the trainer's.
-        dispatcher: plans what is packed for its ranks.
-        columns: called without arguments, tells which columns of the data count.
-    """
+    """Make loaders of data sets that hf_distca packs; `columns` is called when a loader is made."""
 
     def __init__(self, args: DistCAArguments, dispatcher: Dispatcher, columns: Callable[[], Columns]) -> None:
         self._args = args
         self._dispatcher = dispatcher
         self._columns = columns
-        # With the data set itself, so that its id stays its own.
+        # Keeps the data set alive, so that no other object gets its id.
         self._lengths: dict[int, tuple[Any, tuple[NDArray[np.int64], str]]] = {}
 
     def lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
-        """Lengths of a data set's documents and its fingerprint, read once. A collective; see `agreed_lengths`."""
+        """Return document lengths and fingerprint of a data set, read once. A collective; see `agreed_lengths`."""
         if id(dataset) not in self._lengths:
             groups = self._dispatcher.groups
             progress = groups.rank == 0 and not self._args.disable_tqdm
@@ -51,12 +45,13 @@ class PackedLoaders:
         return self._lengths[id(dataset)][1]
 
     def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
-        """A loader of this rank's rows: planned where the data set has a length, else still to be planned.
+        """Return a loader of this rank's rows.
+
+        Batches of a data set with a length are planned; batches of a stream are still to be planned.
 
         Args:
-            dataset: with or without a length.
-            shuffle: draw documents anew in each epoch; a stream comes in its own order.
-            capacity: the most tokens of a global micro-batch; 0 for ranks · tokens_per_rank.
+            shuffle: draw documents anew in each epoch; a stream keeps its own order.
+            capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
         """
         return self._prepared(
             self._of_stream(dataset) if is_stream(dataset) else self._of_documents(dataset, shuffle, capacity)
@@ -105,7 +100,7 @@ class PackedLoaders:
         }
 
     def _prepared(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """The loader as accelerate prepares it, but not divided among ranks: it knows its rank already."""
+        """Prepare a loader with accelerate, but undivided: the loader already knows its rank."""
         config: Any = self._args.accelerator_config
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
@@ -120,30 +115,27 @@ class PackedLoaders:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set has no length, so that nobody knows its documents before they come."""
+    """Return whether a data set has no length, so that its documents are unknown before they come."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
 
 
 def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: bool) -> tuple[NDArray[np.int64], str]:
-    """Lengths of the documents, checked, and the fingerprint, those of every other rank. A collective of the world.
+    """Return checked document lengths and the fingerprint, the same on all ranks. A collective of the world.
 
     Args:
-        dataset: with a length.
-        columns: of it, those that count.
-        groups: of this rank; ranks that share its rows, as with tensor parallelism, must have the same data set too.
-        progress: show how far reading has come.
+        groups: of this rank. Ranks that share its rows, as with tensor parallelism, must have the same data set too.
 
     Returns:
-        Tokens of each document [documents] int64; the fingerprint.
+        [documents] int64 tokens of each document; the fingerprint.
 
     Raises:
-        ValueError: on every rank, where the data set of any rank is faulty or differs from another's.
+        ValueError: on every rank, if any rank's data set is faulty or differs from another rank's.
     """
     error, lengths, fingerprint = None, np.empty(0, np.int64), ""
     try:
         lengths = document_lengths(dataset, columns, progress=progress)
         fingerprint = dataset_fingerprint(dataset, lengths, columns)
-    except Exception as caught:  # whatever a data set raises: the other ranks must not wait for this one
+    except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
         error = caught
     groups.raise_together(error, in_world=True)
     others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())), in_world=True)
@@ -157,7 +149,7 @@ def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: 
 
 
 def is_dispatched(dataset: Any, args: DistCAArguments) -> bool:
-    """Whether accelerate's loader has rank 0 read for all ranks and hand out tensors, which are all that it can."""
+    """Return whether accelerate's loader has rank 0 read for all ranks, which can send tensors only."""
     config: Any = args.accelerator_config
     dispatches: bool | None = config.dispatch_batches
     return isinstance(dataset, IterableDataset) if dispatches is None else dispatches
@@ -165,13 +157,7 @@ def is_dispatched(dataset: Any, args: DistCAArguments) -> bool:
 
 @contextmanager
 def lengths_read_on_host(trainer: Trainer, dataset: Any, args: DistCAArguments) -> Iterator[None]:
-    """Loaders that a trainer makes inside tell the lengths of documents, read before batches go to the device.
-
-    Args:
-        trainer: with a padding-free `data_collator`.
-        dataset: what the loader is of.
-        args: the trainer's.
-    """
+    """Make a padding-free trainer's loaders report document lengths, read before batches go to the device."""
     collator = trainer.data_collator
     if not is_dispatched(dataset, args):
         trainer.data_collator = CollatorWithLengths(collator)
@@ -182,11 +168,10 @@ def lengths_read_on_host(trainer: Trainer, dataset: Any, args: DistCAArguments) 
 
 
 class PlannedLoader:
-    """Batches of a loader planned one by one, until the data of every rank has ended.
+    """Loader that plans batches one by one, until the data of every rank has ended.
 
     Args:
-        loader: gives batches whose documents already lie on this rank; ranks may have different numbers.
-        dispatcher: plans them.
+        loader: gives batches whose documents already lie on this rank; ranks may have different numbers of batches.
     """
 
     def __init__(self, loader: DataLoader[Any], dispatcher: Dispatcher) -> None:

@@ -1,4 +1,4 @@
-"""What training will take of the device's memory, told once before it begins."""
+"""Log the device memory that training will take, once before training begins."""
 
 import logging
 from typing import Any, cast
@@ -20,21 +20,18 @@ logger = logging.getLogger(__name__)
 
 GB = 1e9
 LEFT = 0.95
-"""Share of a device's memory that tensors can have: CUDA, NCCL and gaps between tensors take the rest."""
+"""Fraction of a device's memory for tensors; CUDA, NCCL and gaps between tensors take the rest."""
 
 
 def tell_memory(
     model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator, memory: int
 ) -> None:
-    """Log what a rank takes when its rows are full, and warn if that does not fit.
+    """Log the memory of a rank whose rows are full, and warn if it does not fit.
 
-    The micro-batch is one document that all ranks share, which exchanges the most.
+    The counted micro-batch is one document over all ranks, which exchanges the most.
 
     Args:
-        model: as it will be trained, before it is wrapped for several ranks.
-        dispatcher: of the training.
-        args: of the trainer.
-        accelerator: the trainer's.
+        model: before it is wrapped for several ranks.
         memory: bytes of the rank's device.
     """
     settings, trainer = dispatcher.settings, cast(Any, args)
@@ -69,7 +66,7 @@ def tell_memory(
 
 
 def strategy_of(accelerator: Accelerator, model: nn.Module) -> Strategy:
-    """How ranks share the model's state; one rank alone has it as under DDP."""
+    """Return how ranks share the model's state; one rank alone counts as DDP."""
     if is_divided_at_load(model):
         return "fsdp2" if isinstance(base_model(model), FSDPModule) else "ddp"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -80,7 +77,7 @@ def strategy_of(accelerator: Accelerator, model: nn.Module) -> Strategy:
 
 
 def shards_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> int:
-    """Into how many shards FSDP or ZeRO divides the model's state: under HSDP fewer than the ranks that train."""
+    """Return the number of shards of the model's state under FSDP or ZeRO; with HSDP fewer than ranks."""
     if is_divided_at_load(model):
         return int(base_model(model).config.distributed_config.fsdp_size)
     config = accelerator.parallelism_config
@@ -88,7 +85,7 @@ def shards_of(accelerator: Accelerator, model: nn.Module, ranks: int) -> int:
 
 
 def checkpointing_of(args: DistCAArguments, accelerator: Accelerator) -> dict[str, Any] | None:
-    """How decoder layers are checkpointed, by transformers or by FSDP; None if they are not."""
+    """Return how transformers or FSDP checkpoints decoder layers; None without checkpointing."""
     trainer: Any = args
     if trainer.gradient_checkpointing:
         return dict(trainer.gradient_checkpointing_kwargs or {})
@@ -101,11 +98,11 @@ def checkpointing_of(args: DistCAArguments, accelerator: Accelerator) -> dict[st
 def tell_memory_on_gpu(
     model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator
 ) -> None:
-    """`tell_memory` on rank 0 of a training on CUDA; a model that cannot be counted trains all the same."""
+    """Call `tell_memory` on rank 0 under CUDA; a model that cannot be counted trains nevertheless."""
     device = dispatcher.device
     if device.type != "cuda" or dispatcher.groups.rank != 0:
         return
     try:
         tell_memory(model, dispatcher, args, accelerator, torch.cuda.get_device_properties(device).total_memory)
-    except Exception as error:  # whatever a model does that needs numbers
+    except Exception as error:  # a model may read values, which meta tensors do not have
         logger.warning("the memory that training takes could not be counted for %s: %s", type(model).__name__, error)

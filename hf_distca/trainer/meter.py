@@ -1,4 +1,4 @@
-"""What a training run reports of its plans and exchanges."""
+"""Measure plans and exchanges of a training run for its log."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -23,18 +23,16 @@ GIB = 2**30
 
 
 class StepMeter(TrainerCallback):
-    """Gathers figures from micro-batch to micro-batch and hands them out when the trainer logs.
+    """Collect figures of micro-batches and return them when the trainer logs.
 
     Args:
-        dispatcher: whose exchanges to watch.
-        pool: the dedicated servers that take part, where there may be any.
-        attention: predicts what core attention takes.
-        processes: that train, each with a device.
-        flops: of the model; None where they cannot be told.
-        costs: what steps are known to take besides their micro-batches; None where nothing is chosen by costs.
+        pool: dedicated servers; None without servers.
+        processes: number of training processes, each with one device.
+        flops: floating point operations of the model; None if unknown.
+        costs: learned time of steps outside their micro-batches; None if nothing is chosen by costs.
 
     Attributes:
-        steps: optimizer steps since figures were last handed out.
+        steps: optimizer steps since figures were last returned.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class StepMeter(TrainerCallback):
         self._reset()
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """Count from now on: lengths, checkpoints and what an earlier training did not log belong to no figure."""
+        """Reset the figures, which leave out start-up and the rest of an earlier training."""
         self._reset()
 
     def _reset(self) -> None:
@@ -70,7 +68,7 @@ class StepMeter(TrainerCallback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time, the waits and the kernel calls of what is done inside: an evaluation."""
+        """Leave an evaluation inside the block out of the time, the waits and the kernel calls."""
         begin, measured = time.perf_counter(), self._measured()
         yield
         self._since += time.perf_counter() - begin
@@ -81,11 +79,11 @@ class StepMeter(TrainerCallback):
         return np.array([self._dispatcher.recorder.seconds(kind) for kind in ("wait", "kernel")])
 
     def count(self, bound: BoundPlan) -> None:
-        """Take note of a micro-batch that is about to run."""
+        """Note a micro-batch that is about to run."""
         self._counted.append((bound.plan, bound.ran, bound.stages))
 
     def figures(self) -> dict[str, float]:
-        """Return the figures since the last call, by their names in `METRICS`; a collective of all ranks."""
+        """Return the figures since the last call, by their names in `METRICS`. A collective."""
         if not self._counted:
             return {}
         elapsed = time.perf_counter() - self._since
@@ -134,7 +132,7 @@ class StepMeter(TrainerCallback):
         return figures
 
     def _chosen(self, plans: Sequence[MicroBatchPlan], elapsed: float) -> dict[str, float]:
-        """Return the figures of plans that were chosen by costs; none if the planner did not choose all of them."""
+        """Return the figures of plans chosen by costs; none unless the planner chose all plans."""
         choices = [plan.choice for plan in plans if plan.choice is not None]
         if len(choices) < len(plans) or self._costs is None:
             return {}

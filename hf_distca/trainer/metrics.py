@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 PREFIX = "distca/"
-"""Prefix of all names in the log, by which trackers group metrics: W&B and TensorBoard show train/distca/…"""
+"""Prefix of all metric names, by which trackers group metrics: W&B and TensorBoard show train/distca/…"""
 ALWAYS = ""
 NODES = "Ranks share nodes"
 CHOSEN = "The planner chooses"
@@ -16,9 +16,9 @@ class Metric:
     """A logged figure.
 
     Attributes:
-        unit: Unit of the value; "ratio" for a quotient, "share" for a number from 0 to 1.
-        meaning: What the value is, over the micro-batches since the last log.
-        where: Condition under which the metric is logged.
+        unit: unit of the value; "ratio" for a quotient, "share" for a number from 0 to 1.
+        meaning: of the value over the micro-batches since the last log.
+        where: condition under which the metric is logged.
     """
 
     unit: str

@@ -1,4 +1,4 @@
-"""DistCAMixin: planned core attention for any trainer that is transformers' Trainer or made of it."""
+"""DistCAMixin: planned core attention for transformers' Trainer and its subclasses."""
 
 import logging
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     _Trainer = Trainer
-else:  # which trainer it is is for a subclass to say
+else:  # a subclass names the trainer
     _Trainer = object
 
 
@@ -121,7 +121,7 @@ class DistCAMixin(_Trainer):
         self._upcoming = UpcomingBatches(self.dispatcher)
         self._planned_by_loader = self._packs and not is_stream(self.train_dataset)
         self._ended: Iterator[Any] | None = None
-        self._wrapped: nn.Module | None = None  # the model that training steps were last known to be wrapped by
+        self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
         self._evaluation = EvaluationLoss(self.dispatcher.groups)
 
     # Assembly
@@ -151,7 +151,7 @@ class DistCAMixin(_Trainer):
         args, processes = self.args, self.args.world_size
         attention = AttentionTime(self.model)
         flops = None
-        if args.device.type == "cuda":  # no other device's peak is known
+        if args.device.type == "cuda":  # peaks of other devices are unknown
             flops = ModelFlops(self.model, shared_by=max(processes // self.dispatcher.groups.ranks, 1))
         return StepMeter(
             self.dispatcher, self.pool, attention, processes=processes, flops=flops, costs=self._learned_costs
@@ -174,7 +174,7 @@ class DistCAMixin(_Trainer):
     # Data
 
     def _columns(self) -> Columns:
-        """Columns of the data that count: with remove_unused_columns those alone that the trainer keeps."""
+        """Return the columns to use: with remove_unused_columns only the columns that the trainer keeps."""
         model_inputs: frozenset[str] | None = None
         if self.args.remove_unused_columns:
             self._set_signature_columns_if_needed()
@@ -191,19 +191,19 @@ class DistCAMixin(_Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> DataLoader[Any]:
-        """A loader of this rank's rows of the data's micro-batches, for training and evaluation alike."""
+        """Return a loader of this rank's rows, for training and evaluation alike."""
         if not self._packs:
             with lengths_read_on_host(self, dataset, self.args):
                 return super()._get_dataloader(
                     dataset, description, batch_size, sampler_fn, is_training, *args, **kwargs
                 )
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
-        # None before training has begun.
+        # The place has no capacity before training begins.
         capacity = int(self._progress.place.order.get(CAPACITY, 0)) if is_training else 0
         return self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """A loader of planned micro-batches of the evaluation data: this rank's rows."""
+        """Return a loader of planned micro-batches of the evaluation data: this rank's rows."""
         loader = super().get_eval_dataloader(*args, **kwargs)
         is_planned = self._packs and not isinstance(loader.dataset, StreamPacker)
         return loader if is_planned else PlannedLoader(loader, self.dispatcher)
@@ -211,7 +211,7 @@ class DistCAMixin(_Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """The micro-batches of one optimizer step, planned, and the number of their targets on all ranks."""
+        """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
         if self._tracer is not None:
             self._tracer.begin_step(self.state.global_step + 1)
         batches = self._planned_batches(epoch_iterator, num_batches)
@@ -227,7 +227,7 @@ class DistCAMixin(_Trainer):
         if self._planned_by_loader:
             return self._upcoming.fetch(epoch_iterator, num_batches)
         batches = self.dispatcher.plan_batches(list(islice(epoch_iterator, num_batches)), at_least=num_batches)
-        if not batches:  # no rank has more in this epoch: nothing to ask one another about again
+        if not batches:  # no rank has more in this epoch: ranks need not ask again
             self._ended = epoch_iterator
         return batches
 
@@ -237,7 +237,7 @@ class DistCAMixin(_Trainer):
         return None if targets is None else targets.clamp(min=1)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs on the device, their plan bound to this rank."""
+        """Move the inputs to the device and bind their plan to this rank."""
         inputs = super()._prepare_inputs(inputs)
         if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
             inputs = {**inputs, PLAN_KEY: self._upcoming.bind(inputs[PLAN_KEY])}
@@ -253,8 +253,8 @@ class DistCAMixin(_Trainer):
 
         Raises:
             RuntimeError: Another rank failed. The message says which one and why.
-            ValueError: The checkpoint is incomplete or does not fit this run, the trainer has trained before under
-                DeepSpeed, or the model is not wrapped for several ranks. Every rank raises it before training begins.
+            ValueError: The checkpoint is incomplete or does not fit this run. Also if the trainer has trained before
+                under DeepSpeed, or the model is not wrapped for several ranks. Every rank raises it before training.
         """
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
@@ -263,7 +263,7 @@ class DistCAMixin(_Trainer):
                     f"train all epochs in one call, or go on with a new {type(self).__name__} on the same model, "
                     "whose optimizer starts anew"
                 )
-            # An evaluation has made an engine that cannot train.
+            # The engine of an evaluation cannot train.
             self.model_wrapped, self.deepspeed = self.model, None
         forget_evaluation(self.model_wrapped, self.accelerator)
         try:
@@ -288,9 +288,10 @@ class DistCAMixin(_Trainer):
         self.dispatcher.close()
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """See `Trainer.training_step`; raises on every rank where ranks would train apart.
+        """Run `Trainer.training_step`, and bind the next micro-batch before Trainer waits for this loss.
 
-        The next micro-batch is bound before Trainer waits for this one's loss.
+        Raises:
+            ValueError: on every rank, if the model is not wrapped for several ranks.
         """
         if model is not self._wrapped:
             error = None
@@ -309,7 +310,7 @@ class DistCAMixin(_Trainer):
         return loss
 
     def _section(self, name: str) -> None:
-        """Tell the trace, if there is one, that another section of the step begins."""
+        """Begin another section of the step in the trace, if there is a trace."""
         if self._tracer is not None:
             self._tracer.section(name)
 
@@ -321,9 +322,9 @@ class DistCAMixin(_Trainer):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The trainer's loss over the targets of all ranks; raises if the plan did not reach the model's attention."""
+        """Return the loss over the targets of all ranks; raise ValueError if the plan did not reach attention."""
         plan = inputs[PLAN_KEY]
-        if num_items_in_batch is None:  # an evaluation of a trainer that takes the mean of each rank by itself
+        if num_items_in_batch is None:  # evaluation of a trainer that takes the mean on each rank
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
@@ -338,7 +339,7 @@ class DistCAMixin(_Trainer):
         return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the figures of the micro-batches since the last time where it is a training step's log."""
+        """Log, and add the figures of the micro-batches since the last log of a training step."""
         if "loss" in logs:
             steps = self.meter.steps
             figures = self.meter.figures()
@@ -364,10 +365,10 @@ class DistCAMixin(_Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> EvalLoopOutput:
-        """Evaluate; the loss is the mean over all targets, however they are spread over micro-batches.
+        """Evaluate with the mean loss over all targets, whatever their division into micro-batches.
 
         Raises:
-            ValueError: before training, where FSDP or ZeRO-1 and -2 prepare a model for training only.
+            ValueError: before training, if FSDP, ZeRO-1 or ZeRO-2 prepares the model for training only.
         """
         check_can_evaluate(self.model_wrapped, self.accelerator)
         self._evaluation = EvaluationLoss(self.dispatcher.groups)
@@ -387,15 +388,15 @@ class DistCAMixin(_Trainer):
         targets = self._get_num_items_in_batch([inputs], self.args.device)
         loss, _, _ = super().prediction_step(model, inputs, True, *args, **kwargs)
         assert loss is not None
-        assert targets is not None  # planned batches have some
+        assert targets is not None  # planned batches have labels
         self._evaluation.add(loss, targets)
         return loss, None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Not available: rows are spread over ranks as the plan says, not document by document.
+        """Raise: rows are spread over ranks by the plan, so there are no predictions by document.
 
         Raises:
-            NotImplementedError: always; says what to use.
+            NotImplementedError: always; names the alternative.
         """
         raise NotImplementedError(
             f"{type(self).__name__} gives no predictions document by document; evaluate() reports the exact loss, and "
@@ -405,7 +406,7 @@ class DistCAMixin(_Trainer):
     # Saving and resuming
 
     def _data_order(self) -> DataOrder:
-        """What decides which documents each step trains on."""
+        """Return everything that decides which documents each step trains on."""
         ranks = self.dispatcher.groups.ranks
         if not self._packs:
             return collated_order(self.args, ranks, self.train_dataset)
@@ -416,7 +417,7 @@ class DistCAMixin(_Trainer):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """The epoch to begin with, and the micro-batches of it that are done, besides what Trainer sets up."""
+        """Set up the state as Trainer does; return the first epoch and its completed micro-batches."""
         epochs, _ = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         place = self._progress.place
         if self.args.ignore_data_skip:
@@ -449,7 +450,7 @@ class DistCAMixin(_Trainer):
         Every rank calls it. Under FSDP and ZeRO-3, rank 0 gathers the weights in host memory.
         """
         with ExitStack() as around:
-            if not _internal_call or output_dir is None:  # it is no checkpoint
+            if not _internal_call or output_dir is None:  # not a checkpoint
                 around.enter_context(whole_weights(self.accelerator, self.deepspeed))
                 around.enter_context(disk_errors_named(Path(output_dir or str(self.args.output_dir))))
             super().save_model(output_dir, _internal_call, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Floating point operations that a model needs for a micro-batch, whatever is computed again."""
+"""Floating point operations that a model needs for a micro-batch, without recomputation."""
 
 import numpy as np
 from torch import nn
@@ -10,12 +10,13 @@ from hf_distca.planner.cost import pairs
 
 
 class ModelFlops:
-    """Counts as model FLOPs utilization (MFU) has it: two operations for each weight that a token meets and four for
-    its gradients, two where the weight is not trained; core attention likewise, by pairs that are not masked.
+    """Count floating point operations as model FLOPs utilization (MFU) defines them.
+
+    Each active parameter of a token takes two operations forward and four backward; two backward if it is frozen. Core
+    attention counts likewise, by query-key pairs that are not masked.
 
     Args:
-        model: as it will be trained.
-        shared_by: processes that share each layer's heads, by tensor parallelism.
+        shared_by: number of processes that share each layer's heads, by tensor parallelism.
     """
 
     def __init__(self, model: nn.Module, shared_by: int) -> None:
@@ -29,7 +30,7 @@ class ModelFlops:
         self.of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
 
     def of(self, plan: MicroBatchPlan) -> float:
-        """Of a micro-batch on all ranks, forward and backward."""
+        """Return the operations of a micro-batch on all ranks, forward and backward."""
         total = self.of_token * float(plan.tokens.sum())
         for nano in plan.nano_batches:
             for kind, of_kind in nano.plans.items():

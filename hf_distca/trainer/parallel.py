@@ -1,4 +1,4 @@
-"""What transformers and accelerate leave open where DDP, FSDP or DeepSpeed divide the training among ranks."""
+"""Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
-    """The ranks that train on different data together with this one; None where accelerate knows all as such.
+    """Return the ranks that train on different data together with this rank; None for all ranks.
 
-    A collective of the world where tensor parallelism takes all ranks, and each trains together with none.
+    A collective of the world if tensor parallelism takes all ranks: the mesh then has this rank alone.
     """
     mesh: DeviceMesh | None = accelerator.torch_device_mesh
     config = accelerator.parallelism_config
@@ -33,7 +33,7 @@ def data_parallel_mesh(accelerator: Accelerator) -> DeviceMesh | None:
 
 
 def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments, accelerator: Accelerator) -> torch.dtype:
-    """What a model computes in: autocast's dtype, by an argument or by the launch, that of FSDP's, or its own."""
+    """Return the dtype of a model's computation: autocast's, FSDP's or the model's own."""
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else accelerator.mixed_precision
     if mixed in ("bf16", "fp16"):
         return torch.bfloat16 if mixed == "bf16" else torch.float16
@@ -45,7 +45,7 @@ def dtype_of_computation(model: PreTrainedModel, args: TrainingArguments, accele
 
 
 def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
-    """Whether a backward through the model brings the gradients of all ranks together."""
+    """Return whether a backward pass through the model combines the gradients of all ranks."""
     kind = accelerator.distributed_type
     if is_divided_at_load(model):
         config = accelerator.parallelism_config
@@ -58,10 +58,10 @@ def is_wrapped(model: nn.Module, accelerator: Accelerator) -> bool:
 
 
 def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
-    """Let a model be wrapped for training that has been prepared for an evaluation only.
+    """Let a model that was prepared for evaluation only be wrapped for training.
 
-    accelerate would take the model for prepared and pass over it, and under DDP each rank would train by itself. FSDP2
-    keeps what the end of a forward has gathered for a backward, and the optimizer would be given that for the weights.
+    accelerate would skip the model as already prepared, and under DDP each rank would train by itself. FSDP2 keeps
+    gathered weights after the forward pass, and the optimizer would get them instead of its shards.
     """
     if is_divided_at_load(model):
         for module in model.modules():
@@ -69,24 +69,24 @@ def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
                 module.reshard()
     if accelerator.distributed_type in DDP and getattr(model, "_is_accelerate_prepared", False):
         vars(model)["_is_accelerate_prepared"] = False
-        if "_original_forward" in vars(model):  # without autocast, which preparing adds again
+        if "_original_forward" in vars(model):  # the forward without autocast, which preparing adds again
             model.forward = vars(model).pop("_original_forward")
 
 
 def allow_for_towers(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> None:
-    """Let DDP and FSDP train a model that has towers for images or sound, which text gives no gradient.
+    """Let DDP and FSDP train a model with image or sound towers, which get no gradient from text.
+
+    DDP is set to look for parameters without a gradient.
 
     Args:
         model: before it is wrapped.
-        args: of the trainer.
-        accelerator: the trainer's; DDP is told to look for parameters without a gradient.
 
     Raises:
-        ValueError: DDP would train ranks apart; says what to freeze or to set.
+        ValueError: the weights of ranks would diverge under DDP; names what to freeze or to set.
     """
     base: Any = base_model(model)
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and base._no_split_modules:
-        # Among them are classes of towers that this model has none of, for which accelerate and PEFT look in vain.
+        # accelerate and PEFT raise for listed classes of towers that this model does not have.
         names = {type(module).__name__ for module in base.modules()}
         base._no_split_modules = {name for name in base._no_split_modules if name in names}
     if accelerator.distributed_type not in DDP or is_divided_at_load(model):
@@ -110,7 +110,7 @@ def allow_for_towers(model: nn.Module, args: TrainingArguments, accelerator: Acc
 
 
 def trained_towers(model: PreTrainedModel) -> list[str]:
-    """The parts of a model besides its text model and head that are trained, such as a tower for images."""
+    """Return the trained parts of a model besides its text model and head, such as image towers."""
     if model.config.get_text_config(decoder=True) is model.config:
         return []
     of_text = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
@@ -125,23 +125,25 @@ def trained_towers(model: PreTrainedModel) -> list[str]:
 
 
 def gathers_parameters(accelerator: Accelerator) -> bool:
-    """Whether ZeRO-3 gathers the parameters of each module when it begins."""
+    """Return whether ZeRO-3 gathers the parameters of each module when the module begins."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and plugin.hf_ds_config.is_zero3()
 
 
 def prepares_with_optimizer(accelerator: Accelerator) -> bool:
-    """Whether a model is prepared together with its optimizer only, so not before it is trained."""
+    """Return whether a model is prepared only together with its optimizer, thus not before training."""
     fsdp, deepspeed = (getattr(accelerator.state, f"{name}_plugin", None) for name in ("fsdp", "deepspeed"))
     return fsdp is not None or (deepspeed is not None and not gathers_parameters(accelerator))
 
 
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
-    """Let ZeRO-3 gather a layer's parameters when the layer begins, not module by module: nano-batches take turns.
+    """Let ZeRO-3 gather the parameters of a whole layer when the layer begins.
+
+    Gathering module by module would fail, because two nano-batches take turns inside a layer.
 
     Args:
-        model: before DeepSpeed gets it.
-        layers: the classes of its planned layers, and of heads made of several modules, which run chunk by chunk.
+        model: before DeepSpeed wraps it.
+        layers: classes of planned layers, and of heads that have several modules and run chunk by chunk.
     """
     if not layers:
         return
@@ -154,11 +156,11 @@ def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> 
 
 
 def _with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Let the layer's input require a gradient if one of its parameters does.
+    """Let the layer's input require a gradient if one of the layer's parameters does.
 
-    DeepSpeed reduces the gradients of such a layer in its full backward hook. Where no input requires a gradient
-    (below it everything is frozen: LoRA, frozen embeddings) that hook runs before the layer's backward, and takes
-    the parameters away.
+    DeepSpeed reduces the gradients of such a layer in a full backward hook. If no input requires a gradient, as with
+    LoRA or frozen embeddings, that hook runs before the layer's backward pass. It then releases the parameters too
+    early.
     """
     inputs = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
     if not torch.is_grad_enabled() or not inputs or any(x.requires_grad for x in inputs):
@@ -170,12 +172,7 @@ def _with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 @contextmanager
 def whole_weights(accelerator: Accelerator, engine: Any) -> Iterator[None]:
-    """While inside, FSDP and ZeRO-3 give the whole model to be saved, whatever checkpoints are to hold.
-
-    Args:
-        accelerator: the trainer's.
-        engine: DeepSpeed's engine, where there is one.
-    """
+    """Make FSDP and ZeRO-3 save the whole model inside the block, whatever checkpoints hold."""
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     holder: Any
     whole: Any

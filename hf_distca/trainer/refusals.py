@@ -1,4 +1,4 @@
-"""What cannot be trained exactly, refused before any work starts."""
+"""Refuse trainings that would not be exact, before any work starts."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,28 +24,26 @@ REFUSED_FUNCTIONS = {
     "model_init": "would make another model when training begins, without what planned steps change in it; make the "
     "model beforehand and give it as model",
 }
-"""Arguments of a trainer that must stay None, and why."""
+"""Trainer arguments that must stay None, with reasons."""
 PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
-"""Collators of transformers that make rows of one length."""
+"""Collators of transformers that pad rows to one length."""
 LOADING: dict[str, tuple[Any, ...]] = {
     "split_batches": (False,),
     "dispatch_batches": (None, False),
     "even_batches": (True,),
     "use_seedable_sampler": (True,),
 }
-"""What `accelerator_config` says of batches, and the values that packed documents go with, the first as a rule."""
+"""Fields of `accelerator_config` and the values that packed documents allow, the recommended value first."""
 
 
 def named_arguments(init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a trainer is made with, by name.
+    """Return the arguments of a trainer by name.
 
     Args:
-        init: the bound `__init__` that will take them.
-        args: those given by position.
-        kwargs: those given by name.
+        init: bound `__init__` that will take the arguments.
 
     Raises:
-        TypeError: `init` has no names for all that is given by position.
+        TypeError: `init` has fewer names than there are positional arguments.
     """
     named = [
         name
@@ -60,14 +58,7 @@ def named_arguments(init: Callable[..., None], args: tuple[Any, ...], kwargs: Ma
 
 
 def check_kind(trainer: type) -> None:
-    """Raise if a class of trainers does not train on one document after another.
-
-    Args:
-        trainer: the class with DistCAMixin in it.
-
-    Raises:
-        ValueError: it is made of a trainer of TRL's other than SFTTrainer.
-    """
+    """Raise ValueError if a trainer class is a subclass of a TRL trainer other than SFTTrainer."""
     for base in trainer.__mro__:
         if base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer"):
             if base.__name__ in ("SFTTrainer", "_BaseTrainer"):
@@ -80,21 +71,14 @@ def check_kind(trainer: type) -> None:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise unless a trainer made with these arguments can train exactly; called before anything is made of them.
-
-    Args:
-        given: the trainer's arguments by name.
-
-    Raises:
-        ValueError: says what was got, why it cannot be, and what to do.
-    """
+    """Raise ValueError unless a trainer with these named arguments can train exactly; called before it is built."""
     args, packs = given.get("args"), given.get("data_collator") is None
     if not isinstance(args, DistCAArguments):
         raise ValueError(
             f"args must be DistCATrainingArguments, got {type(args).__name__}; for a trainer with arguments of its "
             "own make one dataclass of both: class MyArguments(hf_distca.DistCAArguments, SFTConfig)"
         )
-    args.serve_if_server()  # whose arguments are not made to their end
+    args.serve_if_server()  # a server's arguments are incomplete
     for name, why in REFUSED_FUNCTIONS.items():
         if given.get(name) is not None:
             raise ValueError(f"{name} {why}")
@@ -116,7 +100,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         )
     if packs:
         _check_loading(args)
-    if args.parallelism_config is not None:  # before accelerate, which asks for more
+    if args.parallelism_config is not None:  # before accelerate checks more
         check_rows_are_whole(args.parallelism_config.cp_size, args.parallelism_config.sp_size)
     if args.n_gpu > 1:
         raise ValueError(
@@ -126,7 +110,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _check_loading(args: Any) -> None:
-    """Raise where arguments say how batches are made and divided, which plans do."""
+    """Raise if arguments set how batches are made and divided, which plans decide."""
     for name, values in LOADING.items():
         value = getattr(args.accelerator_config, name)
         if value not in values:
@@ -142,14 +126,7 @@ def _check_loading(args: Any) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raise unless a trainer can train exactly as it was launched; called once it has its accelerator and its model.
-
-    Args:
-        trainer: made, with nothing planned yet.
-
-    Raises:
-        ValueError: says what was got, why it cannot be, and what to do.
-    """
+    """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
     if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise ValueError(
             "torch.compile of a whole model leaves out planned attention and layers in which two nano-batches take "
@@ -176,7 +153,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def _check_optimizer(trainer: Trainer) -> None:
-    """Raise where weights in shares would get another optimizer than the one that is asked for, or a wrong one."""
+    """Raise if sharded weights would get a wrong optimizer, or another than the requested one."""
     if trainer.args.optim == OptimizerNames.ADAFACTOR and trainer.accelerator.is_fsdp2:
         raise ValueError(
             "optim='adafactor' fails in the first step under FSDP2: transformers' Adafactor mixes whole and divided "

@@ -1,4 +1,4 @@
-"""Ways to divide a model or its data among ranks that plans cannot be made for, refused before any work starts."""
+"""Refuse strategies that plans do not support, before any work starts."""
 
 from typing import Any
 
@@ -16,16 +16,11 @@ DIVIDED_AT_LOAD = (
     "distributed_config=transformers.distributed.DistributedConfig(tp_size=…, fsdp_size=…))"
 )
 SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
-"""How transformers names modules inside divided attention that are whole on each rank, such as norms of Q and K."""
+"""Name in transformers for modules that stay whole inside divided attention, such as norms of Q and K."""
 
 
 def check_rows_are_whole(context: int, sequence: int) -> None:
-    """Raise unless each rank has rows of its own.
-
-    Args:
-        context: number of ranks that would share rows by context parallelism.
-        sequence: likewise by sequence parallelism.
-    """
+    """Raise unless each rank has rows of its own; arguments are sizes of context and sequence parallelism."""
     if context > 1:
         raise ValueError(
             f"context parallelism (cp_size={context}) {ROWS_ARE_PLACED}; set cp_size=1 and give the ranks to "
@@ -39,14 +34,7 @@ def check_rows_are_whole(context: int, sequence: int) -> None:
 
 
 def check_parallelism(trainer: Trainer) -> None:
-    """Raise unless ranks share the model and the data in a way that plans can be made for.
-
-    Args:
-        trainer: see `check_trainer`.
-
-    Raises:
-        ValueError: says what was got, why it cannot be, and what to do.
-    """
+    """Raise ValueError unless plans support the trainer's strategy."""
     args: Any = trainer.args
     check_rows_are_whole(trainer.get_cp_size(), trainer.get_sp_size())
     tensor = trainer.get_tp_size()

@@ -1,4 +1,4 @@
-"""What keeps balancing from paying, told once with the remedy, from the figures that are logged."""
+"""Warn once, with a remedy, about each cause that keeps balancing from paying."""
 
 import logging
 from collections.abc import Mapping
@@ -10,19 +10,14 @@ from hf_distca.units import AUTO
 logger = logging.getLogger(__name__)
 
 STEPS = 50
-"""So many steps are looked at together: a few of them tell little of the documents."""
+"""Number of steps averaged for a warning: fewer steps depend too much on their documents."""
 MOST_IMBALANCE, MOST_EXPOSED, LEAST_PING_PONG = 1.1, 0.1, 0.1
-"""Imbalance degree, share of the step in waits, and share of layers in turns, beyond which something is to be done."""
+"""Limits beyond which a warning is logged: imbalance degree, share of waits, share of layers in turns."""
 LOOKED_AT = ("imbalance_degree", "exposed_exchange_share", "ping_pong_share")
 
 
 class Remedies:
-    """Looks at the means of figures over some fifty steps at a time, and warns of each thing once.
-
-    Args:
-        settings: of the run.
-        ping_pong: whether plans have two nano-batches where they can.
-    """
+    """Average figures over some fifty steps, and warn of each problem once."""
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
         self._settings, self._ping_pong = settings, ping_pong
@@ -34,12 +29,7 @@ class Remedies:
         self._sums = dict.fromkeys(LOOKED_AT, 0.0)
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
-        """Take in what is logged of some steps.
-
-        Args:
-            figures: of them, see `StepMeter.figures`; empty where there were none.
-            steps: how many.
-        """
+        """Add means over some steps, from `StepMeter.figures`; empty figures change nothing."""
         if not figures or not steps:
             return
         self._steps += steps

@@ -44,9 +44,9 @@ class DistCASFTConfig(DistCAArguments, SFTConfig):
 class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     """TRL's `SFTTrainer` on packed documents with balanced core attention.
 
-    TRL prepares the data (chat templates, labels of completions or of assistant messages), makes the LoRA adapters of
-    `peft_config`, and computes loss, entropy and token accuracy without whole logits. hf_distca packs the documents.
-    Loss and metrics are means over all targets of all ranks and micro-batches.
+    TRL prepares the data (chat templates, labels of completions or of assistant messages) and makes the LoRA adapters
+    of `peft_config`. TRL computes loss, entropy and token accuracy without whole logits. hf_distca packs the
+    documents. Loss and metrics are means over all targets of all ranks and micro-batches.
 
     The arguments are those of `trl.SFTTrainer`; `args` is a `DistCASFTConfig`. A model that is given by name is loaded
     with `attn_implementation="distca"`.
@@ -91,20 +91,20 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """TRL's loss over the targets of all ranks; takes note of its metrics, and of how many targets they are of."""
+        """Return TRL's loss over the targets of all ranks, and note the number of targets for its metrics."""
         mode = self._mode()
         loaders = self.accelerator.gradient_state
         if loaders.in_dataloader:
-            # Else accelerate takes TRL's counts, one of each rank, for examples, and leaves some out at the end.
+            # Otherwise accelerate takes TRL's counts for examples and drops some at the end.
             loaders.active_dataloader.remainder = -1
-        if mode == "eval":  # else TRL divides the loss of experts by the micro-batches of the last step
+        if mode == "eval":  # otherwise TRL divides the loss of experts by the micro-batches of the last step
             self.current_gradient_accumulation_steps = 1
         plan = inputs[PLAN_KEY].plan
         tokens = self._total_train_tokens
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
-        # Not the mixin's, which is never 0.
+        # Not the mixin's method, which never returns 0.
         targets: Any = super(DistCAMixin, self)._get_num_items_in_batch([inputs], self.args.device)
         self._targets[mode].append(float(targets))
         if mode == "train":
@@ -113,7 +113,7 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with TRL's metrics as means over targets, not over micro-batches."""
+        """Log, with TRL's metrics as means over targets instead of micro-batches."""
         mode = self._mode()
         targets = self._targets.pop(mode, [])
         for name in MEANS:
@@ -124,5 +124,5 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
         super().log(logs, *args, **kwargs)
 
     def _mode(self) -> str:
-        """What TRL calls its metrics by."""
+        """Return the key of TRL's metrics."""
         return "train" if self.model.training else "eval"

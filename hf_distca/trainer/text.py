@@ -1,4 +1,4 @@
-"""A model given by its name, and text made into tokens, both as TRL's SFTTrainer does it."""
+"""Load a model by name and tokenize text, both as TRL's SFTTrainer does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from hf_distca.patches.register import ATTENTION_NAME
 
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-"""Columns that TRL's trainers make tokens and labels of."""
+"""Columns from which TRL's trainers make tokens and labels."""
 
 
 def loaded_model(name: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
-    """Load a causal language model with planned attention; in float32 unless `init_kwargs` say otherwise.
+    """Load a causal language model with planned attention, in float32 unless `init_kwargs` name a dtype.
 
     Args:
         name: a folder, or a name on the hub.
-        init_kwargs: of `from_pretrained`.
     """
     chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **init_kwargs}
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **chosen)
@@ -25,16 +24,14 @@ def loaded_model(name: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
 
 
 class Tokenizing:
-    """Makes data sets of text into data sets of tokens; data sets of tokens stay as they are.
+    """Tokenize data sets of text; data sets of tokens stay as they are.
 
     Args:
-        args: of the trainer.
-        field: the column with the text.
-        processing_class: the tokenizer, or a processor that has one; None where the user gives none.
-        model_name: of the model, whose tokenizer is loaded where it is needed and none is given.
+        field: column with the text.
+        processing_class: tokenizer, or processor with a tokenizer; None loads the tokenizer of `model_name` if needed.
 
     Attributes:
-        processing_class: the one that was given, or that was loaded.
+        processing_class: the given or loaded tokenizer.
     """
 
     def __init__(self, args: TrainingArguments, field: str, processing_class: Any, model_name: str | None) -> None:
@@ -45,11 +42,11 @@ class Tokenizing:
         """Return the data set with a column `input_ids`.
 
         Args:
-            dataset: with or without tokens; or data sets by their names.
-            name: of the trainer's argument, for errors.
+            dataset: with or without tokens; or a dict of data sets by name.
+            name: name of the trainer's argument, for errors.
 
         Raises:
-            ValueError: it holds neither tokens nor text, or chats, or nothing makes tokens of its text.
+            ValueError: the data set holds neither tokens nor text, or holds chats, or there is no tokenizer.
         """
         if isinstance(dataset, dict):
             return {key: self.tokens_of(each, f"{name}[{key!r}]") for key, each in dataset.items()}
@@ -67,7 +64,7 @@ class Tokenizing:
             return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": self._field}, **options)
 
     def _check(self, first: Mapping[str, Any], name: str) -> None:
-        """Raise unless an example is text, and there is a tokenizer."""
+        """Raise unless an example is text and there is a tokenizer."""
         if chats := [column for column in CHATS if column in first]:
             raise ValueError(
                 f"{name} has {', '.join(map(repr, chats))} and no 'input_ids': chat templates and prompts are the "
@@ -89,14 +86,14 @@ class Tokenizing:
 
 
 def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
-    """The tokens of documents, each with the end-of-sequence token behind it."""
+    """Return the tokens of documents, each with an end-of-sequence token at its end."""
     end = tokenizer.eos_token or ""
     texts = [text if text.endswith(end) else text + end for text in batch[field]]
-    return {"input_ids": tokenizer(texts, verbose=False)["input_ids"]}  # whose length is for plans to deal with
+    return {"input_ids": tokenizer(texts, verbose=False)["input_ids"]}  # not truncated: plans handle the length
 
 
 def _first_example(dataset: Any) -> Any:
-    """The first example where looking at it takes none away; None where there is none."""
+    """Return the first example if reading it does not consume it; else None."""
     if isinstance(dataset, datasets.IterableDataset):
         return next(iter(dataset), None)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):

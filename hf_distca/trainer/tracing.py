@@ -1,4 +1,4 @@
-"""A trace of some steps of training, written by every rank into the output folder."""
+"""Trace some steps of training; every rank writes its trace into the output folder."""
 
 import json
 import logging
@@ -18,20 +18,15 @@ from hf_distca.trainer.disk import disk_errors_named
 logger = logging.getLogger(__name__)
 
 STEPS_BEFORE = 3
-"""Steps that are not traced: the first ones allocate memory, choose kernels and fill caches."""
+"""Number of first steps without a trace: they allocate memory, choose kernels and fill caches."""
 ROUNDS = 8
-"""Times that ranks meet for a common zero, of which the quickest counts."""
+"""Number of rounds for a common zero of time; the quickest round counts."""
 
 
 class StepTracer(TrainerCallback):
-    """Records steps of a training on this rank, from the fetching of their batches until the optimizer is done.
+    """Record steps of a training on this rank, from fetching batches until the optimizer is done.
 
-    Nothing is measured before and after them. On CUDA the host waits for the GPU at the end of a step that
-    is recorded.
-
-    Args:
-        dispatcher: whose recorder is listened to.
-        args: of the trainer.
+    Other steps are not measured. On CUDA the host waits for the GPU at the end of each recorded step.
     """
 
     def __init__(self, dispatcher: Dispatcher, args: DistCAArguments) -> None:
@@ -45,23 +40,19 @@ class StepTracer(TrainerCallback):
         self._drop()
 
     def _drop(self) -> None:
-        """End a recording without a trace of it."""
+        """End a recording without keeping its spans."""
         self._recording: Recording | None = None
         self._step: AbstractContextManager[None] | None = None
         self._section: AbstractContextManager[None] | None = None
 
-    # What the trainer tells
+    # Callbacks of the trainer
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """Count steps anew."""
+        """Reset the count of steps."""
         self._forget()
 
     def begin_step(self, number: int) -> None:
-        """The batches of a step are about to be fetched. A collective with the first step that is recorded.
-
-        Args:
-            number: of the step, from 1 on.
-        """
+        """Start step `number`, from 1 on, before its batches are fetched. A collective at the first recorded step."""
         self.end()
         if self._steps < STEPS_BEFORE or self._traced == self._args.trace_steps:
             return
@@ -73,7 +64,7 @@ class StepTracer(TrainerCallback):
         self.section("batches")
 
     def section(self, name: str) -> None:
-        """Another section of the step begins, where one is recorded."""
+        """Begin another section of a recorded step."""
         if self._recording is None:
             return
         if self._section is not None:
@@ -82,11 +73,11 @@ class StepTracer(TrainerCallback):
         self._section.__enter__()
 
     def on_pre_optimizer_step(self, *_args: Any, **_kwargs: Any) -> None:
-        """All gradients are there."""
+        """Begin the section of the optimizer: all gradients are computed."""
         self.section("optimizer")
 
     def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """A step is done; after the last one to be recorded, the trace is written."""
+        """End a step, and write the trace after the last recorded step."""
         self._steps += 1
         if self._recording is None or self._section is None or self._step is None:
             return
@@ -99,7 +90,7 @@ class StepTracer(TrainerCallback):
             self._write()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_kwargs: Any) -> None:
-        """Write what there is, where training ended before all steps were recorded."""
+        """Write the recorded steps if training ended before all steps were recorded."""
         self.end()
         missing = self._args.trace_steps - self._traced
         if missing > 0 and self._args.process_index == 0:
@@ -114,7 +105,7 @@ class StepTracer(TrainerCallback):
             self._write()
 
     def end(self) -> None:
-        """Record no further; a step that is under way is left out: there was no batch, or it failed."""
+        """Stop recording and drop an unfinished step, which had no batch or failed."""
         if self._recording is not None:
             self._recording.stop()
         self._drop()
@@ -122,11 +113,11 @@ class StepTracer(TrainerCallback):
     # The trace
 
     def _common_zero(self) -> Zero:
-        """A moment that lies, on every rank, within the round in which all ranks have met. A collective.
+        """Return a moment within the round in which all ranks met. A collective.
 
-        No rank leaves a round before all have entered it. So the moment when the last one entered lies, by each rank's
-        clock, between its own entering and leaving, and ranks that all take their leaving for zero differ by no more
-        than the longest of these times.
+        No rank leaves a round before all ranks have entered it. On each rank's clock, the last rank's entry therefore
+        lies between the rank's own entering and leaving. Each rank takes its leaving for zero, so ranks differ by no
+        more than the longest of these times.
         """
         groups = self._dispatcher.groups
         rounds = []

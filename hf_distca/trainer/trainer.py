@@ -25,11 +25,11 @@ class DistCATrainer(DistCAMixin, Trainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Trainer's own: the mixin's takes anything.
+        # Trainer's own __init__ names its arguments; the mixin's takes anything.
         given = named_arguments(super(DistCAMixin, self).__init__, args, kwargs)
         settings, model = given.get("args"), given.get("model")
         if isinstance(settings, DistCAArguments):
-            settings.serve_if_server()  # before it loads anything
+            settings.serve_if_server()  # before a server loads anything
             init_kwargs = getattr(settings, "model_init_kwargs", None)
             if isinstance(model, str):
                 given["model"] = loaded_model(model, init_kwargs or {})

@@ -1,6 +1,6 @@
-"""The data of a plan: which rank holds which rows, and which worker computes which core attention.
+"""Data of a plan: which rank holds which rows, and which worker computes which core attention.
 
-Pure data, the same on every rank: a deterministic function of document lengths and settings.
+A plan is a deterministic function of document lengths and settings, the same on every rank.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PLAN_KEY = "distca_plan"
-"""Under this key a batch carries its plan, and under this keyword a model hands it to its attention layers."""
+"""Key of the plan in a batch, and keyword that passes the plan from a model to its attention layers."""
 
 SEGMENT = np.dtype(
     [
@@ -19,7 +19,7 @@ SEGMENT = np.dtype(
         ("start", np.int64),  # first row of the document in this segment
         ("stop", np.int64),  # one past its last row
         ("rank", np.int64),  # the rank that holds these rows outside core attention
-        ("offset", np.int64),  # where row `start` lies among the rank's own rows
+        ("offset", np.int64),  # position of row `start` among the rank's own rows
     ]
 )
 """Rows [start, stop) of a document, held by one rank from `offset` on."""
@@ -29,7 +29,7 @@ TASK = np.dtype(
         ("document", np.int64),  # index into Layout.lengths
         ("start", np.int64),  # first query row
         ("stop", np.int64),  # one past the last query row
-        ("worker", np.int64),  # who computes it: ranks first, then dedicated servers
+        ("worker", np.int64),  # worker that computes the rows: ranks first, then dedicated servers
     ]
 )
 """Core attention of query rows [start, stop) of a document, computed by one worker."""
@@ -39,16 +39,13 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What sets the core attention of one layer apart from that of another: each kind has plans of its own.
+    """Properties of a layer's core attention; layers that differ in them have separate plans.
 
     The default is a layer of Llama-3-8B.
 
     Attributes:
         window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
-        q_heads: query heads.
         kv_heads: key-value heads, which divide the query heads.
-        dim_qk: numbers of a head of queries and keys.
-        dim_v: numbers of a head of values.
         chunk: row p attends to rows from p - p % chunk on at most; None for no chunks.
 
     Raises:
@@ -87,9 +84,8 @@ class Layout:
 
     Attributes:
         lengths: [documents] int64, tokens of each document; a document attends causally to itself only.
-        segments: [segments] of dtype SEGMENT, sorted by (rank, offset). They cover every row of every
-            document once, and each rank's rows [0, n) without a gap.
-        ranks: number of ranks; a rank may hold no rows.
+        segments: [segments] of dtype SEGMENT, sorted by (rank, offset). They cover every row of every document once,
+            and each rank's rows [0, n) without a gap.
     """
 
     lengths: NDArray[np.int64]
@@ -109,26 +105,26 @@ class Layout:
         return bool(np.any(rows < self.lengths[self.segments["document"]]))
 
     def of_rank(self, rank: int) -> NDArray[np.void]:
-        """The segments of one rank in the order of its rows."""
+        """Return the segments of one rank in the order of its rows."""
         mine: NDArray[np.void] = self.segments[self.segments["rank"] == rank]
         return mine
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A layout and the tasks of one kind of attention layer on it.
+    """Layout and tasks of one kind of attention layer.
 
     Attributes:
-        layout: where the rows are; with chunked attention its documents are the chunks.
-        tasks: [tasks] of dtype TASK, sorted by (worker, document, start). They cover every row of every
-            document once. A task needs K/V rows [first, stop): first = 0, or the window's edge.
-        workers: number of workers; workers 0 to ranks-1 are the ranks themselves (in-place servers),
-            any further ones are dedicated servers, which hold no rows.
+        layout: with chunked attention its documents are the chunks.
+        tasks: [tasks] of dtype TASK, sorted by (worker, document, start). They cover every row of every document once.
+            A task needs K/V rows [first, stop): first = 0, or the window's edge.
+        workers: number of workers. Workers 0 to ranks-1 are the ranks themselves (in-place servers); further ones are
+            dedicated servers, which hold no rows.
         window: row p attends to rows max(0, p - window + 1) to p; None for full causal attention.
-        stage_rows: K/V rows travel between ranks in stages, one after another, in each of which a rank sends and
-            receives at most so many; with a window, receives so many or two windows. None: all at once.
-        nodes: [workers] the node of each worker. A K/V row that several ranks of another node read goes to one of
-            them, which passes it on to the others. None: it goes to each of them from where it is held.
+        stage_rows: the most K/V rows that a rank sends, or receives, in one stage; with a window a rank may receive
+            two windows. None: all rows travel at once.
+        nodes: [workers] node of each worker. A K/V row that several ranks of another node read goes to one of them,
+            the gateway, which forwards it to the others. None: rows go to each of them directly.
     """
 
     layout: Layout
@@ -139,7 +135,7 @@ class Plan:
     nodes: tuple[int, ...] | None = None
 
     def first_key(self) -> NDArray[np.int64]:
-        """[tasks] int64: first K/V row that each task needs."""
+        """Return [tasks] int64: first K/V row that each task needs."""
         if self.window is None:
             return np.zeros(len(self.tasks), np.int64)
         first: NDArray[np.int64] = np.maximum(self.tasks["start"] - self.window + 1, 0)
@@ -151,10 +147,8 @@ class NanoBatch:
     """One layout and the plans of every kind of attention layer on it.
 
     Attributes:
-        documents: [documents] int64: which of the micro-batch's documents the layout's documents are. A
-            document lies in one nano-batch only.
-        layout: where the rows are.
-        plans: for each kind of attention of the model, its plan.
+        documents: [documents] int64: index, in the micro-batch, of each document of the layout. A document lies in one
+            nano-batch only.
     """
 
     documents: NDArray[np.int64]
@@ -164,21 +158,22 @@ class NanoBatch:
 
 @dataclass(frozen=True)
 class ExchangeFigures:
-    """What exchanges carry in one layer's forward, all nano-batches together.
+    """Bytes of the exchanges in one layer's forward, all nano-batches together.
 
-    A worker's, or a node's, bytes are those it sends or those it receives, whichever are more. Where plans know of no
-    nodes, each rank is one.
+    The bytes of a worker or a node are the larger of bytes sent and bytes received. Without nodes in the plan, each
+    rank is a node.
 
     Attributes:
-        bytes_total: bytes that cross between workers, those within nodes and those between nodes.
-        bytes_bottleneck: of them, those of the busiest worker.
+        bytes_total: bytes that cross between workers, within nodes and between nodes.
+        bytes_bottleneck: bytes of the busiest worker.
         bytes_within_nodes: bytes that cross between workers of the same node.
-        bytes_within_nodes_bottleneck: of them, those of the busiest worker.
-        bytes_within_nodes_busiest_node: of them, those of the busiest node, all of its workers together.
+        bytes_within_nodes_bottleneck: bytes of the busiest worker within its node.
+        bytes_within_nodes_busiest_node: bytes within the busiest node, all of its workers together.
         bytes_between_nodes: bytes that cross between workers of different nodes.
-        bytes_between_nodes_bottleneck: of them, those of the busiest worker.
-        bytes_between_nodes_busiest_node: of them, those of the busiest node, all of its workers together.
-        link_seconds: the time that the busiest link of a worker takes for its bytes.
+        bytes_between_nodes_bottleneck: bytes of the busiest worker to or from other nodes.
+        bytes_between_nodes_busiest_node: bytes of the busiest node to or from other nodes, all of its workers
+            together.
+        link_seconds: seconds that the busiest link of a worker takes for its bytes.
     """
 
     bytes_total: int
@@ -194,13 +189,11 @@ class ExchangeFigures:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """What a micro-batch's plan achieves for the layers of the model that cost the most.
+    """Figures of a micro-batch's plan for the costliest layers of the model.
 
     Attributes:
-        packed_max_over_mean: query-key pairs of the most loaded rank over the mean, if each rank computed
-            its share of the same documents packed in order.
-        max_over_mean: the same for the plan.
-        exchange: what exchanges carry.
+        packed_max_over_mean: query-key pairs of the most loaded rank over the mean, if documents were packed in order
+            and each rank computed the rows that it holds.
     """
 
     packed_max_over_mean: float
@@ -210,15 +203,13 @@ class PlanSummary:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a micro-batch is carried out, where the planner could choose.
+    """Choices of the planner for a micro-batch, and their predicted seconds.
 
     Attributes:
-        group: ranks of a group that share documents; 1 where every document lies on one rank.
-        nano_batches: how many there are.
-        tolerance: of balance.
-        seconds: that its forward and backward are predicted to take.
-        attention: [ranks] seconds of them in core attention.
-        packed_seconds: the same if each rank computed its share of the documents packed in order.
+        group: ranks of a group that share documents; 1 if every document lies on one rank.
+        seconds: predicted seconds of the forward and backward.
+        attention: [ranks] predicted seconds of core attention.
+        packed_seconds: predicted seconds if each rank computed its share of the documents packed in order.
     """
 
     group: int
@@ -231,14 +222,13 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchPlan:
-    """What one global micro-batch carries with it: the same object on every rank.
+    """Plan of one global micro-batch, the same on every rank.
 
     Attributes:
-        nano_batches: one, or two (ping and pong) whose exchanges hide behind each other's computation.
-            A rank's rows are those of the first nano-batch followed by those of the second.
-        summary: figures for logs.
-        fillers: how many of the documents, of one token each, only keep ranks without rows in the exchanges.
-        choice: how it is carried out; None where the settings left no choice.
+        nano_batches: one, or two (ping and pong) whose exchanges hide behind each other's computation. A rank's rows
+            are its rows of the first nano-batch followed by its rows of the second.
+        fillers: number of documents of one token that only keep ranks without rows in the exchanges.
+        choice: None if the settings left no choice.
     """
 
     nano_batches: tuple[NanoBatch, ...]
@@ -253,7 +243,7 @@ class MicroBatchPlan:
         return total
 
     def held_by(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """(document of the micro-batch, start, stop) of the rows that a rank holds, in the order of its rows."""
+        """Yield (document of the micro-batch, start, stop) of the rows that a rank holds, in the order of its rows."""
         for nano in self.nano_batches:
             for document, start, stop, *_ in nano.layout.of_rank(rank).tolist():
                 yield int(nano.documents[document]), start, stop

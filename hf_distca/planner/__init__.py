@@ -1,1 +1,1 @@
-"""Choosing layouts and tasks. Pure Python and NumPy: no torch, no communication."""
+"""Layouts and tasks, chosen with Python and NumPy alone: no torch, no communication."""

@@ -1,18 +1,14 @@
-"""Balancing core attention on a given layout: which rows to compute elsewhere, and where.
+"""Balance core attention on a given layout: choose the rows that other workers compute.
 
-Rows move in few and cheap tasks:
+Each pass has three steps:
 
-1. Flows: who gives how many pairs to whom (`plan_flows`). Few and large ones, since bytes grow like the
-   square root of the pairs moved.
-2. Sources: a flow is taken from the documents where it costs least (`Source.take`).
-3. Places: the flows out of one stretch of a document lie side by side in it, at the place where all of
-   them together cost least (`BalancingPass`).
+1. Flows: how many pairs each worker gives to which other (`plan_flows`). Few large flows are cheapest, since bytes
+   grow with the square root of the pairs moved.
+2. Sources: each flow is taken from the documents where giving costs least (`Source.take`).
+3. Places: flows out of one stretch of a document lie side by side, where together they cost least (`BalancingPass`).
 
-Rounding to whole rows leaves small differences; the three steps are repeated on the result until every
-worker is within the tolerance.
-
-Where links between nodes are slower than inside them all this is done twice: for nodes, and inside each of them
-(two_levels.py).
+Rounding to whole rows leaves small differences, so passes are repeated until every worker is within the tolerance.
+Where links between nodes are slower, nodes are balanced first, then the workers of each (two_levels.py).
 """
 
 from collections.abc import Sequence
@@ -38,11 +34,11 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 AIM = (0.96, 0.8, 0.6, 0.4, 0.2, 0.0)
-"""Flows aim at this share of the tolerance, pass after pass; rounding to rows has the rest."""
+"""Share of the tolerance that flows aim at, pass after pass; the rest is left for rounding to rows."""
 NODES_SHARE = 0.5
-"""Share of the tolerance by which nodes may differ; the rest is for the workers of a node."""
+"""Share of the tolerance for differences between nodes; the rest is for the workers of a node."""
 LEAST_INSIDE = 0.25
-"""Share of the tolerance that workers of a node have in any case, however much the node has to do."""
+"""Smallest share of the tolerance for the workers of a node, whatever the node's load."""
 
 
 def balance(
@@ -58,29 +54,24 @@ def balance(
     row_overhead: int = 0,
     gather_cost: float = 0.0,
 ) -> Plan:
-    """Choose tasks so that all workers finish together, for few bytes.
+    """Choose tasks so that all workers finish together, with few bytes sent.
 
     Args:
-        layout: where the rows are; they stay there.
-        workers: speeds and base loads; worker r < layout.ranks is rank r, further ones hold no rows. None for
-            the ranks alone, all equal.
-        nodes: [workers] the node of each worker, those of ranks numbered in their order; None: all links are alike.
-        groups: [workers] the group of each worker, numbered from 0 on, each of whole nodes; nothing moves between
-            groups. None: all workers are one group.
-        window: width of the sliding window; None for full causal attention.
-        balance_tolerance: how far above its group's ideal finishing time the last worker may finish, measured on the
-            plan returned, as a fraction of that time; or [workers], the same for all of a group. Where whole rows
-            cannot reach it, the best found: 0 is as fine as they allow, and takes several times as long.
-        balance_block_size: rows of a kernel block. Cuts fall on its multiples, except where a document or segment
-            ends or where the balance needs finer ones.
-        row_bytes: bytes of the rows; None for RowBytes().
-        row_overhead: what a query row costs besides its pairs, in pairs; counted in whole blocks. What is balanced
-            is then pairs + rows · row_overhead.
-        gather_cost: what a byte of K and V costs that is gathered on the rank itself because a task is left on either
-            side of one that moves, compared with a byte sent.
+        workers: worker r < layout.ranks is rank r; further ones hold no rows. None for the ranks alone, all equal.
+        nodes: [workers] node of each worker, numbered in the order of the ranks. None if all links are alike.
+        groups: [workers] group of each worker, from 0 on, each of whole nodes; nothing moves between groups. None for
+            one group.
+        balance_tolerance: how far above its group's ideal finishing time the last worker may finish, as a fraction of
+            that time; or [workers], equal within a group. If whole rows cannot reach it, the best plan found is
+            returned. 0 is as fine as rows allow and takes several times as long.
+        balance_block_size: rows of a kernel block. Cuts fall on its multiples, except at the end of a document or
+            segment or where the balance needs finer cuts.
+        row_overhead: cost of a query row besides its pairs, in pairs, rounded to whole blocks.
+        gather_cost: cost of gathering a byte of K and V on the rank itself, in bytes sent. A task that is cut in its
+            middle leaves two rests, and the second one gathers.
 
     Raises:
-        ValueError: settings out of range, fewer workers than ranks, or nodes of other workers.
+        ValueError: settings out of range, fewer workers than ranks, or nodes that do not match the workers.
     """
     check_settings(float(np.min(balance_tolerance)), balance_block_size, window)
     workers = workers or Workers.uniform(layout.ranks)
@@ -111,15 +102,12 @@ def balance(
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Looks for tasks.
+    """Search for balanced tasks.
 
     Attributes:
-        rows: where the rows are.
-        workers: speeds and base loads.
-        prices: what giving costs.
-        tolerance: [workers] how far above its group's ideal a worker may finish, as a fraction of it.
+        tolerance: [workers] how far above its group's ideal a worker may finish, as a fraction of the ideal.
         block: rows of a kernel block.
-        groups: [workers] the group of each worker.
+        groups: [workers] group of each worker.
     """
 
     rows: ShiftedRows
@@ -130,18 +118,18 @@ class _Search:
     groups: NDArray[np.int64]
 
     def over_all(self) -> NDArray[np.void]:
-        """Tasks for which anybody gives to anybody of a group."""
+        """Return tasks for which any worker may give to any other of its group."""
         tasks = self.rows.tasks_as_laid_out()
         ideal = ideals_inside(self._loads(tasks), self.workers, self.groups)
         limits = ideal * (1 + self.tolerance)
         return self._passes(tasks, ideal, limits, limits, self.groups)
 
     def inside(self, of_nodes: NDArray[np.void], nodes: Sequence[int]) -> NDArray[np.void]:
-        """Tasks of nodes, given to the workers of each; none leaves its node.
+        """Give the tasks of each node to workers of that node.
 
         Args:
             of_nodes: [tasks] of dtype TASK, whose workers are nodes.
-            nodes: [workers] the node of each worker.
+            nodes: [workers] node of each worker.
         """
         as_laid_out = self._loads(self.rows.tasks_as_laid_out())
         limits = ideals_inside(as_laid_out, self.workers, self.groups) * (1 + self.tolerance)
@@ -153,14 +141,14 @@ class _Search:
     def _passes(
         self, tasks: NDArray[np.void], ideal: FloatArray, limits: FloatArray, enough: FloatArray, groups: IntArray
     ) -> NDArray[np.void]:
-        """The tasks of the best of some passes, one after another until all workers finish in time.
+        """Repeat passes until all workers finish in time, and return the best pass's tasks.
 
         Args:
             tasks: [tasks] of dtype TASK.
-            ideal: [workers] when the workers of each one's group would finish together.
-            limits: [workers] until when none need give anything.
-            enough: [workers] when all have to be done.
-            groups: [workers] what nothing leaves.
+            ideal: [workers] time at which all workers of the same group would finish together.
+            limits: [workers] a worker that finishes by this time gives nothing.
+            enough: [workers] time by which each worker has to finish.
+            groups: [workers] groups between which nothing moves.
         """
         best, latest = tasks, self._latest(tasks, enough)
         for share in AIM:
@@ -177,6 +165,6 @@ class _Search:
         return self.rows.loads(tasks, len(self.workers))
 
     def _latest(self, tasks: NDArray[np.void], limits: FloatArray) -> float:
-        """When the last worker is done, in parts of its limit."""
+        """Return the largest ratio of a worker's finishing time to its limit."""
         finishing = self.workers.finishing(self._loads(tasks))
         return float(np.max(finishing[limits > 0] / limits[limits > 0], initial=0.0))

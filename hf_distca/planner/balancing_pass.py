@@ -1,4 +1,4 @@
-"""One pass of balancing: who gives what to whom, from which documents, and where in them."""
+"""One pass of balancing: who gives rows to whom, from which documents, and where in them."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,21 +15,20 @@ from hf_distca.planner.shifted import ShiftedRows, merged
 from hf_distca.planner.sources import Price, Source
 
 BUSY = 0.8
-"""Workers whose surplus reaches this share of the largest hold up everybody."""
+"""A worker whose surplus is at least this share of the largest one counts as a bottleneck."""
 FORBIDDEN = 1e18
-"""Bytes that a task below a block counts for while places are compared."""
+"""Bytes charged for a task smaller than a block while places are compared."""
 ROUNDING = 0.04
-"""Share of the tolerance that rounding one cut may cost before it leaves the block's boundaries."""
+"""Share of the tolerance that rounding one cut may cost; beyond it, the cut leaves the block's boundary."""
 
 
 @dataclass(frozen=True)
 class Prices:
-    """What giving rows away costs.
+    """Cost of giving rows away.
 
     Attributes:
-        all: bytes of all workers.
-        sent: bytes that the giver sends, which all wait for if it is the busiest.
-        gathered: what gathering a K/V row on the rank itself costs, in bytes sent.
+        sent: bytes that the giver sends; all workers wait for them if the giver is the busiest.
+        gathered: cost of gathering a K/V row on the rank itself, in bytes sent.
     """
 
     all: Price
@@ -38,13 +37,7 @@ class Prices:
 
     @classmethod
     def of(cls, row_bytes: RowBytes, rows: ShiftedRows, gather_cost: float) -> "Prices":
-        """Prices for rows of some bytes.
-
-        Args:
-            row_bytes: bytes of the rows.
-            rows: the view that they are counted in.
-            gather_cost: what gathering a byte on the rank itself costs, in bytes sent.
-        """
+        """Return the prices for rows of the given bytes."""
         q, kv, o = row_bytes.q, row_bytes.kv, row_bytes.o
         return cls(
             Price(q + o, kv, rows.window, rows.origin),
@@ -55,12 +48,12 @@ class Prices:
 
 @dataclass(frozen=True, eq=False)
 class Goal:
-    """When the workers should finish.
+    """Times at which workers should finish.
 
     Attributes:
-        aim: [workers] what flows aim at.
-        limit: [workers] until when a worker need not give anything.
-        slack: how far above the ideal the limit lies, as a fraction; or [workers].
+        aim: [workers] finishing time that flows aim at.
+        limit: [workers] a worker that finishes by this time gives nothing.
+        slack: how far the limit lies above the ideal, as a fraction; or [workers].
     """
 
     aim: NDArray[np.float64]
@@ -69,23 +62,19 @@ class Goal:
 
 
 class BalancingPass:
-    """One pass of flows, sources and places over the tasks as they stand.
+    """One pass of flows, sources and places over the present tasks.
 
     Args:
         tasks: [tasks] of dtype TASK, sorted by (worker, document, start).
-        rows: the view that they are counted in.
-        workers: speeds and base loads.
-        prices: what giving costs.
-        goal: when workers should finish, and may.
         block: rows of a kernel block.
-        groups: [workers] the group of each worker, and nothing leaves a group.
+        groups: [workers] group of each worker; nothing moves between groups.
 
     Attributes:
-        surplus: pairs of each worker above what it should have.
-        busy: surplus from which a worker counts as the bottleneck.
-        known: document -> worker -> row: K/V rows up to it are, or will be, on that worker. Only of
-            documents on more than one worker, one of which gives.
-        parts: task -> (pairs, taker) of each part that is to leave it.
+        surplus: [workers] pairs above the aim; negative where a worker has room.
+        busy: surplus from which a worker counts as a bottleneck.
+        known: document -> worker -> row: the worker has, or will have, K/V rows up to this row. Only documents on
+            several workers, one of which gives, are listed.
+        parts: task -> (pairs, taker) of each part that is to leave the task.
     """
 
     def __init__(
@@ -122,7 +111,7 @@ class BalancingPass:
         self.parts: dict[int, list[tuple[float, int]]] = {}
 
     def run(self) -> NDArray[np.void]:
-        """The tasks after this pass."""
+        """Return the tasks after this pass."""
         for giver, flows in self._flows().items():
             self._give(giver, flows)
         kept = np.ones(len(self.tasks), bool)
@@ -133,7 +122,7 @@ class BalancingPass:
         return merged(np.concatenate([self.tasks[kept], np.array(cut, dtype=TASK)]))
 
     def _flows(self) -> Flows:
-        """Who gives how much to whom, group by group."""
+        """Plan the flows of each group."""
         partners = self._partners()
         flows: Flows = {}
         surplus = np.array(self.surplus)
@@ -148,11 +137,11 @@ class BalancingPass:
         return flows
 
     def _price(self, giver: int) -> Price:
-        """What giving costs: all bytes, but for the busiest givers those they send, which all wait for."""
+        """Return the price of giving: all bytes, or for a bottleneck the bytes that it sends."""
         return self.prices.sent if self.surplus[giver] >= self.busy else self.prices.all
 
     def _partners(self) -> dict[int, set[int]]:
-        """Workers that have tasks of the same documents."""
+        """Return, for each worker, the workers that have tasks of the same documents."""
         partners: dict[int, set[int]] = {}
         for held in self.known.values():
             for worker in held:
@@ -164,7 +153,7 @@ class BalancingPass:
         held[worker] = max(held.get(worker, 0), rows)
 
     def _give(self, giver: int, flows: list[tuple[int, float]]) -> None:
-        """Choose the tasks from which one worker gives to the others."""
+        """Choose the tasks from which one worker serves its flows."""
         mine = range(self.first[giver], self.first[giver + 1])
         span = slice(mine.start, mine.stop)
         start, stop = self.tasks["start"][span], self.tasks["stop"][span]
@@ -175,15 +164,15 @@ class BalancingPass:
                 self.parts.setdefault(task, []).append((part, taker))
 
     def _rows_known(self, shared: list[int], worker: int) -> dict[int, int]:
-        """task -> K/V rows that a worker has of its document, where it has any."""
+        """Return, by task, the K/V rows of its document that a worker has, where there are any."""
         rows = {task: self.known[self.documents[task]].get(worker, 0) for task in shared}
         return {task: count for task, count in rows.items() if count}
 
     def _stack(self, task: int, parts: list[tuple[float, int]]) -> list[tuple[int, int, int, int]]:
-        """Cut one task: its parts side by side where they cost least, the rest left with its worker."""
+        """Cut one task: place its parts side by side where they cost least, and leave the rest with its worker."""
         doc, start, stop, owner = (int(field) for field in self.tasks[task])
         held = self.known.get(doc, {})
-        # Small parts first: fewer K/V rows for the others. Who has K/V rows already, last.
+        # Small parts come first: the others then need fewer K/V rows. Takers that have K/V rows already come last.
         parts = sorted(parts, key=lambda part: (held.get(part[1], self.origin), part))
         known = np.array([float(held.get(taker, self.origin)) for _, taker in parts])
         amounts = np.cumsum([0.0] + [amount for amount, _ in parts])
@@ -191,7 +180,7 @@ class BalancingPass:
         amounts *= min(1.0, (high - low) / amounts[-1])
         price = self._price(owner)
         begin, end = float(start), row_reaching(float(high - amounts[-1]), self.window)
-        for _ in range(2):  # where the first part starts: coarse, then fine
+        for _ in range(2):  # search the start of the first part: coarse, then fine
             first = np.linspace(begin, end, 33)
             cuts = row_reaching(pairs_at(first, self.window)[:, None] + amounts, self.window)
             np.clip(cuts, start, stop, out=cuts)
@@ -209,7 +198,7 @@ class BalancingPass:
         return cut
 
     def _short(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> NDArray[np.int64]:
-        """[choices] int64: tasks below a block that would come of [choices, parts + 1] cuts."""
+        """Return [choices] int64: tasks smaller than a block that result from cuts [choices, parts + 1]."""
         short: NDArray[np.int64] = (np.diff(cuts, axis=1) < self.block).sum(axis=1)
         short += (cuts[:, 0] > start + 1) & (cuts[:, 0] < start + self.block)
         if stop != self.stops[doc]:
@@ -217,7 +206,10 @@ class BalancingPass:
         return short
 
     def _gathered(self, cuts: NDArray[np.float64], start: int, stop: int) -> NDArray[np.float64]:
-        """[choices] float64: what a rest on either side of all parts costs: the second reads K/V rows once more."""
+        """Return [choices] float64: the cost of rests on both sides of the parts.
+
+        The second rest reads the K/V rows once more.
+        """
         first = float(self.origin)
         after = cuts[:, -1]
         keys = stop - (np.maximum(after - self.key_window + 1, first) if self.key_window else first)
@@ -225,7 +217,10 @@ class BalancingPass:
         return cost
 
     def _whole_rows(self, cuts: NDArray[np.float64], start: int, stop: int, doc: int) -> list[int]:
-        """[start, the cuts, stop]; a cut leaves the block's boundary only where that moves too many pairs."""
+        """Return [start, rounded cuts, stop].
+
+        A cut leaves the block's boundary only if rounding to the boundary would move too many pairs.
+        """
         rows = [start]
         for cut in cuts.tolist():
             rows.append(min(max(self._whole_row(cut), rows[-1]), stop))

@@ -1,4 +1,4 @@
-"""Filling bins of a fixed capacity with documents: which documents share a micro-batch, or a rank."""
+"""Packing of documents into bins of a fixed capacity: micro-batches, or ranks."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,21 +8,20 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 LOOK_AHEAD = 16
-"""Documents that may wait for the next micro-batch before the current one is closed."""
+"""Maximum number of documents that wait for the next micro-batch before the current one is closed."""
 
 
 def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Iterator[list[Item]]:
     """Fill one bin after another, as nearly as possible in the given order.
 
-    A document that does not fit waits for the next bin while shorter ones behind it may still go in; when it
-    is full, or more than 16 documents wait, it is closed. Takes from `documents` only what it needs.
+    A document that does not fit waits for the next bin, while shorter ones behind it may still go in. A bin is closed
+    when it is full or more than 16 documents wait. Only the documents needed are read from `documents`.
 
     Args:
-        documents: (tokens, anything) for each document, each at most `capacity` tokens.
-        capacity: the most tokens of a bin.
+        documents: (tokens, item) of each document, each of at most `capacity` tokens.
 
     Yields:
-        The documents of one bin, never none.
+        The items of one bin, at least one.
     """
     chosen: list[Item] = []
     room = capacity
@@ -42,7 +41,7 @@ def pack_in_order(documents: Iterable[tuple[int, Item]], capacity: int) -> Itera
 
 
 def _next_bin(waiting: list[tuple[int, Item]], capacity: int) -> tuple[list[Item], int, list[tuple[int, Item]]]:
-    """Start a bin with those that waited: its documents, its room, and who waits on."""
+    """Start a bin with waiting documents; return its items, its room and the documents still waiting."""
     chosen: list[Item] = []
     room = capacity
     still_waiting = []
@@ -59,12 +58,10 @@ def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] 
     """Put each document, in the given order, into the bin with the fewest tokens.
 
     Args:
-        lengths: tokens of each document, long ones first for an even result.
-        bins: how many bins there are.
-        capacity: the most tokens of a bin.
+        lengths: tokens of each document; longest first gives an even result.
 
     Returns:
-        The bin of each document, or None where a document found no room.
+        The bin of each document, or None if a document does not fit.
     """
     # An entry is load · bins + bin: one integer, so that the heap compares quickly.
     loads = list(range(bins))
@@ -79,14 +76,13 @@ def place_evenly(lengths: Sequence[int], bins: int, capacity: int) -> list[int] 
 
 
 def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Put each document, in the given order, into the fullest bin that has room, or else into a new one.
+    """Put each document, in the given order, into the fullest bin with room, or into a new bin.
 
-    With the longest first this is best-fit decreasing, which needs at most 11/9 of the fewest possible bins,
-    and usually exactly the fewest.
+    With the longest first this is best-fit decreasing. It needs at most 11/9 of the fewest possible bins, and usually
+    exactly the fewest.
 
     Args:
         lengths: tokens of each document, the longest first, none above `capacity`.
-        capacity: the most tokens of a bin.
 
     Returns:
         The bin of each document, numbered from 0 in the order of opening.
@@ -116,15 +112,10 @@ def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
 def place_in_order(lengths: Sequence[int], bins: int, capacity: int) -> list[int] | None:
     """Fill one bin after another in the given order.
 
-    Documents that came bin after bin, out of at most so many bins, always fit.
-
-    Args:
-        lengths: tokens of each document.
-        bins: how many bins there are.
-        capacity: the most tokens of a bin.
+    Documents that were packed bin after bin, into at most `bins` bins, always fit.
 
     Returns:
-        The bin of each document, or None where a document found no room.
+        The bin of each document, or None if a document does not fit.
     """
     current, load = 0, 0
     chosen = []
@@ -137,10 +128,9 @@ def place_in_order(lengths: Sequence[int], bins: int, capacity: int) -> list[int
 
 
 class _IntegerSet:
-    """Integers from 0 to a maximum, with a fast answer to "the smallest one that is at least x".
+    """Set of integers from 0 to a maximum that quickly finds the smallest one of at least x.
 
-    Bits of about √maximum integers, each with about √maximum bits, and one integer that says which of them
-    are not 0.
+    The set keeps about √maximum integers of about √maximum bits each. One more integer marks those that are not 0.
     """
 
     def __init__(self, maximum: int):

@@ -1,4 +1,4 @@
-"""Plans with the layout, the tolerance and the nano-batches that the settings name."""
+"""Plans with the layout, tolerance and nano-batches that the settings name."""
 
 from collections.abc import Sequence
 
@@ -24,10 +24,9 @@ def plan_as_set(lengths: Sequence[int] | NDArray[np.int64], settings: PlanSettin
 
     Args:
         lengths: tokens of each document, at most ranks · tokens_per_rank in all.
-        settings: see PlanSettings.
 
     Raises:
-        ValueError: the ranks cannot hold the documents, or with document_layout="whole" not without cutting one.
+        ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to cut one.
     """
     array = np.asarray(lengths, np.int64)
     if settings.document_layout == "whole":
@@ -37,34 +36,31 @@ def plan_as_set(lengths: Sequence[int] | NDArray[np.int64], settings: PlanSettin
     sizes = settings.node_sizes
     layouts = [_layout(array[groups[0]], settings, sizes)]
     if len(groups) == 2:
-        # Each gives one row more to some ranks, the first ones. Mirrored, they meet on one rank only where all ranks
-        # hold so many tokens, so that no rank holds more than it would without nano-batches. What is to be mirrored
-        # has the nodes in the reverse order too.
+        # Each layout gives one row more to its first ranks. Mirroring the second gives its extra rows to the last
+        # ranks, so no rank holds more than without nano-batches. The nodes are reversed first, as mirroring reverses
+        # them back.
         layouts.append(mirrored(_layout(array[groups[1]], settings, sizes and sizes[::-1])))
     return _plan(array, groups, layouts, settings)
 
 
 def plan_placed(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
-    """Balance the core attention of documents that already lie on ranks and stay there.
+    """Balance the core attention of documents that stay on the ranks where they lie.
 
     Args:
-        placed: lengths of the documents of each rank, in the order of its rows.
-        settings: see PlanSettings.
+        placed: for each rank, lengths of its documents in the order of its rows.
     """
     every = np.array([length for lengths in placed for length in lengths], np.int64)
-    # Documents are counted rank after rank.
+    # Documents are numbered rank after rank.
     return _plan_ranks(every, np.split(np.arange(len(every)), np.cumsum([len(row) for row in placed])[:-1]), settings)
 
 
 def _plan_ranks(
     lengths: NDArray[np.int64], on_ranks: Sequence[NDArray[np.int64]], settings: PlanSettings
 ) -> MicroBatchPlan:
-    """Plan documents that are whole on their ranks; each nano-batch has the first or the last ones of each rank.
+    """Plan whole documents on their ranks; a nano-batch has the first or the last ones of each rank.
 
     Args:
-        lengths: [documents] tokens of each document.
         on_ranks: for each rank, its documents in the order of its rows.
-        settings: see PlanSettings.
     """
     cuts = split_placed([lengths[documents].tolist() for documents in on_ranks]) if settings.ping_pong else None
     divided = [list(on_ranks)]
@@ -108,12 +104,9 @@ def _plan(
 
 
 def packed_seconds(lengths: NDArray[np.int64], settings: PlanSettings, costs: StepCosts) -> float:
-    """Seconds of a micro-batch if each rank computed its share of the documents packed in order, without exchange.
+    """Return the seconds of a micro-batch of documents packed in order and computed without exchange.
 
-    Args:
-        lengths: [documents] tokens of each document.
-        settings: see PlanSettings.
-        costs: of the device; calls of the kernel are left out.
+    Calls of the kernel are left out.
     """
     packed = fixed_layout([lengths.tolist()], settings.ranks)
     seconds: FloatArray = np.multiply(costs.token, packed.tokens)
@@ -127,8 +120,7 @@ def packed_seconds(lengths: NDArray[np.int64], settings: PlanSettings, costs: St
 
 
 def loads_as_packed(lengths: NDArray[np.int64], settings: PlanSettings) -> NDArray[np.int64]:
-    """[ranks] int64: query-key pairs of each rank in a layer of the dominant kind, if each computed its share of the
-    documents packed in order."""
+    """Return [ranks] int64: query-key pairs in a layer of the dominant kind if documents are packed in order."""
     kind = settings.dominant_kind
     packed = layout_of_kind(fixed_layout([lengths.tolist()], settings.ranks), kind)
     cost = pairs(packed.segments["start"], packed.segments["stop"], kind.window)
@@ -136,13 +128,7 @@ def loads_as_packed(lengths: NDArray[np.int64], settings: PlanSettings) -> NDArr
 
 
 def summary_of(lengths: NDArray[np.int64], nano_batches: Sequence[NanoBatch], settings: PlanSettings) -> PlanSummary:
-    """Return figures for logs of the plans of a micro-batch.
-
-    Args:
-        lengths: [documents] tokens of each document.
-        nano_batches: with their plans.
-        settings: see PlanSettings.
-    """
+    """Return figures of a micro-batch's plans for logs."""
     kind = settings.dominant_kind
     as_packed = loads_as_packed(lengths, settings)
     plans = [nano.plans[kind] for nano in nano_batches]

@@ -1,8 +1,8 @@
-"""The fastest of several plans for one micro-batch, by predicted seconds.
+"""Choice of the fastest plan for one micro-batch, by predicted seconds.
 
-Every rank chooses alike: what is predicted depends on the lengths and the settings alone. Groups of ranks that
-exchange nothing with each other are looked for near the smallest that compute about alike. What is quick to plan comes
-first, and nothing is planned where computing alone takes longer than the best plan so far.
+Every rank chooses alike, since predictions depend on lengths and settings alone. Groups of ranks that exchange nothing
+with each other are searched near the smallest ones that compute about alike. Plans that are quick to make come first.
+Nothing is planned if computing alone takes longer than the best plan so far.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,47 +28,47 @@ from hf_distca.planner.walk import Walked
 IntArray = NDArray[np.int64]
 
 DOMINANT_SHARE = 0.1
-"""Share of a group's work from which on a document is worth dividing evenly over several nodes."""
+"""Share of a group's work from which a document is worth dividing evenly over several nodes."""
 MOST_EVEN_RANKS = 32
-"""Larger groups would exchange so many pieces of a document that planning them takes too long."""
+"""Maximum ranks of a group with evenly divided documents; in larger groups planning their many pieces takes too
+long."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 STAGES = (1, 2, 4, 8)
-"""Numbers of stages that are tried for one nano-batch, which has nothing else to hide its exchange."""
+"""Numbers of stages that are tried for one nano-batch, which has no other nano-batch to hide its exchange."""
 GOOD_ENOUGH = 0.01
-"""Share of a step by which a further way would have to be faster to be tried."""
+"""Share of a step by which a further candidate has to be faster to be tried."""
 SAMPLED_RANKS = 16
-"""Of smaller groups, so many ranks' are planned while plans are compared."""
+"""Number of ranks that are planned while plans in smaller groups are compared."""
 LONG_OVER_NODES = 0.25
-"""Share of the work of a group of more than two nodes from which on a document is always divided evenly."""
+"""Share of the work of a group of more than two nodes from which a document is always divided evenly."""
 HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
-"""Share of a step that ranks wait, up to which larger groups, or groups that are larger but still inside nodes, are
-worth it only if they compute more evenly."""
+"""Shares of a step that ranks wait; the second one is for groups inside nodes.
+
+Up to this share, larger groups are tried only if they compute more evenly.
+"""
 UNEVEN = 0.05
-"""Share by which the slowest group may compute longer than the mean, up to which a larger group that is no faster is
-the last one tried."""
+"""Share by which the slowest group may compute longer than the mean. Up to it, the search stops at the first larger
+group that is no faster."""
 WAITING = 0.1
-"""Share of a step that ranks wait in two nano-batches, from which on coarser balance may be faster."""
+"""Share of a step that ranks wait in two nano-batches, from which a coarser balance may be faster."""
 HARDLY_HIDDEN = 0.2
-"""Share of a step that ranks wait in two nano-batches, from which on one may be faster."""
+"""Share of a step that ranks wait in two nano-batches, from which one nano-batch may be faster."""
 NEAR = 0.02
-"""Share of a step by which a plan with one nano-batch may be slower than the best, and be tried with two."""
+"""Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
 
 
 MOST_IN_FULL = 6
-"""So many plans are made in full, of those that looked best with some of their groups."""
+"""Maximum number of plans made in full, out of those that looked best with some of their groups."""
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """One way to carry a micro-batch out.
+    """Plan that may be chosen for a micro-batch, with its predicted seconds.
 
     Attributes:
-        placing: the groups.
-        evenly: whether long documents are divided evenly.
-        nano_batches: with plans that are not in stages yet.
-        choice: what was chosen, and what it takes.
-        waited: share of the step in which ranks wait for exchanges, of the rank that waits the longest.
+        nano_batches: their plans are not in stages yet.
+        waited: share of the step that the longest-waiting rank waits for exchanges.
     """
 
     placing: Placing
@@ -79,12 +79,7 @@ class Candidate:
 
 
 def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
-    """Plan a micro-batch in the way that is predicted to take the least time.
-
-    Args:
-        lengths: [documents] tokens of each document.
-        settings: see PlanSettings.
-        choices: what may be chosen.
+    """Plan a micro-batch with the least predicted time.
 
     Raises:
         ValueError: see `plan_micro_batch`.
@@ -94,12 +89,12 @@ def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Micro
 
 
 def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
-    """Plan documents that already lie on ranks and stay there, in the way that is predicted to take the least time.
+    """Plan documents that stay on the ranks where they lie, with the least predicted time.
+
+    Documents are not grouped, whatever `choices` says.
 
     Args:
-        placed: lengths of the documents of each rank, in the order of its rows.
-        settings: see PlanSettings.
-        choices: what may be chosen; documents are not grouped.
+        placed: for each rank, lengths of its documents in the order of its rows.
     """
     lengths = np.array([length for of_rank in placed for length in of_rank], np.int64)
     search = _Search(lengths, settings, choices)
@@ -111,13 +106,7 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Iterator[Candidate]:
-    """Every plan that may be chosen, however slow: what the search is compared with.
-
-    Args:
-        lengths: [documents] tokens of each document.
-        settings: see PlanSettings.
-        choices: what may be chosen.
-    """
+    """Yield every plan that may be chosen, however slow: the reference for the search."""
     search = _Search(lengths, settings, choices)
     for level in range(len(search.partitions)):
         for tolerance in choices.tolerances:
@@ -129,15 +118,10 @@ def candidates(lengths: IntArray, settings: PlanSettings, choices: Choices) -> I
 
 
 class _Search:
-    """Looks for the fastest plan.
-
-    Args:
-        lengths: [documents] tokens of each document.
-        settings: of plans.
-        choices: what may be chosen.
+    """Search for the fastest plan.
 
     Attributes:
-        partitions: for each level, [groups] how many ranks each group has; from single ranks to one group of all.
+        partitions: for each level, [groups] ranks of each group; from single ranks to one group of all.
     """
 
     def __init__(self, lengths: IntArray, settings: PlanSettings, choices: Choices) -> None:
@@ -158,7 +142,10 @@ class _Search:
         self.partitions = partitions(sizes)
 
     def chosen(self, ways: Iterator[Candidate]) -> MicroBatchPlan:
-        """The plan of the best of some ways, which look at the best so far."""
+        """Return the plan of the best of some candidates.
+
+        The generator of candidates reads the best one so far.
+        """
         for candidate in ways:
             if self._best is None or candidate.choice.seconds < self._best.choice.seconds:
                 self._best = candidate
@@ -185,7 +172,7 @@ class _Search:
         return MicroBatchPlan(nano_batches, summary_of(self._lengths, nano_batches, self._settings), choice=choice)
 
     def ways(self) -> Iterator[Candidate]:
-        """Every way that is worth trying."""
+        """Yield every candidate that is worth trying."""
         layout, groups = self._settings.document_layout, self._choices.groups
         if layout == "joint" and groups:
             check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
@@ -196,7 +183,7 @@ class _Search:
         yield from self.as_set(partial(plan_as_set, self._lengths))
 
     def _whole(self) -> Iterator[Candidate]:
-        """Whole documents, the costliest first, without exchange."""
+        """Yield a plan of whole documents, the costliest placed first, without exchange."""
         placing = self._placing(0)
         if placing is not None and not placing.left:
             finest, fewest = self._choices.tolerances[0], min(self._choices.nano_batches)
@@ -205,10 +192,10 @@ class _Search:
                 yield candidate
 
     def as_set(self, plan: Callable[[PlanSettings], MicroBatchPlan]) -> Iterator[Candidate]:
-        """Plans with the layout of the settings, from those that move nothing for balance on.
+        """Yield plans with the layout of the settings, first those that move nothing for balance.
 
         Args:
-            plan: makes a plan with a tolerance and a number of nano-batches.
+            plan: makes a plan from settings with a tolerance and a number of nano-batches.
         """
         every = Placing.of_all(self._seconds, self._speeds)
         finest, *coarser = self._choices.tolerances
@@ -224,13 +211,14 @@ class _Search:
                 candidate = self._candidate(nano_batches, every, tolerance, self._settings, evenly=False)
                 if len(nano_batches) == count or count == self._choices.nano_batches[0]:
                     yield candidate
-                if candidate.waited == 0:  # nothing that a second nano-batch could hide
+                if candidate.waited == 0:  # a second nano-batch has nothing to hide
                     break
 
     def _grouped(self) -> Candidate:
-        """The best plan in groups, all of which are planned.
+        """Return the best plan in groups, with all groups planned.
 
-        Some groups may look better than all of them are: plans are looked at in full as long as one could be the best.
+        A sample of groups may look faster than all of them are. So plans are made in full as long as one could be the
+        best.
         """
         self._in_groups()
         found = sorted((each for each in self._tried.values() if each is not None), key=_seconds)
@@ -246,11 +234,11 @@ class _Search:
         return best or min(self.as_set(partial(plan_as_set, self._lengths)), key=_seconds)
 
     def _in_groups(self) -> None:
-        """Plans whose documents lie inside groups of ranks."""
+        """Try plans whose documents lie inside groups of ranks."""
         finest, *coarser = self._choices.tolerances
         few, *_, many = self._choices.nano_batches * 2
         top, first = len(self.partitions) - 1, self._first()
-        # 1. Long documents divided evenly, or none: about alike to compute, which one nano-batch suffices for.
+        # 1. Long documents divided evenly, or whole ones only. Ranks compute about alike, so one nano-batch suffices.
         level = first
         self._evenly(first, finest, few)
         if self._best is None:
@@ -260,7 +248,7 @@ class _Search:
             self._evenly(level, finest, few)
         if first < top and max(self.partitions[first + 1]) <= self._ranks_of_node and self._worth(first + 1):
             self._evenly(first + 1, finest, few)
-        # 2. Few documents cut, whose exchanges two nano-batches hide; in larger groups as long as that helps.
+        # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help.
         level = first if self._best is None else self._level()
         if self._worth(level):
             self._jointly(level, finest)
@@ -274,7 +262,7 @@ class _Search:
                 break
         if self._best is None:
             return
-        # 3. The best of them otherwise.
+        # 3. Variations of the best plan: two nano-batches, then coarser tolerances.
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
         for level, seconds in even.items():
             near = seconds <= min(even.values()) * (1 + NEAR)
@@ -290,7 +278,7 @@ class _Search:
                 return
 
     def _first(self) -> int:
-        """The level of the smallest groups that compute about alike."""
+        """Return the level of the smallest groups that compute about alike."""
         limit = self._evenly_s * (1 + GOOD_ENOUGH)
         low, high = 0, len(self.partitions) - 1
         while low < high:
@@ -299,7 +287,10 @@ class _Search:
         return high
 
     def _slowest(self, level: int, limit: float) -> float:
-        """Seconds that the slowest group computes at least, exact up to a limit; inf where groups cannot hold them."""
+        """Return the least seconds that the slowest group computes; inf if documents do not fit.
+
+        The seconds are exact up to `limit`.
+        """
         least = self._until_done(float(self._seconds.max() / self._speeds.max()) / max(self.partitions[level]))
         if least > limit:
             return least
@@ -307,11 +298,11 @@ class _Search:
         return inf if placing is None else self._until_done(placing.slowest)
 
     def _until_done(self, slowest: float) -> float:
-        """Seconds until all ranks have computed, with those of the slowest."""
+        """Return the seconds until all ranks have computed, from the slowest rank's seconds."""
         return self._costs.until_done(self._evenly_s, slowest)
 
     def _placing(self, level: int) -> Placing | None:
-        """The documents of the groups of a level; None where they cannot hold them."""
+        """Return the placing of documents in the groups of a level; None if they do not fit."""
         if level not in self._placings:
             sizes = self.partitions[level]
             self._placings[level] = place_in_groups(
@@ -320,23 +311,24 @@ class _Search:
         return self._placings[level]
 
     def _worth(self, level: int) -> bool:
-        """Whether a level could be faster than the best plan so far."""
+        """Return whether a level could be faster than the best plan so far."""
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
         inside = max(self.partitions[level]) <= self._ranks_of_node
         if level > self._level() and self._best.waited <= (HARDLY_WAITING_IN_NODES if inside else HARDLY_WAITING):
-            # Larger groups exchange more: they have to compute more evenly.
+            # Larger groups exchange more, so they have to compute more evenly.
+
             enough = self._until_done(self._best.placing.slowest) * (1 - GOOD_ENOUGH)
         return self._slowest(level, enough) < enough
 
     def _level(self) -> int:
-        """The level of the best plan so far."""
+        """Return the level of the best plan so far."""
         assert self._best is not None
         return self.partitions.index(self._best.placing.sizes)
 
     def _evenly(self, level: int, tolerance: float, count: int) -> Candidate | None:
-        """Divide long documents evenly, where groups lie inside nodes or a document is worth several."""
+        """Try to divide long documents evenly, if groups lie inside nodes or a document is worth several nodes."""
         placing = self._placing(level)
         inside = max(self.partitions[level]) <= self._ranks_of_node
         if placing is None or not (inside or placing.longest_share(self._seconds) > DOMINANT_SHARE):
@@ -344,7 +336,7 @@ class _Search:
         return self._try(level, tolerance, count, evenly=True)
 
     def _jointly(self, level: int, tolerance: float) -> None:
-        """Cut few documents, in as many nano-batches as there may be; in one too if that hides little.
+        """Try to cut few documents, in the most nano-batches; in fewer too if the exchange is hardly hidden.
 
         A document that is long for several nodes is divided evenly instead.
         """
@@ -377,14 +369,12 @@ class _Search:
         """Plan a micro-batch in groups.
 
         Args:
-            level: of the partitions.
-            tolerance: of balance.
-            count: of nano-batches; one where nothing is exchanged.
-            evenly: whether long documents are divided evenly.
-            sampled: plan some of the groups alone, those with the most to do or the longest documents.
+            level: index into the partitions.
+            count: number of nano-batches; one where nothing is exchanged.
+            sampled: plan only some groups: those with the most work or the longest documents.
 
         Returns:
-            None where that cannot be, or is another plan's equal.
+            None if no such plan exists, or if it equals another plan.
         """
         placing, most = self._placing(level), max(self.partitions[level])
         if placing is None or (evenly and most > MOST_EVEN_RANKS):
@@ -404,7 +394,7 @@ class _Search:
         return self._candidate(nano_batches, placing, tolerance, chosen, evenly=evenly)
 
     def _sample(self, placing: Placing, settings: PlanSettings) -> tuple[Placing, PlanSettings]:
-        """Some groups, with the settings of their ranks; all where there are few."""
+        """Return some groups with the settings of their ranks; all groups if there are few."""
         most = max(placing.sizes)
         half = max(SAMPLED_RANKS // most, 2) // 2
         if placing.left or self._costs.slowness or 2 * half >= len(placing.sizes):
@@ -456,7 +446,7 @@ class _Search:
         settings: PlanSettings,
         stages: int,
     ) -> Walked:
-        """Predict what counted plans take in about so many stages."""
+        """Predict a step of counted plans in about `stages` stages."""
         staged = [
             {kind: in_stages(plan, kind, settings, stages=stages) for kind, plan in nano.items()} for nano in counted
         ]

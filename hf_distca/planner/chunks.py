@@ -1,4 +1,4 @@
-"""Chunked attention: a row attends to the rows before it in its chunk, so that each chunk is a document of its own."""
+"""Chunked attention: each chunk of a document is planned as a document of its own."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,20 +7,15 @@ from hf_distca.plan import AttentionKind, Layout
 
 
 def chunk_counts(lengths: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
-    """[documents] in how many chunks each document is; its chunks count from its first row."""
+    """Return [documents] the number of chunks of each document, counted from its first row."""
     counts: NDArray[np.int64] = -(-lengths // chunk)
     return counts
 
 
 def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
-    """The layout as the core attention of one kind of layer sees it: the same rows at the same places.
+    """Return the layout as one kind of layer sees it: the same rows at the same places.
 
-    Args:
-        layout: of the documents.
-        kind: of the layer.
-
-    Returns:
-        The layout itself, or with chunked attention one whose documents are the chunks.
+    With chunked attention the documents of the returned layout are the chunks.
     """
     if kind.chunk is None:
         return layout

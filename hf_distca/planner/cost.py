@@ -1,4 +1,4 @@
-"""What core attention costs: query-key pairs, bytes of a row, speed of a worker."""
+"""Costs of core attention: query-key pairs, bytes of a row, speed of a worker."""
 
 import math
 from collections.abc import Sequence
@@ -11,23 +11,18 @@ from numpy.typing import NDArray
 from hf_distca.plan import AttentionKind
 
 BALANCE_TOLERANCE = 0.01
-"""How far above the mean a worker's attention may lie where nobody says otherwise, as a fraction of the mean.
+"""Default for how far above the mean a worker's attention may lie, as a fraction of the mean.
 
-Closer than this the bytes still grow, and the time of a step no longer changes measurably.
+Below this value bytes still grow, while the time of a step no longer changes measurably.
 """
 
 MOST_TOKENS = 2**31 - 1
-"""So many that query-key pairs still fit into 64 bits."""
+"""Maximum number of tokens whose query-key pairs fit into 64 bits."""
 
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of one row (one token, one layer) of what an exchange carries.
-
-    Attributes:
-        q: the row of Q, all query heads.
-        kv: the rows of K and of V together, all key-value heads.
-        o: the row of O, all query heads.
+    """Bytes of one exchanged row: Q and O of all query heads, K and V together of all key-value heads.
 
     The defaults are Llama-3-8B in bfloat16: 32 query heads, 8 key-value heads, head_dim 128.
     """
@@ -42,12 +37,7 @@ class RowBytes:
 
     @classmethod
     def of_kind(cls, kind: AttentionKind, bytes_per_value: int) -> "RowBytes":
-        """Bytes of the rows of a kind of attention.
-
-        Args:
-            kind: gives heads and head dims.
-            bytes_per_value: of the dtype that it is computed in.
-        """
+        """Return the bytes of rows of a kind of attention."""
         return cls(
             q=kind.q_heads * kind.dim_qk * bytes_per_value,
             kv=kind.kv_heads * (kind.dim_qk + kind.dim_v) * bytes_per_value,
@@ -66,14 +56,9 @@ def pairs(start: NDArray[np.int64] | int, stop: NDArray[np.int64], window: int |
 def pairs(
     start: NDArray[np.int64] | int, stop: NDArray[np.int64] | int, window: int | None = None
 ) -> NDArray[np.int64] | int:
-    """Query-key pairs of query rows [start, stop) of one document.
+    """Return the query-key pairs of query rows [start, stop) of one document.
 
-    Row p attends to p + 1 keys, or to min(p + 1, window) with a sliding window.
-
-    Args:
-        start: first row, or an array of them.
-        stop: one past the last row, or an array of them.
-        window: width of the sliding window; None for full causal attention.
+    Row p attends to p + 1 keys, or to min(p + 1, window) with a sliding window. Rows are integers or arrays of them.
     """
     if window is None:
         return (stop * (stop + 1) - start * (start + 1)) // 2
@@ -81,7 +66,7 @@ def pairs(
 
 
 def _pairs_before(row: NDArray[np.int64] | int, window: int) -> NDArray[np.int64] | int:
-    """Pairs of rows [0, row): the part beyond the window grows by `window` a row."""
+    """Return the pairs of rows [0, row); beyond the window each row adds `window`."""
     if isinstance(row, int):
         inside = min(row, window)
         return inside * (inside + 1) // 2 + (row - inside) * window
@@ -98,7 +83,7 @@ def row_reaching(amount: NDArray[np.float64], window: int | None = None) -> NDAr
 
 
 def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None) -> NDArray[np.float64] | float:
-    """The (fractional) row x for which rows [0, x) hold `amount` pairs: the inverse of pairs(0, x).
+    """Return the fractional row x for which rows [0, x) hold `amount` pairs: the inverse of pairs(0, x).
 
     x (x + 1) / 2 = amount gives x = √(2 amount + 1/4) − 1/2; beyond the window a row adds `window`.
     """
@@ -116,7 +101,7 @@ def row_reaching(amount: NDArray[np.float64] | float, window: int | None = None)
 
 
 def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.float64]:
-    """pairs(0, row) for fractional rows: the inverse of row_reaching."""
+    """Return pairs(0, row) for fractional rows: the inverse of row_reaching."""
     if window is None:
         return row * (row + 1) / 2
     inside = np.minimum(row, window)
@@ -126,7 +111,7 @@ def pairs_at(row: NDArray[np.float64], window: int | None = None) -> NDArray[np.
 
 @dataclass(frozen=True)
 class Workers:
-    """Who can compute core attention, and how fast.
+    """Speeds and base loads of the workers that compute core attention.
 
     Worker w finishes at base_load[w] + pairs / speed[w].
 
@@ -151,21 +136,21 @@ class Workers:
 
     @classmethod
     def uniform(cls, count: int) -> "Workers":
-        """`count` equal workers that do nothing besides."""
+        """Return `count` equal workers without base load."""
         return cls((1.0,) * count, (0.0,) * count)
 
     def __len__(self) -> int:
         return len(self.speed)
 
     def finishing(self, loads: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[workers] float64: when each worker finishes, for [workers] pairs."""
+        """Return [workers] float64: when each worker finishes, for [workers] pairs."""
         done: NDArray[np.float64] = np.asarray(self.base_load) + loads / np.asarray(self.speed)
         return done
 
     def ideal(self, total: int) -> float:
-        """The earliest time at which all workers can be done with `total` pairs that divide at will.
+        """Return the earliest time at which all workers can finish `total` pairs, divided at will.
 
-        The level t with Σ speed · max(t − base, 0) = total, or the largest base load where that is later.
+        This is the level t with Σ speed · max(t − base, 0) = total, or the largest base load if that is later.
         """
         by_base = sorted(zip(self.base_load, self.speed, strict=True))
         speed = amount = level = 0.0
@@ -179,10 +164,10 @@ class Workers:
 
 
 def as_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """[documents] int64 from any sequence of document lengths.
+    """Return any sequence of document lengths as [documents] int64.
 
     Raises:
-        ValueError: a length is not a positive integer.
+        ValueError: a length is not a positive integer, or there are too many tokens.
     """
     array = np.asarray(lengths if len(lengths) else np.zeros(0, np.int64))
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -1,4 +1,4 @@
-"""What a plan gives each worker to compute and to exchange in one layer, counted for all workers at once."""
+"""Tasks and exchanged rows of a plan in one layer, counted for all workers at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,13 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class RowsMoved:
-    """Rows that travel in one layer's forward, as [2, 2, workers] by link (within a node, between nodes) and by way
-    (sent, received).
+    """Rows that travel in one layer's forward.
+
+    Arrays are [2, 2, workers]: by link (within a node, between nodes) and direction (sent, received).
 
     Attributes:
-        queries: rows of Q; rows of O come back.
-        keys: rows of K/V, those that are passed on inside nodes included.
+        queries: rows of Q; as many rows of O come back.
+        keys: rows of K/V, forwarded rows included.
     """
 
     queries: IntArray
@@ -30,12 +31,12 @@ class RowsMoved:
 
     @property
     def most_keys(self) -> int:
-        """K/V rows that the busiest worker sends, or receives."""
+        """K/V rows that the busiest worker sends or receives."""
         return int(self.keys.sum(axis=0).max(initial=0))
 
     @classmethod
     def none(cls, workers: int) -> "RowsMoved":
-        """Nothing moves between so many workers."""
+        """Return the count of a plan in which nothing moves."""
         return cls(np.zeros((2, 2, workers), np.int64), np.zeros((2, 2, workers), np.int64))
 
     @classmethod
@@ -46,19 +47,14 @@ class RowsMoved:
 
 @dataclass(frozen=True, eq=False)
 class CountedPlan:
-    """A plan as a schedule sees it: groups of tasks and rows that travel.
+    """Counts of a plan that a schedule needs: groups of tasks and rows that travel.
 
     Attributes:
-        own: [workers] tasks whose queries and keys are the worker's own.
-        prefix: [workers] own queries on keys that come from others.
-        visiting: [workers] queries that come from others, on all of their keys.
-        among_ranks: rows that travel between ranks.
-        with_servers: rows that travel between ranks and dedicated servers.
-        row_bytes: bytes of a row.
-        stages: in how many K/V rows travel between ranks.
-        ranks: workers that hold rows; those after them are dedicated servers.
-        passes_on: whether K/V rows travel in two hops.
-        windowed: whether the layer attends by a sliding window.
+        own: local tasks, whose queries and keys are the worker's own.
+        prefix: remote-KV tasks: own queries on received keys.
+        visiting: remote-query tasks: received queries on all of their keys.
+        ranks: number of workers that hold rows; the workers after them are dedicated servers.
+        passes_on: whether K/V rows are forwarded inside nodes.
     """
 
     own: Tasks
@@ -93,10 +89,7 @@ def count_plan(
     """Count a plan's tasks and rows.
 
     Args:
-        plan: of one kind of attention.
-        kind: of the layer.
-        bytes_per_value: of the dtype that core attention is computed in.
-        nodes: [workers] the node of each worker; None for those of the plan, or all on one.
+        nodes: [workers] node of each worker; None for the plan's nodes, or one node for all.
     """
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
@@ -128,17 +121,15 @@ def count_plan(
 
 
 def stages_of(moved: RowsMoved, stage_rows: int | None) -> int:
-    """Number of stages in which K/V rows travel, if each stage is full; uneven ones may take one more.
+    """Return the number of stages in which K/V rows travel if every stage is full.
 
-    Args:
-        moved: rows among ranks.
-        stage_rows: as in Plan.
+    Uneven stages may take one more.
     """
     return 1 if stage_rows is None else max(-(-moved.most_keys // stage_rows), 1)
 
 
 def grouped_tasks(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
-    """Own, prefix and visiting tasks of each worker, see `CountedPlan`."""
+    """Return the local, remote-KV and remote-query tasks of each worker, as in `CountedPlan`."""
     segments = by_document(plan.layout.segments)
     pieces = Intervals.of(plan.tasks).overlaps(Intervals.of(segments))
     worker = plan.tasks["worker"][pieces.first]
@@ -159,7 +150,7 @@ def grouped_tasks(plan: Plan) -> tuple[Tasks, Tasks, Tasks]:
 
 
 def _summed(worker: IntArray, rows: IntArray, keys: IntArray, amount: IntArray, workers: int) -> Tasks:
-    """Tasks of each worker; [tasks] its worker, query rows, K/V rows and pairs of each."""
+    """Sum tasks by worker; arrays are [tasks]."""
     totals = [np.bincount(worker, weights=values, minlength=workers) for values in (rows, keys, amount)]
-    summed = [each.astype(np.float64) for each in totals]  # counts where there are no tasks
+    summed = [each.astype(np.float64) for each in totals]  # bincount returns integers if there are no tasks
     return Tasks(summed[0], summed[1], summed[2], (summed[0] > 0).astype(np.float64))

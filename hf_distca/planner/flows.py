@@ -1,7 +1,7 @@
-"""Who gives how many query-key pairs to whom.
+"""Flows: how many query-key pairs each worker gives to which other.
 
-Moving F pairs costs about √F bytes, so the flows to look for are few and large: the sum of their roots, and
-for the busiest giver its own sum, are what is made small.
+Moving F pairs costs about √F bytes. So flows should be few and large: the sum of their roots is minimised, over all
+givers and for the busiest one.
 """
 
 from bisect import bisect_left, insort
@@ -11,20 +11,21 @@ Flows = dict[int, list[tuple[int, float]]]
 
 
 def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
-    """Flows that take every worker down to a surplus of 0, as far as there is room.
+    """Plan flows that take every worker down to a surplus of 0, as far as there is room.
 
-    The giver with the most goes first, so that it finds the largest rooms.
+    The giver with the largest surplus goes first, so that it finds the largest rooms.
 
     Args:
-        surplus: [workers] pairs above what each should have; the room it has for more where negative.
-        partners: worker -> workers that hold K/V rows of the same documents, to which giving costs less.
+        surplus: [workers] pairs above each worker's target; negative where a worker has room.
+        partners: worker -> workers that hold K/V rows of the same documents; giving to them costs less.
     """
     rooms = sorted((-extra, worker) for worker, extra in enumerate(surplus) if extra < 0)
     givers = [worker for worker, extra in enumerate(surplus) if extra > 0]
     givers.sort(key=lambda worker: (-surplus[worker], worker))
     partners = {giver: partners[giver] - {giver} for giver in givers if giver in partners}
     if any(surplus[partner] > 0 for near in partners.values() for partner in near):
-        # Partners one after the other, so that they find the takers of each other; those with the most in all first.
+        # Partners follow each other, so that they find each other's takers; the largest sum of surpluses goes first.
+
         together = {giver: sum(max(surplus[worker], 0.0) for worker in partners.get(giver, ())) for giver in givers}
         givers.sort(key=lambda giver: -surplus[giver] - together[giver])
     return _in_turn(surplus, givers, rooms, partners)
@@ -33,10 +34,11 @@ def plan_flows(surplus: list[float], partners: dict[int, set[int]]) -> Flows:
 def _in_turn(
     surplus: list[float], givers: list[int], rooms: list[tuple[float, int]], partners: dict[int, set[int]]
 ) -> Flows:
-    """Each giver in turn gives to the tightest room that takes all of what it has left, else to the largest.
+    """Let each giver in turn fill the tightest room that takes its whole surplus, or else the largest room.
 
-    A partner whose room takes all goes before a tighter one. Then come takers that already take from a partner,
-    since it mostly is the same document whose K/V rows they get; and the room looked for is that for the partners too.
+    A partner whose room takes the whole surplus goes before a tighter room. Next come takers that already take from a
+    partner, since they mostly receive K/V rows of the same document. The room looked for includes the partners'
+    surplus.
     """
     rooms = rooms.copy()
     room_of = {worker: room for room, worker in rooms}

@@ -1,8 +1,8 @@
-"""Groups of neighbouring ranks between which nothing travels: which documents each group holds, and on which ranks.
+"""Groups of neighbouring ranks that exchange nothing with each other, and the documents of each.
 
-A document lies on the ranks of one group. With groups of one rank nothing is exchanged at all; with one group for
-each node, rows travel inside nodes only; with one group of all ranks this is the joint layout. Smaller groups exchange
-less, and larger ones balance better.
+A document lies on the ranks of one group. Groups of one rank exchange nothing at all. One group per node exchanges
+rows inside nodes only. One group of all ranks is the joint layout. Smaller groups exchange less, larger ones balance
+better.
 """
 
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 LONG_SHARE = 0.25
-"""Share of a rank's work from which on a document is long: shorter ones balance well enough whole."""
+"""Share of a rank's work from which a document is long; shorter ones balance well enough uncut."""
 MOST_SLACK = 8.0
-"""The largest tolerance that a group with little to do is given."""
+"""Maximum tolerance of a group with little work."""
 
 
 def partitions(node_sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Ways to divide ranks into groups, from single ranks to one group of all.
+    """Return ways to divide ranks into groups, from single ranks to one group of all.
 
     Neighbours are joined in pairs, first inside nodes, then whole nodes.
 
     Args:
-        node_sizes: [nodes] how many ranks each node has.
+        node_sizes: [nodes] ranks of each node.
 
     Returns:
-        For each way, [groups] how many ranks each group has.
+        For each partition, [groups] ranks of each group.
     """
     nodes = [[1] * size for size in node_sizes]
     found = [_flat(nodes)]
@@ -57,19 +57,18 @@ def _flat(nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _paired(sizes: list[int]) -> list[int]:
-    """Sizes of groups of which neighbours have been joined."""
+    """Join neighbouring groups in pairs and return the sizes."""
     return [sum(sizes[first : first + 2]) for first in range(0, len(sizes), 2)]
 
 
 @dataclass(frozen=True, eq=False)
 class Placing:
-    """The documents of each group.
+    """Documents of each group.
 
     Attributes:
-        sizes: [groups] how many ranks each group has.
-        documents: for each group, its documents in their order.
-        left: documents that found no room in any group; they are cut, and lie wherever ranks have room.
-        seconds: [groups] what a rank of each group computes, if its documents divide evenly.
+        sizes: [groups] ranks of each group.
+        left: documents that fit in no group; they are cut over any ranks with room.
+        seconds: [groups] seconds that a rank of each group computes if the group's documents divide evenly.
     """
 
     sizes: tuple[int, ...]
@@ -79,34 +78,32 @@ class Placing:
 
     @classmethod
     def of_all(cls, seconds: FloatArray, speeds: FloatArray) -> "Placing":
-        """One group of all ranks; [documents] seconds of each, [ranks] speed of each."""
+        """Return one group of all ranks, from [documents] seconds and [ranks] speeds."""
         every = float(seconds.sum() / speeds.sum())
         return cls((len(speeds),), (np.arange(len(seconds)),), (), np.array([every]))
 
     def longest_share(self, seconds: FloatArray) -> float:
-        """The largest share of a group's work that one document is; [documents] seconds of each."""
+        """Return the largest share of a group's work in one document, from [documents] seconds."""
         return max(float(seconds[documents].max() / seconds[documents].sum()) for documents in self.documents)
 
     @property
     def slowest(self) -> float:
-        """What ranks of the group with the most to do compute at least, in seconds."""
+        """Least seconds that ranks of the group with the most work compute."""
         return float(self.seconds.max())
 
 
 def place_in_groups(
     lengths: IntArray, seconds: FloatArray, sizes: tuple[int, ...], tokens_per_rank: int, speeds: FloatArray
 ) -> Placing | None:
-    """Give documents to groups, so that all have equally much to do: the costliest first, to who has the least.
+    """Give documents to groups of equal work: the costliest first, each to the group with the least work.
 
     Args:
-        lengths: [documents] tokens of each document.
-        seconds: [documents] what computing each document takes.
-        sizes: [groups] how many ranks each group has.
-        tokens_per_rank: the most rows that a rank may hold.
-        speeds: [ranks] what each rank computes in a second, in seconds of a usual rank.
+        seconds: [documents] seconds of computing each document.
+        sizes: [groups] ranks of each group.
+        speeds: [ranks] work per second of each rank, in seconds of a usual rank.
 
     Returns:
-        None where a document is too long for every group, or a group would have fewer tokens than ranks.
+        None if a document is too long for every group, or a group would have fewer tokens than ranks.
     """
     if int(lengths.max()) > max(sizes) * tokens_per_rank:
         return None
@@ -142,13 +139,11 @@ def place_in_groups(
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """Where the documents of a micro-batch lie, and how far the attention of each may move.
+    """Layouts of a micro-batch in groups, and the tolerance of each group.
 
     Attributes:
-        placing: the groups.
-        documents: for each nano-batch, [documents] which they are.
-        layouts: for each nano-batch, where its rows are.
-        slack: [groups] how far above its mean a rank of each group may be, as a fraction of it.
+        documents: for each nano-batch, [documents] indices of its documents.
+        slack: [groups] how far above its group's mean a rank may be, as a fraction of the mean.
     """
 
     placing: Placing
@@ -159,10 +154,7 @@ class Arrangement:
     def tasks(self, layout: Layout, kind: AttentionKind, settings: PlanSettings) -> Plan:
         """Balance the core attention of one kind of layer inside each group, in one stage.
 
-        Args:
-            layout: of one of the nano-batches.
-            kind: of the layer.
-            settings: see PlanSettings; the tolerance is the group's.
+        The tolerance of each group replaces the one in the settings.
         """
         sizes = self.placing.sizes
         inside = self._inside_nodes(settings)
@@ -175,13 +167,13 @@ class Arrangement:
         return replace(plan, nodes=settings.nodes if self.placing.left or not inside else None)
 
     def _inside_nodes(self, settings: PlanSettings) -> bool:
-        """Whether no group has ranks of two nodes."""
+        """Return whether every group lies inside one node."""
         stops = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist())
         return stops <= set(np.cumsum(self.placing.sizes).tolist())
 
 
 def _nodes_in(first: int, size: int, settings: PlanSettings) -> tuple[int, ...] | int:
-    """How many ranks of some consecutive ones each node has; 1 where all their links are alike."""
+    """Return how many of some consecutive ranks each node has; 1 if all their links are alike."""
     if settings.nodes is None:
         return 1
     sizes = np.unique(settings.nodes[first : first + size], return_counts=True)[1].tolist()
@@ -194,17 +186,12 @@ def arrange(
     """Lay out the documents of every group on its ranks.
 
     Args:
-        lengths: [documents] tokens of each document.
-        placing: the documents of each group.
-        settings: see PlanSettings.
-        costs: what computing takes.
-        nano_batches: one or two.
-        evenly: divide each long document evenly over its whole group, and leave the others whole; else the joint
-            layout cuts as few as it can.
+        evenly: divide each long document evenly over its whole group and leave the others whole; otherwise the joint
+            layout cuts as few documents as it can.
 
     Returns:
-        None where the documents of a group cannot be divided into two nano-batches, or a rank would hold no row of
-        one, on which models cannot run.
+        None if the documents of a group cannot form two nano-batches, or a rank would hold no row of a nano-batch:
+        models cannot run without rows.
     """
     slack = _slack(lengths, placing, settings, costs)
     seconds = document_seconds(lengths, costs)
@@ -219,7 +206,7 @@ def arrange(
             parts = [documents[half] for half in halves]
         for number, part in enumerate(parts):
             if evenly and size > 1:
-                # Ranks that are full in the first nano-batch could not share long documents of the second.
+                # A rank that the first nano-batch filled could not share long documents of the second.
                 share = int(lengths[part].sum()) / int(lengths[documents].sum())
                 room = np.full(size, int(settings.tokens_per_rank * (share if number == 0 else 1)))
                 if number == 1:
@@ -249,9 +236,9 @@ def arrange(
 
 
 def _longest_apart(lengths: IntArray, size: int) -> list[IntArray] | None:
-    """The longest document, and all others; None where these have fewer tokens than ranks.
+    """Return the longest document, and all others; None if the others have fewer tokens than ranks.
 
-    Other groups hide their exchanges, even if this one has little to hide behind.
+    Other groups hide their exchanges, even if this group has little to hide its own behind.
     """
     longest = int(lengths.argmax())
     others = np.delete(np.arange(len(lengths)), longest)
@@ -259,7 +246,10 @@ def _longest_apart(lengths: IntArray, size: int) -> list[IntArray] | None:
 
 
 def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts) -> tuple[float, ...]:
-    """[groups] how far above its mean a rank may be: as late as the slowest group, and the tolerance above that."""
+    """Return [groups] how far above its group's mean a rank may be.
+
+    A rank may finish as late as the slowest group, plus the tolerance.
+    """
     limit = placing.slowest * (1 + settings.balance_tolerance)
     slack = []
     for documents, size, seconds in zip(placing.documents, placing.sizes, placing.seconds.tolist(), strict=True):
@@ -272,13 +262,13 @@ def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: S
 def _in_group(
     lengths: IntArray, first: int, size: int, slack: float, settings: PlanSettings, *, backwards: bool
 ) -> IntArray:
-    """[segments, 4] document, start, stop and rank of a group's documents on its ranks, counted from 0 on."""
+    """Return [segments, 4] document, start, stop and rank of a group's documents; ranks count from 0."""
     if size == 1:
         zeros = np.zeros_like(lengths)
         return np.stack([np.arange(len(lengths)), zeros, lengths, zeros], axis=1)
     nodes = _nodes_in(first, size, settings)
     sizes = nodes if isinstance(nodes, tuple) else None
-    # The first ranks get a row more. In the second nano-batch the last ones do, so that none holds too many.
+    # The first ranks get one row more, in the second nano-batch the last ranks: so no rank holds too many rows.
     kind = settings.dominant_kind
     layout = joint_layout(
         lengths,
@@ -294,19 +284,21 @@ def _in_group(
 
 
 def divide_evenly(lengths: IntArray, seconds: FloatArray, room: IntArray) -> IntArray | None:
-    """[segments, 4] document, start, stop and rank, each long document divided evenly over all ranks of a group.
+    """Divide each long document evenly over all ranks of a group.
 
     Rank r of n has the parts r and 2 n - 1 - r of 2 n, so that all ranks compute alike. Shorter documents stay whole.
 
     Args:
-        lengths: [documents] tokens of each document.
-        seconds: [documents] what computing each document takes.
+        seconds: [documents] seconds of computing each document.
         room: [ranks] rows that each rank takes.
+
+    Returns:
+        [segments, 4] document, start, stop and rank; None if the ranks have too little room.
     """
     size = len(room)
     is_long = (seconds > LONG_SHARE * seconds.sum() / size) & (lengths >= 2 * size)
     long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
-    # Rows that do not divide go to the ranks in turns, the roomiest first.
+    # Rows that do not divide evenly go to the ranks in turn, those with the most room first.
     share, more = np.divmod(lengths[long], size)
     turn = np.argsort(np.argsort(-room, kind="stable"), kind="stable")
     rows = share[:, None] + ((turn - (np.cumsum(more) - more)[:, None]) % size < more[:, None])
@@ -337,7 +329,7 @@ def divide_evenly(lengths: IntArray, seconds: FloatArray, room: IntArray) -> Int
 def _wherever_room(
     lengths: IntArray, left: Sequence[int], placed: Sequence[IntArray], settings: PlanSettings
 ) -> IntArray:
-    """[segments, 4] of documents that no group has room for, cut over the ranks with the most room."""
+    """Return [segments, 4] of documents that fit in no group, cut over the ranks with the most room."""
     held = np.concatenate(placed)
     used = np.bincount(held[:, 3], weights=held[:, 2] - held[:, 1], minlength=settings.ranks)
     room = (settings.tokens_per_rank - used.astype(np.int64)).tolist()
@@ -346,12 +338,10 @@ def _wherever_room(
 
 
 def _cut_where_room(document: int, length: int, room: list[int]) -> list[tuple[int, int, int, int]]:
-    """Cut a document over the ranks with the most room, and take its rows off their room.
+    """Cut a document over the ranks with the most room, and subtract its rows from their room.
 
     Args:
-        document: which it is.
-        length: its tokens.
-        room: [ranks] rows that each rank takes; below 0 where all ranks together have too little.
+        room: [ranks] rows that each rank takes; becomes negative if all ranks together have too little.
 
     Returns:
         (document, start, stop, rank) of each piece.

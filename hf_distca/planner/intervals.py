@@ -1,7 +1,6 @@
-"""Intervals of rows, [start, stop) of documents: ordering, overlaps, unions, cuts, and the rows themselves.
+"""Intervals of rows, [start, stop) of documents: order, overlaps, unions and cuts.
 
-An interval that belongs to somebody, a segment to a rank or a task to a worker, is a row of a table of dtype SEGMENT
-or TASK.
+Tables of dtype SEGMENT or TASK hold intervals with an owner: a rank or a worker.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-# Combines a document and a row into one number by which they can be sorted; no document has this many rows.
+# Combines a document and a row into one number to sort by; every document has fewer rows than this.
 _ROW_LIMIT = 1 << 40
 
 
@@ -21,9 +20,9 @@ class Intervals:
     """Intervals of rows, each of one document.
 
     Attributes:
-        document: [n] the document.
-        start: [n] its first row in the interval.
-        stop: [n] one past its last row in the interval.
+        document: [n] document of each interval.
+        start: [n] first row.
+        stop: [n] one past the last row.
     """
 
     document: IntArray
@@ -32,7 +31,7 @@ class Intervals:
 
     @classmethod
     def of(cls, table: NDArray[np.void]) -> "Intervals":
-        """The intervals of a table of segments or tasks."""
+        """Return the intervals of a table of segments or tasks."""
         return cls(table["document"], table["start"], table["stop"])
 
     def __len__(self) -> int:
@@ -47,11 +46,11 @@ class Intervals:
         return self.stop - self.start
 
     def overlaps(self, ordered: "Intervals") -> "Overlaps":
-        """Cut these intervals where those of a second set begin and end.
+        """Cut these intervals at the borders of a second set.
 
         Args:
-            ordered: intervals that do not overlap each other, by (document, start), and together hold all rows of
-                these.
+            ordered: disjoint intervals in the order of (document, start) that together hold all rows of these
+                intervals.
         """
         border = _sortable(ordered.document, ordered.start)
         low = np.searchsorted(border, _sortable(self.document, self.start), side="right") - 1
@@ -63,7 +62,7 @@ class Intervals:
         return Overlaps(which, other, Intervals(ordered.document[other], start, stop))
 
     def covers_once(self, lengths: IntArray) -> bool:
-        """Whether every row of every document is in one of these intervals, and in one only.
+        """Return whether every row of every document is in exactly one of these intervals.
 
         Args:
             lengths: [documents] rows of each document.
@@ -85,12 +84,12 @@ class Intervals:
 
 @dataclass(frozen=True, eq=False)
 class Overlaps:
-    """What intervals of two sets have in common, in the order of the first set.
+    """Overlaps of intervals of two sets, in the order of the first set.
 
     Attributes:
-        first: [n] index of the interval of the first set.
-        second: [n] index of the interval of the second set.
-        rows: [n] the rows that are in both.
+        first: [n] index of the interval in the first set.
+        second: [n] index of the interval in the second set.
+        rows: [n] rows that are in both.
     """
 
     first: IntArray
@@ -99,17 +98,17 @@ class Overlaps:
 
 
 def by_document(table: NDArray[np.void]) -> NDArray[np.void]:
-    """Segments or tasks in the order of (document, start)."""
+    """Sort segments or tasks by (document, start)."""
     ordered: NDArray[np.void] = table[np.lexsort((table["start"], table["document"]))]
     return ordered
 
 
 def union(owner: IntArray, intervals: Intervals) -> tuple[IntArray, Intervals]:
-    """Each owner's rows, every row once.
+    """Merge each owner's intervals so that no row is listed twice.
 
     Args:
-        owner: [n] whom each interval belongs to.
-        intervals: [n] they may overlap, and those without a row count for nothing.
+        owner: [n] owner of each interval.
+        intervals: [n] intervals, possibly overlapping or empty.
 
     Returns:
         Owners and intervals by (owner, document, start); an owner's intervals do not overlap, but may touch.
@@ -118,7 +117,7 @@ def union(owner: IntArray, intervals: Intervals) -> tuple[IntArray, Intervals]:
     order = order[intervals.lengths[order] > 0]
     owner, intervals = owner[order], intervals[order]
     document, start, stop = intervals.document, intervals.start, intervals.stop
-    # Rows up to `covered` of the same document are in the owner's intervals before this one.
+    # Earlier intervals of the same owner hold the document's rows up to `covered`.
     other = np.ones(len(order), bool)
     other[1:] = (owner[1:] != owner[:-1]) | (document[1:] != document[:-1])
     group = np.cumsum(other)
@@ -131,11 +130,11 @@ def union(owner: IntArray, intervals: Intervals) -> tuple[IntArray, Intervals]:
 
 
 def merge_touching(table: NDArray[np.void], place: str) -> NDArray[np.void]:
-    """Segments or tasks with those made one that follow and touch each other in one place.
+    """Join segments or tasks that follow and touch each other in one place.
 
     Args:
         table: [n] in order of place.
-        place: the field that says where rows are: "rank" or "worker".
+        place: field that names the holder of the rows: "rank" or "worker".
     """
     touches = (
         (table[place][1:] == table[place][:-1])
@@ -152,11 +151,11 @@ def merge_touching(table: NDArray[np.void], place: str) -> NDArray[np.void]:
 
 
 def grain(block: int, too_coarse: Callable[[int], bool]) -> int:
-    """The coarsest number of rows on whose multiples a cut may fall: a block, or half of it, a quarter, … a row.
+    """Return the coarsest multiple on which cuts may fall: a block, half a block, a quarter, … one row.
 
     Args:
         block: rows of a kernel block.
-        too_coarse: whether rounding to multiples of so many rows moves too much; never asked of a single row.
+        too_coarse: whether rounding to multiples of so many rows moves too much; never called with 1.
     """
     rows = block
     while rows > 1 and too_coarse(rows):
@@ -165,11 +164,11 @@ def grain(block: int, too_coarse: Callable[[int], bool]) -> int:
 
 
 def expand(starts: IntArray, counts: IntArray) -> IntArray:
-    """start, start + 1, … (count numbers) of every range, one range after another.
+    """Return start, start + 1, … of every range, one range after another.
 
     Args:
-        starts: [n] first number of each.
-        counts: [n] how many numbers each has; 0 or more.
+        starts: [n] first number of each range.
+        counts: [n] how many numbers each range has; 0 or more.
     """
     total = int(counts.sum())
     offsets = np.repeat(starts - (np.cumsum(counts) - counts), counts)

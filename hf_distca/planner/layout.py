@@ -1,4 +1,4 @@
-"""Layouts: where the rows of a micro-batch's documents live."""
+"""Layouts: which rank holds which rows of a micro-batch's documents."""
 
 from collections.abc import Sequence
 
@@ -15,20 +15,19 @@ from hf_distca.planner.joint.levels import place_on_ranks
 def fixed_layout(
     placed: Sequence[Sequence[int]], ranks: int | None = None, *, tokens_per_rank: int | None = None
 ) -> Layout:
-    """The layout of documents that are already placed.
+    """Return the layout of documents that are already placed.
 
-    One list of documents per rank, or, when `ranks` is k times the number of lists, one list per k consecutive
-    ranks, whose documents may span ranks.
+    There is one list of documents per rank. If `ranks` is k times the number of lists, there is one list per k
+    consecutive ranks, and its documents may span these ranks.
 
     Args:
         placed: placed[r] = lengths of the documents on rank r in order, possibly none.
-        ranks: number of ranks; None for one per list.
-        tokens_per_rank: a list over k ranks is cut wherever one of them holds so many tokens. None to divide it
-            evenly: its tokens / k on every rank, rounded up on the first ones and down on the others. With one
-            rank per list, the most tokens that it may hold; None for no limit.
+        tokens_per_rank: a list over k ranks is cut wherever a rank is full. None divides each list evenly: tokens / k
+            per rank, rounded up on the first ranks and down on the others. With one rank per list, the most tokens
+            that a list may hold; None for no limit.
 
     Raises:
-        ValueError: a length below 1, lists that do not divide the ranks, or one beyond its ranks' tokens.
+        ValueError: a length below 1, a number of lists that does not divide the ranks, or a list with too many tokens.
     """
     ranks = len(placed) if ranks is None else ranks
     if not placed or ranks < 1 or ranks % len(placed):
@@ -39,11 +38,11 @@ def fixed_layout(
     span = ranks // len(placed)
     lengths = as_lengths([length for documents in placed for length in documents])
     counts = np.array([len(documents) for documents in placed], np.int64)
-    # All documents in one line of tokens, list after list.
+    # Number the tokens of all documents from 0 on, list after list.
     stops = np.cumsum(lengths)
     ends = np.append(0, stops)[np.cumsum(counts)][:, None]
     begins = np.append(0, ends[:-1])[:, None]
-    nth = np.arange(span)  # of the ranks of one list
+    nth = np.arange(span)  # ranks of one list
     if tokens_per_rank is None:
         share, extra = np.divmod(ends - begins, span)
         full = begins + nth * share + np.minimum(nth, extra)
@@ -61,14 +60,14 @@ def fixed_layout(
     cuts = cuts[cuts < lengths.sum()]
     document = np.searchsorted(stops, cuts, "right")
     first = (stops - lengths)[document]
-    # Of ranks that begin at one token, all but the last are empty.
+    # If several ranks begin at the same token, all but the last are empty.
     rank = np.searchsorted(first_of_rank, cuts, "right") - 1
     stop = np.append(cuts[1:], stops[-1:])[: len(cuts)]
     return assemble(lengths, (document, cuts - first, stop - first, rank), ranks)
 
 
 def packed_layout(lengths: Sequence[int] | NDArray[np.int64], ranks: int, tokens_per_rank: int) -> Layout:
-    """Documents in the given order, rank after rank, each filled to tokens_per_rank before the next begins.
+    """Lay out documents in the given order, filling each rank to tokens_per_rank before the next.
 
     A document is cut where a rank is full. Nothing is balanced: later ranks may hold few rows or none.
 
@@ -90,20 +89,17 @@ def joint_layout(
     balance_block_size: int = 128,
     node_sizes: Sequence[int] | None = None,
 ) -> Layout:
-    """Place documents so that every rank has equal tokens and, as far as that allows, equal attention.
+    """Place documents so that every rank has equal tokens and, as far as possible, equal attention.
 
-    Query rows then stay where they are, and only K/V rows of cut documents travel. Every rank holds
-    total / ranks rows, rounded down or up.
+    Query rows then stay where they are, and only K/V rows of cut documents travel. Every rank holds total / ranks
+    rows, rounded down or up.
 
     Args:
         lengths: [documents] tokens of each document.
-        ranks: number of ranks.
-        tokens_per_rank: the most rows a rank may hold.
-        window: width of the sliding window; None for full causal attention.
         balance_tolerance: how far above the mean a rank's pairs may be, as a fraction of the mean.
         balance_block_size: rows of a kernel block; cuts fall on its multiples where tokens and balance allow.
-        node_sizes: [nodes] how many ranks each node has, consecutive ones; documents are cut between nodes only
-            where they must be. None for links that are all alike.
+        node_sizes: [nodes] consecutive ranks of each node; documents are cut between nodes only if necessary. None if
+            all links are alike.
 
     Raises:
         ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
@@ -151,9 +147,8 @@ def assemble(
 
     Args:
         lengths: [documents] tokens of each document.
-        columns: [segments] each: document, start, stop and rank.
-        ranks: number of ranks.
-        by_document: sort the segments of a rank by document; else they stay in the given order.
+        columns: document, start, stop and rank, [segments] each.
+        by_document: sort the segments of a rank by document; otherwise they keep the given order.
     """
     document, start, _, rank = columns
     order = np.argsort(rank, kind="stable")

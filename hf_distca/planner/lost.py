@@ -1,8 +1,8 @@
-"""Plans for what lost servers have not computed: the ranks, which have its rows, do it within the micro-batch.
+"""Plans for tasks of lost servers: the ranks, which hold the rows, compute them within the micro-batch.
 
-Each row's task goes to the rank that holds the row, or tasks are balanced over the ranks once more, whichever is done
-sooner. Ranks are done with their own tasks by then, so what is balanced is the lost servers' tasks alone. Servers that
-are left do not take part: they would have to be sent the plan first.
+Each task goes to the ranks that hold its rows, or the tasks are balanced over the ranks again, whichever finishes
+sooner. Ranks have finished their own tasks by then, so only the lost servers' tasks are balanced. The remaining
+servers take no part: they would need the plan first.
 """
 
 import math
@@ -36,20 +36,16 @@ from hf_distca.planner.two_levels import ideals_inside
 def plan_lost(
     plan: Plan, workers: Collection[int], kind: AttentionKind, settings: PlanSettings, pairs_per_second: float
 ) -> Plan:
-    """The tasks of lost workers alone, given to the ranks so that these are done soon: what is left to do.
+    """Give the tasks of lost workers to the ranks so that they finish soon.
 
-    A function of its arguments: ranks that have the same ones find the same plan.
+    Ranks with equal arguments find equal plans.
 
     Args:
-        plan: the plan in which the workers were lost.
-        workers: the lost workers.
-        kind: of the layer.
-        settings: with which the plan was made.
         pairs_per_second: query-key pairs that a rank computes in a second, forward and backward together.
 
     Returns:
-        A plan of the ranks, in the stages that it needs for itself. Tasks are cut at blocks' boundaries only, besides
-        where segments and the plan's tasks end.
+        A plan of the lost tasks alone, over the ranks, in stages of its own. Tasks are cut at blocks' boundaries only,
+        and where segments and the plan's tasks end.
     """
     home = tasks_at_home(plan, workers)
     ways = [home, _spread(home, kind, settings, None)]
@@ -60,12 +56,7 @@ def plan_lost(
 
 
 def tasks_at_home(plan: Plan, workers: Collection[int]) -> Plan:
-    """The tasks of some workers alone, each row's at the rank that holds it, in one stage.
-
-    Args:
-        plan: the plan in which they were lost.
-        workers: the lost workers.
-    """
+    """Return the tasks of some workers alone, each row at the rank that holds it, in one stage."""
     segments = by_document(plan.layout.segments)
     lost = plan.tasks[np.isin(plan.tasks["worker"], list(workers))]
     found = Intervals.of(lost).overlaps(Intervals.of(segments))
@@ -78,13 +69,9 @@ def tasks_at_home(plan: Plan, workers: Collection[int]) -> Plan:
 
 
 def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_per_second: float) -> float:
-    """Seconds of the busiest rank's pairs and of the busiest link's bytes, forward and backward of one layer.
+    """Return the seconds of the busiest rank's pairs and the busiest link's bytes in one layer.
 
-    Args:
-        plan: of the ranks alone.
-        kind: of the layer.
-        settings: see PlanSettings.
-        pairs_per_second: as in `plan_lost`.
+    Forward and backward are counted together, for a plan of the ranks alone.
     """
     loads = loads_of(plan) + settings.row_overhead * query_rows_of(plan)
     nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
@@ -94,13 +81,10 @@ def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_pe
 
 
 def _spread(home: Plan, kind: AttentionKind, settings: PlanSettings, nodes: tuple[int, ...] | None) -> Plan:
-    """The tasks of a plan balanced over equal ranks in one pass: few moves, the largest first.
+    """Balance the tasks of a plan over equal ranks in one pass: few moves, the largest first.
 
     Args:
-        home: a plan of the ranks alone.
-        kind: of the layer.
-        settings: see PlanSettings.
-        nodes: [ranks] the node of each rank, and nothing leaves a node; None: anybody gives to anybody.
+        nodes: [ranks] node of each rank; nothing leaves a node. None: any rank gives to any other.
     """
     block = settings.balance_block_size
     rows = ShiftedRows.of(home.layout, home.window, settings.row_overhead, block)
@@ -108,7 +92,7 @@ def _spread(home: Plan, kind: AttentionKind, settings: PlanSettings, nodes: tupl
     loads = rows.loads(tasks, home.workers)
     ideal: NDArray[np.float64] = ideals_inside(loads, ranks, nodes or (0,) * home.workers)
     limits = ideal * (1 + settings.balance_tolerance)
-    goal = Goal(limits, limits, slack=math.inf)  # however much rounding moves, cuts stay on the blocks' boundaries
+    goal = Goal(limits, limits, slack=math.inf)  # infinite slack: cuts always stay on the blocks' boundaries
     prices = Prices.of(settings.row_bytes(kind), rows, settings.gather_cost)
     spread = BalancingPass(tasks, rows, ranks, prices, goal, block, nodes or (0,) * home.workers).run()
     return replace(rows.plan(spread, home.workers), nodes=home.nodes)

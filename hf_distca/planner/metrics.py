@@ -1,4 +1,4 @@
-"""What a plan achieves: balance, bytes and sizes of tasks, counted from its segments and tasks alone."""
+"""Figures of a plan: balance, bytes and sizes of tasks, counted from its segments and tasks alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,24 +14,22 @@ from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.passed_on import pass_on
 
 WITHIN, BETWEEN = 0, 1
-"""Links inside a node, and between nodes."""
+"""Indices of links inside a node and between nodes."""
 
 
 @dataclass(frozen=True)
 class PlanMetrics:
-    """The figures of one plan.
+    """Figures of one plan.
 
     Attributes:
-        max_over_mean: the last worker's finishing time over the ideal one; with equal workers and no base
-            loads, largest pairs over mean pairs. 1.0 for a plan without tasks.
+        max_over_mean: the last worker's finishing time over the ideal one. With equal workers and no base loads, this
+            is largest pairs over mean pairs. 1.0 for a plan without tasks.
         tokens_max_over_mean: largest tokens of a rank over the mean; 1.0 without tokens.
-        bytes_total: bytes that cross between workers in one layer's forward: Q rows and K/V rows to the
-            worker, O rows back. A K/V row counts once per (document, worker); rows already there are free.
-        bytes_bottleneck: over workers, the largest of the bytes sent and of the bytes received.
-        tasks: number of tasks.
+        bytes_total: bytes that cross between workers in one layer's forward: Q rows and K/V rows to the worker, O rows
+            back. A K/V row counts once per (document, worker); rows already there are free.
+        bytes_bottleneck: the largest number of bytes that a worker sends or receives.
         min_rows: rows of the smallest task; 0 without tasks.
-        tasks_below_block: tasks of fewer rows than a kernel block.
-        tasks_cut_below_block: those of them that do not end where their document ends.
+        tasks_cut_below_block: tasks below a block that do not end where their document ends.
     """
 
     max_over_mean: float
@@ -45,7 +43,7 @@ class PlanMetrics:
 
 
 def loads_of(plan: Plan) -> NDArray[np.int64]:
-    """[workers] int64: query-key pairs that each worker computes."""
+    """Return [workers] int64: query-key pairs that each worker computes."""
     cost = pairs(plan.tasks["start"], plan.tasks["stop"], plan.window)
     loads = np.zeros(plan.workers, np.int64)
     np.add.at(loads, plan.tasks["worker"], cost)
@@ -53,7 +51,7 @@ def loads_of(plan: Plan) -> NDArray[np.int64]:
 
 
 def query_rows_of(plan: Plan) -> NDArray[np.int64]:
-    """[workers] int64: query rows that each worker computes."""
+    """Return [workers] int64: query rows that each worker computes."""
     rows = np.zeros(plan.workers, np.int64)
     np.add.at(rows, plan.tasks["worker"], plan.tasks["stop"] - plan.tasks["start"])
     return rows
@@ -62,13 +60,10 @@ def query_rows_of(plan: Plan) -> NDArray[np.int64]:
 def measure(
     plan: Plan, row_bytes: RowBytes | None = None, *, workers: Workers | None = None, balance_block_size: int = 128
 ) -> PlanMetrics:
-    """Count what a plan achieves and what it costs.
+    """Count the balance and the bytes of a plan.
 
     Args:
-        plan: any plan.
-        row_bytes: bytes of the rows; None for RowBytes().
-        workers: speeds and base loads by which max_over_mean is counted; None for equal workers.
-        balance_block_size: rows of a kernel block.
+        workers: speeds and base loads for max_over_mean; None for equal workers.
 
     Raises:
         ValueError: `workers` describes another number of workers than the plan has.
@@ -96,26 +91,30 @@ def measure(
 
 
 def bytes_moved(plan: Plan, row_bytes: RowBytes) -> NDArray[np.int64]:
-    """[2, workers] int64: bytes that each worker sends and receives in one layer's forward."""
+    """Return [2, workers] int64: bytes that each worker sends and receives in one layer's forward."""
     moved: NDArray[np.int64] = bytes_by_link(plan, row_bytes, plan.nodes or (0,) * plan.workers).sum(axis=0)
     return moved
 
 
 def bytes_by_link(plan: Plan, row_bytes: RowBytes, nodes: Sequence[int]) -> NDArray[np.int64]:
-    """[2, 2, workers] int64: bytes that each worker sends and receives in one layer's forward, WITHIN its node and
-    BETWEEN nodes.
+    """Return [2, 2, workers] int64: bytes of one layer's forward by link and direction.
+
+    Links are WITHIN and BETWEEN nodes, directions are sent and received. If the plan has nodes itself, forwarded K/V
+    rows cross to a node once.
 
     Args:
-        plan: the plan; if it knows of nodes itself, K/V rows that cross to a node once are counted so.
-        row_bytes: bytes of the rows.
-        nodes: [workers] the node of each worker.
+        nodes: [workers] node of each worker.
     """
     plan, _ = without_whole(plan)
     return bytes_of_rows(query_rows_by_link(plan, nodes), key_rows_by_link(plan, nodes), row_bytes)
 
 
 def without_whole(plan: Plan) -> tuple[Plan, NDArray[np.void]]:
-    """The plan without documents that one rank holds and computes alone, which are most, and the tasks of these."""
+    """Separate the documents that one rank holds and computes alone, which are most.
+
+    Returns:
+        The plan without these documents, and their tasks.
+    """
     tasks, segments, documents = plan.tasks, plan.layout.segments, len(plan.layout.lengths)
     home = np.full(documents, -1)
     home[segments["document"]] = segments["rank"]
@@ -128,8 +127,10 @@ def without_whole(plan: Plan) -> tuple[Plan, NDArray[np.void]]:
 
 
 def bytes_of_rows(queries: NDArray[np.int64], keys: NDArray[np.int64], row_bytes: RowBytes) -> NDArray[np.int64]:
-    """[2, 2, workers] int64: bytes of rows as `query_rows_by_link` and `key_rows_by_link` count them, and of O, which
-    goes back."""
+    """Return [2, 2, workers] int64: bytes in the forward, from counts by `query_rows_by_link` and `key_rows_by_link`.
+
+    As many rows of O go back as rows of Q are sent.
+    """
     moved: NDArray[np.int64] = queries * row_bytes.q + queries[:, ::-1] * row_bytes.o + keys * row_bytes.kv
     return moved
 
@@ -137,8 +138,10 @@ def bytes_of_rows(queries: NDArray[np.int64], keys: NDArray[np.int64], row_bytes
 def backward_bytes_of_rows(
     queries: NDArray[np.int64], keys: NDArray[np.int64], row_bytes: RowBytes
 ) -> NDArray[np.int64]:
-    """[2, 2, workers] int64: the same in a layer's backward: Q, O and dO go there with K and V, and dQ, dK and dV come
-    back."""
+    """Return [2, 2, workers] int64: bytes in the backward, from the same counts as `bytes_of_rows`.
+
+    Q, O, dO, K and V are sent; dQ, dK and dV come back.
+    """
     there = queries * (row_bytes.q + 2 * row_bytes.o) + keys * row_bytes.kv
     back = queries[:, ::-1] * row_bytes.q + keys[:, ::-1] * row_bytes.kv
     moved: NDArray[np.int64] = there + back
@@ -146,7 +149,7 @@ def backward_bytes_of_rows(
 
 
 def query_rows_by_link(plan: Plan, nodes: Sequence[int]) -> NDArray[np.int64]:
-    """[2, 2, workers] int64: rows of Q that each worker sends and receives, see `bytes_by_link`; rows of O go back."""
+    """Return [2, 2, workers] int64: rows of Q sent and received, by link as in `bytes_by_link`."""
     segments = by_document(plan.layout.segments)
     queries = Intervals.of(plan.tasks).overlaps(Intervals.of(segments))
     holder, worker = segments["rank"][queries.second], plan.tasks["worker"][queries.first]
@@ -154,8 +157,10 @@ def query_rows_by_link(plan: Plan, nodes: Sequence[int]) -> NDArray[np.int64]:
 
 
 def key_rows_by_link(plan: Plan, nodes: Sequence[int]) -> NDArray[np.int64]:
-    """[2, 2, workers] int64: rows of K/V that each worker sends and receives, as in `bytes_by_link`: every row that a
-    worker's tasks read goes there once, or is passed on to it."""
+    """Return [2, 2, workers] int64: rows of K/V sent and received, by link as in `bytes_by_link`.
+
+    Every row that a worker's tasks read reaches the worker once, directly or forwarded.
+    """
     segments = by_document(plan.layout.segments)
     needed = Intervals(plan.tasks["document"], plan.first_key(), plan.tasks["stop"])
     reader, read = union(plan.tasks["worker"], needed)
@@ -168,7 +173,7 @@ def key_rows_by_link(plan: Plan, nodes: Sequence[int]) -> NDArray[np.int64]:
 def _by_link(
     moved: Sequence[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]], nodes: Sequence[int]
 ) -> NDArray[np.int64]:
-    """[2, 2, workers] rows that workers send and receive, of (source, target, rows); what stays is not counted."""
+    """Return [2, 2, workers] counts of (source, target, rows); rows that stay are not counted."""
     node, workers = np.asarray(nodes), len(nodes)
     rows = np.zeros(4 * workers)
     for source, target, amount in moved:
@@ -187,14 +192,13 @@ def exchange_figures(
     node_bandwidth: float = NODE_BANDWIDTH,
     network_bandwidth: float = NETWORK_BANDWIDTH,
 ) -> ExchangeFigures:
-    """Count what exchanges carry.
+    """Count the bytes of exchanges.
 
     Args:
-        plans: of each nano-batch, for one kind of attention.
-        row_bytes: bytes of the rows.
-        nodes: [workers] the node of each worker, from 0 on.
+        plans: one for each nano-batch, all for one kind of attention.
+        nodes: [workers] node of each worker, from 0 on.
         node_bandwidth: GB/s that a worker sends, and receives, inside its node.
-        network_bandwidth: GB/s that it sends, and receives, between nodes.
+        network_bandwidth: GB/s that a worker sends, and receives, between nodes.
     """
     moved = np.sum([bytes_by_link(plan, row_bytes, nodes) for plan in plans], axis=0)
     of_nodes = moved @ np.equal.outer(nodes, np.unique(nodes))
@@ -214,12 +218,12 @@ def exchange_figures(
 def link_seconds(
     moved: NDArray[np.int64], node_bandwidth: float = NODE_BANDWIDTH, network_bandwidth: float = NETWORK_BANDWIDTH
 ) -> float:
-    """Seconds that the busiest link takes for its bytes.
+    """Return the seconds that the busiest link takes for its bytes.
 
     Args:
-        moved: [2, 2, workers] as `bytes_by_link` gives them.
+        moved: [2, 2, workers] bytes as in `bytes_by_link`.
         node_bandwidth: GB/s that a worker sends, and receives, inside its node.
-        network_bandwidth: GB/s that it sends, and receives, between nodes.
+        network_bandwidth: GB/s that a worker sends, and receives, between nodes.
     """
     within, between = (int(moved[link].max(initial=0)) for link in (WITHIN, BETWEEN))
     return max(within / node_bandwidth, between / network_bandwidth) / 1e9

@@ -1,4 +1,4 @@
-"""From the document lengths of a global micro-batch to its plan: the planner's front door."""
+"""Plans of global micro-batches, from document lengths: the planner's entry points."""
 
 from collections.abc import Sequence
 
@@ -13,23 +13,25 @@ from hf_distca.planner.settings import PlanSettings
 def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBatchPlan:
     """Lay out the documents of one global micro-batch and balance their core attention.
 
+    With `settings.choices` the fastest of several plans is taken.
+
     Args:
         lengths: tokens of each document, at most ranks · tokens_per_rank in all.
-        settings: see PlanSettings; with choices the fastest of several plans is taken.
 
     Raises:
-        ValueError: the ranks cannot hold the documents, or with document_layout="whole" not without cutting one.
+        ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to cut one.
     """
     array = np.asarray(lengths, np.int64)
     return plan_as_set(array, settings) if settings.choices is None else choose(array, settings, settings.choices)
 
 
 def plan_placed_documents(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
-    """Balance the core attention of documents that already lie on ranks and stay there.
+    """Balance the core attention of documents that stay on the ranks where they lie.
+
+    With `settings.choices` the fastest of several plans is taken.
 
     Args:
-        placed: lengths of the documents of each rank, in the order of its rows.
-        settings: see PlanSettings; with choices the fastest of several plans is taken.
+        placed: for each rank, lengths of its documents in the order of its rows.
     """
     return (
         plan_placed(placed, settings)

@@ -1,4 +1,4 @@
-"""Dividing a micro-batch into two nano-batches of about equal tokens, no document in both."""
+"""Division of a micro-batch into two nano-batches of about equal tokens, with no document in both."""
 
 from collections.abc import Sequence
 
@@ -8,20 +8,19 @@ from numpy.typing import NDArray
 from hf_distca.plan import Layout
 
 SMALLEST_SHARE = 0.25
-"""A nano-batch with a smaller share of a rank's tokens would hide next to nothing and still cost its exchanges."""
+"""Least share of a rank's tokens in a nano-batch; a smaller nano-batch hides almost nothing and still costs
+exchanges."""
 
 
 def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
-    """Two groups of documents with about equal tokens: longest first, each to the smaller group.
+    """Divide documents into two groups of about equal tokens: longest first, each to the smaller group.
 
     Args:
         lengths: [documents] tokens of each document.
-        ranks: ranks that each group is laid out over.
 
     Returns:
-        The documents of each group in their order, or None where that is not possible: a document of more
-        than half of the tokens fits in no group, and every rank needs a row of each. A group has at least a quarter
-        of the tokens, since groups differ by one document at most.
+        The documents of each group in order. Groups differ by one document at most, so each has at least a quarter of
+        the tokens. None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
     """
     total = int(lengths.sum())
     if len(lengths) < 2 or 2 * int(lengths.max()) > total:
@@ -38,14 +37,14 @@ def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.i
 
 
 def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
-    """Where to divide the documents of every rank so that both parts have about equal tokens.
+    """Find where to divide the documents of every rank into two parts of about equal tokens.
 
     Args:
-        placed: lengths of the documents of each rank, in the order of its rows.
+        placed: for each rank, lengths of its documents in the order of its rows.
 
     Returns:
-        For each rank, how many of its documents are in the first part, or None where on some rank no cut between
-        two documents leaves either part SMALLEST_SHARE of its tokens.
+        For each rank, the number of documents in the first part. None if on some rank every cut between documents
+        leaves a part with less than SMALLEST_SHARE of the tokens.
     """
     cuts = []
     for lengths in placed:
@@ -61,7 +60,7 @@ def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
 
 
 def mirrored(layout: Layout) -> Layout:
-    """The layout with its ranks in the reverse order."""
+    """Return the layout with its ranks in reverse order."""
     segments = layout.segments.copy()
     segments["rank"] = layout.ranks - 1 - segments["rank"]
     return Layout(layout.lengths, segments[np.lexsort((segments["offset"], segments["rank"]))], layout.ranks)

@@ -1,4 +1,4 @@
-"""Nodes: ranks whose links to each other are faster than those to other ranks."""
+"""Nodes: ranks whose links to each other are faster than their links to other ranks."""
 
 from collections.abc import Sequence
 
@@ -7,20 +7,16 @@ import numpy as np
 NODE_BANDWIDTH = 450.0
 """GB/s that a GPU sends, and receives, inside its node: NVLink of an H100 or H200."""
 EXCHANGE_BANDWIDTH = 100.0
-"""GB/s of an exchange inside a node, by the 8 thread blocks that it may use (`EXCHANGE_CTAS`): some 12 GB/s each."""
+"""GB/s of an exchange inside a node, with the 8 thread blocks that it may use (`EXCHANGE_CTAS`): some 12 GB/s each."""
 NETWORK_BANDWIDTH = 50.0
 """GB/s that a GPU sends, and receives, between nodes: a network port of 400 Gbit/s for each GPU."""
 
 
 def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ...]:
-    """[nodes] how many ranks each node has, consecutive ones.
-
-    Args:
-        ranks: of all nodes.
-        ranks_per_node: one number for all nodes, or one for each.
+    """Return [nodes] the number of consecutive ranks on each node.
 
     Raises:
-        ValueError: a number is not positive, or they do not add up to the ranks.
+        ValueError: a number is not positive, or the numbers do not add up to the ranks.
     """
     if isinstance(ranks_per_node, int):
         if ranks_per_node < 1 or ranks % ranks_per_node:
@@ -39,9 +35,5 @@ def node_sizes(ranks: int, ranks_per_node: int | Sequence[int]) -> tuple[int, ..
 
 
 def nodes_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """[ranks] the node of each rank.
-
-    Args:
-        sizes: [nodes] how many ranks each node has.
-    """
+    """Return [ranks] the node of each rank, from [nodes] ranks of each node."""
     return tuple(np.repeat(np.arange(len(sizes)), sizes).tolist())

@@ -1,9 +1,10 @@
-"""The order in which a rank carries out one core attention of a nano-batch: a list of phases, forward and backward.
+"""Schedules: the phases in which a rank carries out one core attention of a nano-batch.
 
-Pure data, made when a plan is bound. The executor (`hf_distca.dispatch.executor`) runs it; whatever tells the order
-of things elsewhere, a simulator or a timeline, reads the same list.
+A schedule is pure data, made when a plan is bound. The executor (`hf_distca.dispatch.executor`) runs it; the simulator
+and the timeline read the same list.
 
-A core attention is cut in three by two pauses, at which the other nano-batch of the layer runs up to its own pause:
+A core attention has three parts, divided by two pauses. During a pause the other nano-batch of the layer runs up to
+its own pause:
 
               forward                              backward
     part 1    send Q, K and V                      send dO, Q, K, V, O and LSE
@@ -11,17 +12,19 @@ A core attention is cut in three by two pauses, at which the other nano-batch of
               and prefix tasks, send O and LSE     send dQ, dK and dV
     part 3    receive O and LSE                    receive dQ, dK and dV
 
-K and V may come in several stages. Two of them are on their way or in use at once: the first two are sent in part 1, a
-further one whenever one has been computed with. dK and dV of a stage go back while the next one is computed with.
+Own tasks are local tasks, visiting tasks are remote-query tasks, and prefix tasks are remote-KV tasks.
 
-Where ranks pass K and V on inside their nodes, a stage travels in two hops, each of them while another stage is
-computed with, so that five are on their way or in use at once, there or back:
+K and V may come in several stages, two of which travel or are in use at once. The first two are sent in part 1, and a
+further one after each computed stage. dK and dV of a stage go back while the next stage is computed.
 
-    before a stage       receive what others pass on of it; receive the next one, pass that on; send the one after it
-    after it, backward   pass its dK and dV back; receive what others pass back of the one before, send that back to
-                         the ranks that hold its rows; receive from others that of the one before that
+If ranks forward K and V inside their nodes, a stage travels in two hops, each during another stage's computation. Five
+stages then travel or are in use at once, in either direction:
 
-Own tasks need nothing from others. They are computed where they hide an exchange, see `OWN_TASKS`.
+    before a stage       receive its forwarded rows; receive the next stage and forward it; send the one after it
+    after it, backward   return its dK and dV to the gateways; receive such returns for the stage before and send them
+                         on to the ranks that hold its rows; receive what others send on for the one before that
+
+Local tasks need nothing from other ranks. They are computed where they hide an exchange, see `OWN_TASKS`.
 """
 
 from collections.abc import Sequence
@@ -32,34 +35,40 @@ from typing import Literal
 from hf_distca.plan import Direction
 
 Turn = Literal["alone", "first", "second"]
-"""Of a nano-batch in a layer: there is no other, or it is the one that begins the forward, or the other one."""
+"""Position of a nano-batch in a layer: it is alone, begins the forward, or follows."""
 
 Place = Literal["local", "received"]
-"""Where rows are: among those that the rank holds of the nano-batch, or those that others sent to it. The results of a
-kernel call go to where its queries are; the gradients of queries to where these are, and those of keys and values to
-where those are."""
+"""Location of rows: among the rank's own rows of the nano-batch, or among received rows.
+
+Results of a kernel call, and gradients of queries, go to the location of the queries; gradients of keys and values go
+to the location of the keys.
+"""
 
 Tasks = Literal["own", "own 1/2", "own 2/2", "prefix", "visiting", "visiting prefix"]
-"""Tasks of one kernel call, see `hf_distca.planner.routes`. Where own tasks alone have to hide the exchanges before
-and after, the backward computes them in two halves of about equal pairs."""
+"""Tasks of one kernel call, see `hf_distca.planner.routes`.
+
+If local tasks alone have to hide two exchanges, the backward computes them in two halves of about equal pairs.
+"""
 
 Group = tuple[Tasks, int]
-"""Tasks of one kernel call and the stage of their K/V rows; 0 for own tasks."""
+"""Tasks of one kernel call and the stage of their K/V rows; 0 for local tasks."""
 
 AHEAD = 2
-"""So many stages are sent before the first is computed; then a further one with each that has been."""
+"""Number of stages sent before the first is computed; then one more is sent with each computed stage."""
 IN_USE = AHEAD + 1
-"""Stages that have memory at once: two on their way or in use, and the one whose dK and dV, which lie where K and V
-were, are on their way back."""
+"""Number of stages in memory at once: two that travel or are in use, and one whose dK and dV return.
+
+dK and dV overwrite K and V of their stage.
+"""
 IN_USE_IN_HOPS = IN_USE + 2
-"""The same where each way takes two hops."""
+"""Number of stages in memory at once if rows travel in two hops."""
 
 TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
-"""In the names of transfers, and of phases that begin and end a call to servers."""
+"""Suffixes in names of transfers, and of phases that begin and end a call to servers."""
 
 Kept = Literal["nothing", "received", "results"]
-"""What the forward leaves to the backward of the rows that it received: nothing, so that they are sent again; Q, K and
-V; or O and LSE too."""
+"""Received rows that the forward keeps for the backward: nothing (rows are sent again), Q, K and V, or O and LSE
+too."""
 
 OWN_TASKS: dict[tuple[Direction, Turn], tuple[Literal["before pause", "after pause", "after prefix"], ...]] = {
     ("forward", "alone"): ("before pause",),
@@ -69,24 +78,24 @@ OWN_TASKS: dict[tuple[Direction, Turn], tuple[Literal["before pause", "after pau
     ("backward", "second"): ("after pause",),
     ("backward", "first"): ("after prefix",),
 }
-"""Where own tasks are computed: before or after the first pause, or after the prefix tasks; at two places: half each.
+"""Where local tasks are computed: before or after the first pause, or after the prefix tasks; half at each of two
+places.
 
-Of two nano-batches the one that starts leaves its own tasks until the other one's exchange has started too; in the
-backward that is the second. After the first one's backward nothing comes that would hide the return of its dK and dV:
-own tasks do. A nano-batch that is alone hides the way there behind one half, and the way back behind the other.
+The nano-batch that starts computes its local tasks after the other one's exchange has started too. In the backward the
+second nano-batch starts. Nothing follows the first one's backward, so its local tasks hide the return of its dK and
+dV. A lone nano-batch hides the way there behind one half and the way back behind the other.
 """
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows that travel together, of as many columns as are named.
+    """Rows that travel together, with the named columns.
 
     Attributes:
-        rows: "queries" or "keys": between ranks, rows of that kind in the order of the routes; "passed on": rows of
-            keys inside nodes, from ranks that have received them; "servers": rows of both kinds, to dedicated servers.
-        columns: tensors that travel, by the names of the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
-        back: whether they go back to the ranks that sent the rows.
-        stage: of K/V rows, the number of this one.
+        rows: "queries" or "keys": rows between ranks, in the order of the routes; "passed on": K/V rows forwarded
+            inside nodes; "servers": rows of both kinds, to dedicated servers.
+        columns: names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
+        back: whether the columns return to the ranks that sent the rows.
     """
 
     rows: Literal["queries", "keys", "passed on", "servers"]
@@ -96,7 +105,7 @@ class Transfer:
 
     @cached_property
     def name(self) -> str:
-        """For people: what travels, and where servers or a second hop are meant, which way."""
+        """Name for display: columns, stage, and the direction for servers and second hops."""
         way = ""
         if self.rows == "servers":
             way = FROM_SERVERS if self.back else TO_SERVERS
@@ -110,13 +119,10 @@ class KernelCall:
     """Tasks that are computed in one kernel call.
 
     Attributes:
-        tasks: which.
-        queries: where their query rows are.
-        keys: where their K/V rows are.
-        causal: whether rows are aligned with keys at the end of each task; else every row sees all keys of its task.
-        first: whether the results are the first for their query rows, and the last too if these are received; else
-            they are merged with those before.
-        stage: of the K/V rows that are read.
+        causal: whether rows are aligned with keys at the end of each task; otherwise every row sees all keys of its
+            task.
+        first: whether the results are the first for their query rows; received query rows then have no further
+            results. Otherwise they are merged with earlier results.
     """
 
     tasks: Tasks
@@ -128,23 +134,22 @@ class KernelCall:
 
     @property
     def group(self) -> Group:
-        """Which of the rank's groups of tasks it computes."""
+        """Group of the rank's tasks that the call computes."""
         return self.tasks, self.stage
 
     @cached_property
     def name(self) -> str:
-        """For people."""
+        """Name for display."""
         return self.tasks + (f" [{self.stage}]" if self.stage else "")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What is done without a pause in between, in this order.
+    """Work that is done without a pause: wait, then run, then send.
 
     Attributes:
-        wait: what has to have arrived.
-        run: kernel calls.
-        send: what starts to travel then.
+        wait: transfers that have to have arrived.
+        send: transfers that start.
         pause: whether the other nano-batch runs before the next phase begins.
     """
 
@@ -155,7 +160,7 @@ class Phase:
 
     @cached_property
     def name(self) -> str:
-        """For people: "wait q, k v; run visiting; send o lse"."""
+        """Name for display: "wait q, k v; run visiting; send o lse"."""
         parts: dict[str, Sequence[str]] = {
             "wait": [transfer.name for transfer in self.wait],
             "run": [call.name for call in self.run],
@@ -179,20 +184,17 @@ def make_schedule(
     servers: bool = False,
     kept: Kept = "nothing",
 ) -> Schedule:
-    """The phases of one core attention on one rank.
+    """Return the phases of one core attention on one rank.
 
     Every rank sends and receives in the same order, whatever tasks it has itself.
 
     Args:
-        direction: forward or backward.
-        turn: of the nano-batch.
-        groups: the groups of tasks that the rank has; it makes no kernel call for others.
-        windowed: whether the layer attends by a sliding window: prefix tasks then have all keys of their rows, else
-            those before the rows' own segment.
-        stages: in how many K/V rows come.
-        passes_on: whether any rank passes K/V rows on.
-        servers: whether the plan has tasks for dedicated servers.
-        kept: what the backward has already; the forward sends everything.
+        groups: groups of tasks that the rank has; other groups get no kernel call.
+        windowed: whether the layer uses a sliding window. Prefix tasks then have all keys of their rows, otherwise
+            only keys before the rows' own segment.
+        stages: number of stages of K/V rows.
+        passes_on: whether any rank forwards K/V rows.
+        kept: rows that the backward has already; the forward sends everything.
     """
     forward = direction == "forward"
     queries = Transfer("queries", _columns_of_queries(direction, kept))
@@ -233,27 +235,25 @@ def _stages(
     calls: Sequence[tuple[Calls, Calls]],
     own: Calls,
 ) -> list[Phase]:
-    """The phases of all stages.
+    """Return the phases of all stages.
 
     Args:
-        queries: there and back.
         keys_there: [stages] K/V rows, or none.
         keys_back: [stages] their gradients, or none.
         calls: [stages] visiting and prefix tasks.
-        own: tasks that are computed before.
     """
     phases = [Phase(run=own)]
     for stage, (visiting, prefix) in enumerate(calls):
         last = stage == len(calls) - 1
         phases += [
-            # Visitors first: their results have a way to go.
+            # Visiting tasks come first: their results have to travel.
             Phase(
                 wait=(*(queries[:1] if stage == 0 else ()), *keys_there[stage : stage + 1]),
                 run=visiting,
                 send=queries[1:] if last else (),
             ),
             Phase(run=prefix),
-            # What is sent next will lie where what went back before does.
+            # The next stage's rows overwrite the memory of the stage whose gradients have returned.
             Phase(
                 wait=keys_back[stage - 1 : stage] if stage else (),
                 send=(*keys_back[stage : stage + 1], *keys_there[stage + AHEAD : stage + AHEAD + 1]),
@@ -269,7 +269,7 @@ def _stages_in_hops(
     calls: Sequence[tuple[Calls, Calls]],
     own: Calls,
 ) -> list[Phase]:
-    """The phases of all stages where K/V rows are passed on, see `_stages`."""
+    """Return the phases of all stages if K/V rows are forwarded, see `_stages`."""
     passed_on, passed_back = (
         tuple(replace(transfer, rows="passed on") for transfer in hop) for hop in (keys_there, keys_back)
     )
@@ -298,23 +298,21 @@ _KEYS_BACK = Transfer("keys", ("dk", "dv"), back=True)
 
 
 def _columns_of_queries(direction: Direction, kept: Kept) -> tuple[str, ...]:
-    """What goes with queries to those who compute them."""
+    """Return the columns that travel with queries."""
     if direction == "forward":
         return ("q",)
     return {"nothing": ("do", "o", "lse", "q"), "received": ("do", "o", "lse"), "results": ("do",)}[kept]
 
 
 def _calls(groups: frozenset[Group], *calls: KernelCall) -> tuple[KernelCall, ...]:
-    """Those of some kernel calls whose tasks the rank has."""
+    """Return the kernel calls whose tasks the rank has."""
     return tuple(call for call in calls if call.group in groups)
 
 
 def _visiting_calls(groups: frozenset[Group], stage: int, *, divided: bool) -> tuple[KernelCall, ...]:
-    """The kernel calls of received queries on a stage.
+    """Return the kernel calls of received queries on a stage.
 
     Args:
-        groups: that the rank has.
-        stage: of the keys.
         divided: whether the keys of a query are in several stages.
     """
     call = KernelCall("visiting", "received", "received", first=not divided, stage=stage)
@@ -322,7 +320,7 @@ def _visiting_calls(groups: frozenset[Group], stage: int, *, divided: bool) -> t
 
 
 def _own_calls(direction: Direction, turn: Turn, groups: frozenset[Group]) -> dict[str, tuple[KernelCall, ...]]:
-    """The kernel calls of own tasks, by the place in the schedule."""
+    """Return the kernel calls of local tasks, by their place in the schedule."""
     places = OWN_TASKS[direction, turn]
     halves: tuple[Tasks, ...] = ("own 1/2", "own 2/2")
     if ("own 1/2", 0) not in groups or len(places) == 1:
@@ -333,8 +331,10 @@ def _own_calls(direction: Direction, turn: Turn, groups: frozenset[Group]) -> di
 
 
 def _joined(phases: list[Phase]) -> Schedule:
-    """Phases with what can be done in one phase joined, and without empty ones: a pause of one is that of the phase
-    before."""
+    """Join phases where possible and drop empty ones.
+
+    A pause of an empty phase moves to the phase before.
+    """
     joined: list[Phase] = []
     for phase in phases:
         before = joined[-1] if joined else None

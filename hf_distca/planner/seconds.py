@@ -1,4 +1,4 @@
-"""What core attention, the rest of a layer and exchanges take of a device, in seconds."""
+"""Seconds of core attention, of the rest of a layer and of exchanges on a device."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,7 +13,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Tasks:
-    """Core attention that workers compute, counted.
+    """Counts of the core attention that workers compute.
 
     Attributes:
         rows: [workers] query rows.
@@ -30,13 +30,9 @@ class Tasks:
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Seconds of a kernel call: call + row · query rows + key · K/V rows + pair · query-key pairs.
+    """Costs of a kernel, in seconds.
 
-    Attributes:
-        call: of each call, whatever it computes.
-        row: of a query row.
-        key: of a K/V row.
-        pair: of a query-key pair.
+    A call takes call + row · query rows + key · K/V rows + pair · query-key pairs.
     """
 
     call: float
@@ -45,38 +41,40 @@ class KernelCost:
     pair: float
 
     def seconds(self, tasks: Tasks) -> FloatArray:
-        """[workers] what the tasks of each worker take."""
+        """Return [workers] seconds of each worker's tasks."""
         amount: FloatArray = (
             self.call * tasks.calls + self.row * tasks.rows + self.key * tasks.keys + self.pair * tasks.pairs
         )
         return amount
 
     def for_kind(self, measured: AttentionKind, kind: AttentionKind) -> "KernelCost":
-        """The cost of another kind of attention: pairs and query rows by the numbers of their query heads, K/V rows
-        by those of their key-value heads."""
+        """Return the cost of another kind of attention.
+
+        Pairs and query rows scale with query heads, K/V rows with key-value heads.
+        """
         queries = kind.q_heads * (kind.dim_qk + kind.dim_v) / (measured.q_heads * (measured.dim_qk + measured.dim_v))
         keys = kind.kv_heads * (kind.dim_qk + kind.dim_v) / (measured.kv_heads * (measured.dim_qk + measured.dim_v))
         return KernelCost(self.call, self.row * queries, self.key * keys, self.pair * queries)
 
     def scaled(self, by: float) -> "KernelCost":
-        """The costs of calls that take `by` times as long."""
+        """Return the cost of calls that take `by` times as long."""
         return KernelCost(self.call * by, self.row * by, self.key * by, self.pair * by)
 
     def plus(self, other: "KernelCost") -> "KernelCost":
-        """The costs of this call and another one on the same rows."""
+        """Return the cost of this call and another one on the same rows."""
         return KernelCost(self.call + other.call, self.row + other.row, self.key + other.key, self.pair + other.pair)
 
     @classmethod
     def fitted(cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None) -> "KernelCost":
-        """The costs, none of them negative, that miss measured times by the least, in relation to each time.
+        """Fit costs to measured times, with the least error relative to each time and no negative cost.
 
-        Of each subset of the four the least-squares solution is taken, if it has no negative number, and of these the
-        one with the least error.
+        Every subset of the four costs gets a least-squares solution. The solution with the least error and no negative
+        number is taken.
 
         Args:
-            tasks: [n] calls that were measured.
-            seconds: [n] what each took.
-            weights: [n] how much the squared error of each counts; None for all alike.
+            tasks: [n] measured calls.
+            seconds: [n] time of each call.
+            weights: [n] weight of each squared error; None for equal weights.
         """
         counts = np.sqrt(np.ones_like(seconds) if weights is None else weights)
         columns = np.stack([tasks.calls, tasks.rows, tasks.keys, tasks.pairs], axis=1) * (counts / seconds)[:, None]
@@ -97,7 +95,6 @@ class LinkCost:
     """Seconds of an exchange: latency + bytes / bandwidth.
 
     Attributes:
-        latency: of an exchange, in seconds.
         bandwidth: bytes per second that a rank sends, and receives at the same time.
     """
 
@@ -105,26 +102,24 @@ class LinkCost:
     bandwidth: float
 
     def seconds(self, size: FloatArray) -> FloatArray:
-        """[ranks] what an exchange of so many bytes takes; none where there is nothing."""
+        """Return [ranks] seconds of an exchange of [ranks] bytes; 0 where there are no bytes."""
         taken: FloatArray = np.where(size > 0, self.latency + size / self.bandwidth, 0.0)
         return taken
 
     @classmethod
     def fitted(cls, size: FloatArray, seconds: FloatArray) -> "LinkCost":
-        """The link that misses measured times by the least, in relation to each time; [n] bytes, [n] seconds."""
+        """Fit a link to [n] bytes and [n] seconds, with the least error relative to each time."""
         fit = KernelCost.fitted(Tasks(size, size * 0, size * 0, np.ones_like(size)), seconds)
         return cls(fit.call, 1 / fit.row if fit.row else np.inf)
 
 
 @dataclass(frozen=True)
 class Links:
-    """Seconds between ranks.
+    """Seconds of exchanges between ranks.
 
     Attributes:
-        within: inside a node.
-        between: between nodes.
-        start: of a rank's own time, to start an exchange.
-        busy: of a rank's own time per byte that it exchanges while it computes; on CPUs the transport takes it.
+        start: seconds of a rank's own time to start an exchange.
+        busy: seconds of a rank's own time per byte exchanged while it computes; on CPUs the transport takes this time.
     """
 
     within: LinkCost
@@ -135,13 +130,11 @@ class Links:
 
 @dataclass(frozen=True)
 class KindCosts:
-    """What core attention takes in the layers of one kind.
+    """Costs of core attention in the layers of one kind.
 
     Attributes:
-        kind: of the layers.
-        layers: how many there are.
-        forward: of a kernel call.
-        backward: of a kernel call's backward.
+        forward: cost of a kernel call.
+        backward: cost of a kernel call's backward.
     """
 
     kind: AttentionKind
@@ -150,25 +143,24 @@ class KindCosts:
     backward: KernelCost
 
     def kernel(self, direction: Direction) -> KernelCost:
-        """Costs of a kernel call in a direction."""
+        """Return the costs of a kernel call in a direction."""
         return self.forward if direction == "forward" else self.backward
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a micro-batch takes of every rank, in seconds: what plans are chosen by.
+    """Seconds of a micro-batch on every rank; plans are chosen by them.
 
     Attributes:
-        kinds: the kinds of attention of the model's layers.
-        before: seconds of a token before core attention, in one layer's forward.
-        after: seconds of a token behind core attention, in one layer's forward.
-        backward_factor: backward over forward of these two; with checkpointing the forward is run again in it.
-        head: seconds of a token in the output head and the loss, forward and backward.
-        exchange: of rows between ranks.
-        launches: seconds of a layer's forward for each nano-batch, whatever it has; 0 where the host runs ahead.
-        slowness: [ranks] how many times as long a rank takes as these costs say; empty where all are alike.
+        before: seconds per token before core attention, in one layer's forward.
+        after: seconds per token after core attention, in one layer's forward.
+        backward_factor: backward over forward of `before` and `after`; with checkpointing it includes the
+            recomputation.
+        head: seconds per token in the output head and the loss, forward and backward.
+        launches: seconds of a layer's forward per nano-batch, whatever its size; 0 if the host runs ahead.
+        slowness: [ranks] factor by which a rank is slower than these costs; empty if all ranks are alike.
         ranks_per_core: CPU ranks that share a core, all of them busy while these costs were measured. A core that one
-            rank leaves idle then makes the others faster. 1 where every rank has cores, or a GPU, of its own.
+            rank leaves idle makes the others faster. 1 if every rank has its own cores or GPU.
     """
 
     kinds: tuple[KindCosts, ...]
@@ -193,7 +185,7 @@ class StepCosts:
         return max(float(np.mean(work)), longest / self.ranks_per_core)
 
     def row_work(self, kind: AttentionKind) -> float:
-        """What a row takes besides core attention, in query-key pairs of layers of a kind."""
+        """Return the cost of a row besides core attention, in query-key pairs of layers of a kind."""
         (of_kind,) = (each for each in self.kinds if each.kind == kind)
         pair = of_kind.layers * (of_kind.forward.pair + of_kind.backward.pair)
         return self.token / pair if pair else 0.0

@@ -1,4 +1,4 @@
-"""Everything besides document lengths that a plan depends on."""
+"""Settings of plans: everything besides document lengths that a plan depends on."""
 
 from dataclasses import dataclass
 from math import inf
@@ -18,13 +18,11 @@ COARSER = (0.1, 0.3)
 
 @dataclass(frozen=True)
 class Choices:
-    """What the planner may choose for every micro-batch, by predicted seconds.
+    """Choices of the planner for every micro-batch, made by predicted seconds.
 
     Attributes:
-        costs: what a micro-batch takes; the same on every rank.
-        groups: whether documents may stay inside smaller groups of ranks; else all ranks are one group.
-        tolerances: of balance, the finest first.
-        nano_batches: numbers of nano-batches.
+        groups: whether documents may stay inside smaller groups of ranks; otherwise all ranks are one group.
+        tolerances: tolerances of balance, the finest first.
     """
 
     costs: StepCosts
@@ -42,14 +40,11 @@ class Choices:
         coarser: bool = True,
         nano_batches: tuple[int, ...] = (1, 2),
     ) -> "Choices":
-        """Return what may be chosen besides what is set.
+        """Return the choices that the settings allow.
 
         Args:
             settings: give the finest tolerance, and whether there may be two nano-batches.
-            costs: see Choices.
-            groups: see Choices.
-            coarser: whether coarser tolerances may be chosen.
-            nano_batches: numbers of them where there may be two.
+            nano_batches: numbers of nano-batches to try if there may be two.
         """
         tolerance = settings.balance_tolerance
         tolerances = tuple(each for each in COARSER if each > tolerance) if coarser else ()
@@ -108,33 +103,33 @@ class PlanSettings:
 
     @property
     def node_sizes(self) -> tuple[int, ...] | None:
-        """[nodes] how many ranks each node has; None where all links are alike."""
+        """[nodes] ranks of each node; None if all links are alike."""
         sizes = node_sizes(self.ranks, self.ranks_per_node)
         return None if len(sizes) in (1, self.ranks) else sizes
 
     @property
     def nodes(self) -> tuple[int, ...] | None:
-        """[ranks] the node of each rank; None where all links are alike."""
+        """[ranks] node of each rank; None if all links are alike."""
         sizes = self.node_sizes
         return None if sizes is None else nodes_of(sizes)
 
     @property
     def dominant_kind(self) -> AttentionKind:
-        """The kind of the layers that cost the most, for which the joint layout is made."""
+        """Kind of the costliest layers, for which the joint layout is made."""
         return max(
             self.kinds,
             key=lambda kind: (_reach(kind), kind.q_heads * (kind.dim_qk + kind.dim_v)),
         )
 
     def row_bytes(self, kind: AttentionKind) -> RowBytes:
-        """Size of a row of Q, of K and V, and of O, in one layer of a kind."""
+        """Return the size of a row of Q, of K and V, and of O in one layer."""
         return RowBytes.of_kind(kind, self.bytes_per_value)
 
     def workers(self, rows: NDArray[np.int64]) -> Workers | None:
-        """Speeds of ranks that are not alike; None where they are.
+        """Return the speeds of ranks; None if all ranks are alike.
 
         Args:
-            rows: [ranks] that each rank holds: it computes them besides core attention.
+            rows: [ranks] rows that each rank holds; a rank computes them besides core attention.
         """
         if not self.slowness:
             return None
@@ -142,10 +137,10 @@ class PlanSettings:
         return Workers(tuple(1 / each for each in self.slowness), tuple((besides - besides.min()).tolist()))
 
     def buffer_rows(self, kind: AttentionKind) -> int:
-        """K/V rows of a layer of a kind that a rank may send, and receive, at a time."""
+        """Return how many K/V rows of a layer of a kind a rank may send, and receive, at a time."""
         return max(self.exchange_buffer_bytes // self.row_bytes(kind).kv, 1)
 
 
 def _reach(kind: AttentionKind) -> float:
-    """The most rows that a row attends to."""
+    """Return the most rows that a row attends to."""
     return min(inf if most is None else most for most in (kind.window, kind.chunk))

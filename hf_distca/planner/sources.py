@@ -1,4 +1,4 @@
-"""What a worker can give to another, and the documents from which giving it costs least."""
+"""Sources of a flow: the documents from which giving pairs costs least."""
 
 import math
 
@@ -14,10 +14,10 @@ class Price:
     """Bytes of having rows [start, stop) of a document computed elsewhere.
 
     Attributes:
-        rows: bytes of one row that is computed elsewhere: Q and O, or what of them counts.
+        rows: bytes of Q and O of one row, as far as they count.
         kv: bytes of K and V of one row.
-        origin: the first row that there is: rows are counted from a document's first row - origin.
-        pair_window: the window by which a row counts pairs.
+        origin: first row of every document in the view.
+        pair_window: window by which a row counts pairs.
         reach: where the cheapest rows of F pairs end, in units of √(2F).
     """
 
@@ -33,19 +33,19 @@ class Price:
         self.reach = ratio / math.sqrt(ratio * ratio - 1)
 
     def of(self, start: Array, stop: Array, known: Array) -> Array:
-        """Bytes of rows [start, stop) for a worker that has K/V rows [origin, known) of the document."""
+        """Return the bytes of rows [start, stop) for a worker that has K/V rows [origin, known) of the document."""
         first = known if self.window is None else np.maximum(start - self.window + 1, known)
         result: Array = (stop - start) * self.rows + np.maximum(stop - first, 0.0) * self.kv
         return result
 
 
 class Source:
-    """What one worker can still give.
+    """Pairs that one worker can still give.
 
     Attributes:
-        ids: [tasks] int64: its tasks, the one that ends latest first.
-        low, high: [tasks] float64: what a task still has are the pairs from `low` to `high`, counted from
-            row 0 of its document. Taking lowers `high`; where in the task the pairs lie is settled later.
+        ids: [tasks] int64: the worker's tasks.
+        low, high: [tasks] float64: a task still has the pairs from `low` to `high`, counted from row 0 of its
+            document. Taking lowers `high`; the place of the pairs in the task is chosen later.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Source:
         self.high = pairs(0, stop, self.window).astype(np.float64)
 
     def take(self, amount: float, known: dict[int, int]) -> dict[int, float]:
-        """Pairs to give from each task, for the cheapest way found to give `amount` in all.
+        """Choose the pairs to give from each task, for `amount` pairs in all at the least cost found.
 
         Args:
             amount: pairs.
-            known: task -> rows: the taker has K/V rows [0, rows) of the task's document already.
+            known: task -> rows: the taker already has K/V rows [0, rows) of the task's document.
         """
         given: dict[int, float] = {}
         while amount > 0.5:
@@ -69,15 +69,21 @@ class Source:
             if not part.any():
                 break
             one = int(single.argmin())
-            if single[one] == math.inf:  # no task has enough: all of the cheapest per pair, and go on
+            if single[one] == math.inf:  # no task has enough: take all of the one that is cheapest per pair
                 one = int(np.where(part > 0, cost / np.maximum(part, 1.0), np.inf).argmin())
             amount -= float(part[one])
             self._give(given, one, float(part[one]))
         return given
 
     def _single(self, amount: float, known: dict[int, int]) -> tuple[Array, Array, Array]:
-        """Each [tasks]: bytes of all of `amount` from this task (inf where it has less); bytes and pairs of
-        as much of it as the task has. The rows lie where the bytes are least, or at the task's end."""
+        """Return the bytes of giving pairs from each single task.
+
+        The rows lie where the bytes are least, or at the task's end.
+
+        Returns:
+            Each [tasks]: bytes of the whole `amount` from this task, inf if it has less; bytes of as many of the pairs
+            as the task has; these pairs.
+        """
         start, stop = row_reaching(self.low, self.window), row_reaching(self.high, self.window)
         available = np.maximum(self.high - self.low, 0.0)
         part = np.minimum(amount, available)

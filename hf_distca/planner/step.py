@@ -1,4 +1,4 @@
-"""What a micro-batch takes: every layer's schedule walked forward and backward, with everything else added."""
+"""Prediction of a micro-batch: every layer's schedule walked forward and backward, and everything else added."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,12 +21,11 @@ IntArray = NDArray[np.int64]
 def predict_step(
     nano_batches: Sequence[Mapping[AttentionKind, CountedPlan]], tokens: Sequence[IntArray], costs: StepCosts
 ) -> Walked:
-    """Predict what a micro-batch takes.
+    """Predict the seconds of a micro-batch.
 
     Args:
-        nano_batches: the plans of each, counted, by kind of attention.
+        nano_batches: for each nano-batch, its counted plans by kind of attention.
         tokens: for each nano-batch, [ranks] rows that each rank holds.
-        costs: of the device.
     """
     slowness: FloatArray = np.array(costs.slowness or (1.0,) * len(tokens[0]))
     rows: list[FloatArray] = [each * slowness for each in tokens]
@@ -53,13 +52,7 @@ def predict_step(
 
 
 def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
-    """Predict what a planned micro-batch takes of the ranks.
-
-    Args:
-        plan: of the ranks alone.
-        settings: with which the plan was made.
-        costs: of the device.
-    """
+    """Predict the seconds of a planned micro-batch."""
     nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
     counted = [
         {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
@@ -69,7 +62,7 @@ def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts)
 
 
 def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
-    """[documents] seconds of computing each document, forward and backward, calls of the kernel left out."""
+    """Return [documents] seconds of computing each document, forward and backward, without calls of the kernel."""
     total = costs.token * lengths.astype(np.float64)
     for of_kind in costs.kinds:
         kind = of_kind.kind
@@ -83,14 +76,7 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
 
 
 def in_stages(counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> CountedPlan:
-    """A plan that is not in stages yet, counted with as many as it will have.
-
-    Args:
-        counted: the plan.
-        kind: of the layer.
-        settings: see PlanSettings.
-        stages: as in `with_stages`.
-    """
+    """Return the counts of a plan without stages, with as many stages as it will have."""
     most = counted.among_ranks.most_keys
     rows = stage_rows(most, settings.buffer_rows(kind), stages=stages, in_hops=counted.passes_on)
     return counted if rows is None else replace(counted, stages=-(-most // rows))

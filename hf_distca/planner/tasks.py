@@ -1,4 +1,4 @@
-"""The tasks of one kind of attention on a layout, and their stages."""
+"""Tasks of one kind of attention on a layout, and their stages."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,7 @@ from hf_distca.planner.stages import with_stages
 
 
 def at_home(layout: Layout, window: int | None) -> Plan:
-    """The plan in which every rank computes the rows that it holds.
-
-    Args:
-        layout: where the rows are.
-        window: width of the sliding window; None for full causal attention.
-    """
+    """Return the plan in which every rank computes the rows that it holds."""
     return Plan(layout, tasks_at_home(layout.segments), layout.ranks, window)
 
 
@@ -34,13 +29,9 @@ def plan_tasks(
     """Balance the core attention of one kind of layer on a layout, in one stage.
 
     Args:
-        layout: where the rows of documents are.
-        kind: of the layer.
-        settings: see PlanSettings.
         workers: as in `balance`; None for the ranks alone, at the speeds of the settings.
-        nodes: as in `balance`; None for those of the ranks alone.
-        groups: as in `balance`.
-        tolerance: as in `balance`; None for that of the settings.
+        nodes: as in `balance`; None for the nodes of the ranks alone.
+        tolerance: as in `balance`; None for the tolerance of the settings.
     """
     return balance(
         layout_of_kind(layout, kind),
@@ -57,12 +48,5 @@ def plan_tasks(
 
 
 def plan_stages(plan: Plan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> Plan:
-    """The plan with its K/V rows divided into stages.
-
-    Args:
-        plan: of one kind of layer, in one stage.
-        kind: of the layer.
-        settings: see PlanSettings.
-        stages: as in `with_stages`.
-    """
+    """Divide the K/V rows of a plan into stages."""
     return with_stages(plan, settings.buffer_rows(kind), stages=stages)

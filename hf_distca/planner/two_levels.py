@@ -1,9 +1,10 @@
-"""Balancing over nodes and then inside each of them.
+"""Balancing over nodes, and then inside each node.
 
 Between nodes a byte takes about nine times as long as inside one. So nodes are balanced first, each as if it were one
-worker: what crosses the network is what their pairs differ by, and K/V rows go to a node once. Then each node's tasks
-are given to its own workers: rows to the rank that holds them where it is on the node, the others to those with room
-for them; and balancing goes on inside the node, over its fast links.
+worker. Only the differences in their pairs cross the network, and K/V rows cross to a node once.
+
+Then each node's tasks go to its own workers. Rows stay on the rank that holds them if it is on the node; other rows go
+to workers with room. Balancing continues inside the node, over its fast links.
 """
 
 from collections.abc import Sequence
@@ -31,11 +32,10 @@ def check_nodes(nodes: Sequence[int], ranks: int, workers: int) -> None:
 
 
 def layout_of_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:
-    """The layout with nodes for ranks; rows of a node that touch are one segment.
+    """Return the layout with nodes in place of ranks; touching rows of a node are one segment.
 
     Args:
-        layout: where the rows are.
-        nodes: [workers] the node of each worker; ranks are on nodes 0, 1, 2, … in their order.
+        nodes: [workers] node of each worker; ranks are on nodes 0, 1, 2, … in order.
     """
     segments = layout.segments.copy()
     segments["rank"] = np.asarray(nodes)[segments["rank"]]
@@ -48,7 +48,7 @@ def layout_of_nodes(layout: Layout, nodes: Sequence[int]) -> Layout:
 
 
 def workers_of_nodes(workers: Workers, nodes: Sequence[int]) -> Workers:
-    """Nodes as workers: as fast as theirs together, and with a base load that delays them as much."""
+    """Return nodes as workers, with the summed speed and the mean base load, weighted by speed, of their workers."""
     count = max(nodes) + 1
     speed = np.bincount(nodes, weights=workers.speed, minlength=count)
     busy = np.bincount(nodes, weights=np.asarray(workers.speed) * np.asarray(workers.base_load), minlength=count)
@@ -58,12 +58,11 @@ def workers_of_nodes(workers: Workers, nodes: Sequence[int]) -> Workers:
 def ideals_inside(
     loads: NDArray[np.int64], workers: Workers, nodes: Sequence[int] | NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """[workers] when the workers of each one's node would finish together with what the node has to do.
+    """Return [workers] when all workers of the same node would finish together.
 
     Args:
         loads: [workers] pairs of each worker.
-        workers: speeds and base loads.
-        nodes: [workers] the node of each worker.
+        nodes: [workers] node of each worker.
     """
     if not any(workers.base_load):
         node = np.asarray(nodes)
@@ -85,14 +84,12 @@ def tasks_of_workers(
     limit: NDArray[np.float64],
     block: int,
 ) -> NDArray[np.void]:
-    """The tasks of nodes, given to the workers of each.
+    """Give the tasks of each node to workers of that node.
 
     Args:
         tasks: [tasks] of dtype TASK, whose workers are nodes, in the view of `rows`.
-        rows: where the rows are.
-        workers: speeds and base loads.
-        nodes: [workers] the node of each worker.
-        limit: [workers] when each may finish.
+        nodes: [workers] node of each worker.
+        limit: [workers] when each worker may finish.
         block: rows of a kernel block.
 
     Returns:
@@ -109,7 +106,7 @@ def tasks_of_workers(
     loads = rows.loads(given[~visits], len(workers))
     room = ((limit - np.asarray(workers.base_load)) * np.asarray(workers.speed) - loads).tolist()
     members = [np.flatnonzero(node == number).tolist() for number in range(int(node.max()) + 1)]
-    # A document's rows in one piece, the largest first: they find the most room.
+    # The largest pieces of documents come first, since they need the most room.
     visitors = given[visits]
     visitors["worker"] = of_node[visits]
     visitors = merged(visitors)
@@ -127,6 +124,6 @@ def tasks_of_workers(
 
 
 def _last_row(start: int, stop: int, room: float, window: int | None, block: int) -> int:
-    """Where to cut a task so that its beginning fits into some room: at a block's boundary, or not at all."""
+    """Return where to cut a task so that its beginning fits into `room`: a block's boundary, or the task's end."""
     cut = int(row_reaching(pairs(0, start, window) + max(room, 0.0), window)) // block * block
     return stop if cut < start + block or stop - cut < block else cut

@@ -1,7 +1,7 @@
-"""One layer of a planned step on all ranks at once: the schedule that the executor runs, walked with measured costs.
+"""Prediction of one layer on all ranks: the executor's schedule, walked with measured costs.
 
-Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left out: 4 bytes of a
-head whose O has some 256.
+Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left out: it has 4 bytes a
+head, O some 256.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,25 +19,22 @@ from hf_distca.planner.schedule import Group, Phase, Transfer, Turn, make_schedu
 from hf_distca.planner.seconds import FloatArray, KernelCost, Links, Tasks
 
 SETTLED = 2
-"""A layer begins while exchanges of the one before still end, so several are walked and the last one is taken."""
+"""Number of layers to walk; the last is taken, since a layer begins while exchanges of the one before still end."""
 
 
 MOMENT = 1e-12
-"""Seconds; what arrives at once is divided by it."""
+"""Least seconds of a transfer, to avoid a division by zero."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """What the parts of one layer take.
+    """Costs of the parts of one layer.
 
     Attributes:
-        forward: of the kernel.
-        backward: of its backward.
-        before: for each nano-batch, what comes before core attention, forward.
-        after: for each nano-batch, what comes behind it, forward.
-        backward_factor: backward of these over their forward; recomputation included.
-        exchange: of rows between ranks.
-        slowness: [ranks] how many times as long each rank's kernel calls take, or one number for all.
+        before: for each nano-batch, seconds before core attention, forward.
+        after: for each nano-batch, seconds after core attention, forward.
+        backward_factor: backward over forward of `before` and `after`, recomputation included.
+        slowness: [ranks] factor by which each rank's kernel calls are slower, or one number for all.
     """
 
     forward: KernelCost
@@ -49,19 +46,18 @@ class LayerCosts:
     slowness: FloatArray | float = 1.0
 
     def kernel(self, direction: Direction) -> KernelCost:
-        """Of a direction."""
+        """Return the costs of a kernel call in a direction."""
         return self.forward if direction == "forward" else self.backward
 
 
 @dataclass(frozen=True, eq=False)
 class Walked:
-    """What a layer came to, forward or backward; or a whole micro-batch.
+    """Predicted seconds of a layer, forward or backward, or of a whole micro-batch.
 
     Attributes:
-        seconds: until the last rank is done.
         attention: [ranks] in kernel calls.
-        other: [ranks] in everything else that is computed.
-        waited: [ranks] for exchanges.
+        other: [ranks] in all other computation.
+        waited: [ranks] waiting for exchanges.
     """
 
     seconds: float
@@ -75,8 +71,6 @@ def walk_layer(nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction
 
     Args:
         nano_batches: one or two, in the order of their rows.
-        costs: of the layer.
-        direction: forward or backward.
     """
     walk = _Walk(nano_batches[0].ranks, nano_batches[0].servers)
     layer = _Layer(nano_batches, costs, direction)
@@ -90,19 +84,15 @@ def walk_layer(nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction
 
 
 class _Walk:
-    """The clocks of all ranks, and of the links and servers that they use.
-
-    Args:
-        ranks: number of ranks.
-        servers: number of dedicated servers.
+    """Clocks of all ranks, and of the links and servers that they use.
 
     Attributes:
-        clock: [ranks] how far each rank has come.
-        waited: [ranks] for exchanges.
+        clock: [ranks] present time of each rank.
+        waited: [ranks] time spent waiting for exchanges.
         links: [2, ranks] until when each rank's links are busy, inside the node and between nodes.
-        arrives: by nano-batch and transfer, [ranks] when the rows are there.
+        arrives: by nano-batch and transfer, [ranks] when the rows arrive.
         departed: by nano-batch and transfer, [ranks] when the rows left, and `_Travels.busy`.
-        servers: [servers] until when each is busy.
+        servers: [servers] until when each server is busy.
     """
 
     def __init__(self, ranks: int, servers: int) -> None:
@@ -117,13 +107,13 @@ Act = Callable[[_Walk], None]
 
 @dataclass(frozen=True, eq=False)
 class _Travels:
-    """What a transfer takes.
+    """Costs of a transfer.
 
     Attributes:
-        takes_part: [ranks] which ranks send or receive.
-        links: for each kind of link that is used, its number, [ranks] who uses it, and [ranks] seconds.
+        takes_part: [ranks] whether a rank sends or receives.
+        links: for each link in use, its index, [ranks] whether a rank uses it, and [ranks] seconds.
         start: seconds of each rank's own time.
-        busy: [ranks] seconds that the rank's computation loses beside the whole transfer.
+        busy: [ranks] seconds that the rank's computation loses during the whole transfer.
     """
 
     takes_part: NDArray[np.bool_]
@@ -133,12 +123,11 @@ class _Travels:
 
 
 class _Layer:
-    """What ranks do in a layer, in order: the nano-batches in turns, from pause to pause, as greenlets run them.
+    """Actions of ranks in a layer, in order: the nano-batches in turn, from pause to pause.
 
     Attributes:
-        acts: each moves the clocks.
         attention: [ranks] seconds in kernel calls.
-        other: [ranks] seconds in everything else that is computed.
+        other: [ranks] seconds in all other computation.
     """
 
     def __init__(self, nano_batches: Sequence[CountedPlan], costs: LayerCosts, direction: Direction) -> None:
@@ -150,7 +139,7 @@ class _Layer:
         self.acts = [act for turn in zip_longest(*parts, fillvalue=()) for part in turn for act in part]
 
     def _parts(self, index: int) -> Iterator[list[Act]]:
-        """What a nano-batch does up to each pause."""
+        """Yield the actions of a nano-batch up to each pause."""
         forward = self._direction == "forward"
         before, after = self._costs.before[index], self._costs.after[index]
         acts = [self._other(before if forward else after * self._costs.backward_factor)]
@@ -194,13 +183,13 @@ class _Layer:
         return partial(_compute, seconds)
 
     def _kernel(self, index: int, tasks: str) -> FloatArray:
-        """[ranks] seconds of a kernel call."""
+        """Return [ranks] seconds of a kernel call."""
         counted = self._nano_batches[index]
         of_workers = self._costs.kernel(self._direction).seconds(_tasks(counted, tasks))
         return of_workers[: counted.ranks] * self._costs.slowness
 
     def _exchange(self, index: int, rows: str, columns: tuple[str, ...]) -> "_Travels | None":
-        """What a transfer takes; None where nothing travels."""
+        """Return the costs of a transfer; None if nothing travels."""
         size, links = _bytes(self._nano_batches[index], rows, columns), self._costs.exchange
         used = tuple(
             (link, size[link] > 0, cost.seconds(size[link]))
@@ -217,7 +206,7 @@ class _Layer:
         return partial(self._serve, index, counted, _bytes(counted, transfer.rows, transfer.columns), back)
 
     def _serve(self, index: int, counted: CountedPlan, size: FloatArray, back: Transfer, walk: _Walk) -> None:
-        """Servers compute once their rows are there, and send the results."""
+        """Let servers compute once their rows have arrived, and send the results."""
         ranks, link = counted.ranks, self._costs.exchange.between
         there = walk.clock + link.seconds(size[:, :ranks].max(axis=0))
         begins = np.maximum(walk.servers, there.max())
@@ -229,7 +218,7 @@ class _Layer:
                 initial=0.0
             )
         )
-        # The rows that go there are waited for by nobody but the servers.
+        # Only the servers wait for the rows that go there.
         walk.arrives[index, back.name] = np.where(size[:, :ranks].max(axis=0) > 0, done, 0.0)
 
 
@@ -240,7 +229,7 @@ def _compute(seconds: FloatArray, walk: _Walk) -> None:
 def _wait(transfer: tuple[int, str], walk: _Walk) -> None:
     arrives = walk.arrives.pop(transfer)
     if transfer in walk.departed:
-        # Computation beside the exchange has lost what the exchange took of the rank's own time.
+        # The exchange took some of the rank's own time while the rank computed.
         departed, busy = walk.departed.pop(transfer)
         travelled = np.maximum(arrives - departed, MOMENT)
         walk.clock = walk.clock + busy * np.minimum((walk.clock - departed) / travelled, 1.0)
@@ -250,7 +239,7 @@ def _wait(transfer: tuple[int, str], walk: _Walk) -> None:
 
 def _send(transfer: tuple[int, str], travels: _Travels, walk: _Walk) -> None:
     walk.clock = walk.clock + travels.start
-    # Nobody's rows arrive before those who send them have come so far.
+    # Rows arrive only after every sender has reached this point.
     ready = float(walk.clock[travels.takes_part].max())
     arrives = walk.clock
     for link, used, seconds in travels.links:
@@ -264,7 +253,7 @@ def _send(transfer: tuple[int, str], travels: _Travels, walk: _Walk) -> None:
 
 @cache
 def _groups(stages: int) -> frozenset[Group]:
-    """All groups of tasks that a rank may have."""
+    """Return all groups of tasks that a rank may have."""
     groups: list[Group] = [("own", 0), ("own 1/2", 0), ("own 2/2", 0)]
     for stage in range(stages):
         groups += [("prefix", stage), ("visiting", stage)]
@@ -272,21 +261,21 @@ def _groups(stages: int) -> frozenset[Group]:
 
 
 def _tasks(counted: CountedPlan, name: str) -> Tasks:
-    """The tasks of a kernel call; those of stages are shares of equal size."""
+    """Return the tasks of a kernel call; a stage has an equal share of them."""
     if name == "own":
         return counted.own
     if name in ("own 1/2", "own 2/2"):
         return Tasks(counted.own.rows / 2, counted.own.keys / 2, counted.own.pairs / 2, counted.own.calls)
     tasks = counted.prefix if name == "prefix" else counted.visiting
-    # Each stage reads all queries again, and keys of its own.
+    # Each stage reads all queries again, and only its own keys.
     return Tasks(tasks.rows, tasks.keys / counted.stages, tasks.pairs / counted.stages, tasks.calls)
 
 
 def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatArray:
-    """[2, workers] by link, the larger of what each worker sends and receives of a transfer.
+    """Return [2, workers] by link: the larger of the bytes that each worker sends and receives in a transfer.
 
-    Where rows are passed on, the first hop takes what crosses between nodes. Of what stays within nodes one hop takes
-    what ranks of a node hold, the other what is passed on; they are not told apart, and half is given to each.
+    If rows are forwarded, the first hop takes all bytes between nodes. Inside nodes the bytes of the two hops are not
+    counted apart, so each hop takes half.
     """
     row = counted.row_bytes
     of_queries = sum({"q": row.q, "dq": row.q, "o": row.o, "do": row.o}.get(column, 0) for column in columns)
@@ -305,6 +294,6 @@ def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatAr
 
 
 def _larger(moved: NDArray[Any]) -> FloatArray:
-    """[2, workers] the larger of [2, 2, workers] sent and received."""
+    """Return [2, workers] the larger of [2, 2, workers] sent and received."""
     larger: FloatArray = moved.max(axis=1).astype(np.float64)
     return larger

@@ -1,4 +1,4 @@
-"""Which documents are on which rank where none may be cut: layers that mix along the row see whole documents."""
+"""Documents of each rank if none may be cut, since layers that mix along the row need whole documents."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,22 +8,20 @@ from hf_distca.planner.cost import as_lengths
 
 
 def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> list[NDArray[np.int64]]:
-    """The documents of each rank, with tokens as equal as whole documents allow.
+    """Return the documents of each rank, with tokens as equal as whole documents allow.
 
-    The longest first, each goes to the rank with the fewest tokens. Where that leaves no room for one, each goes to
-    the fullest rank that has room; where that fails too, ranks are filled one after another in the order of the
-    documents, which always holds what GlobalBatchSampler has put into a bin for each rank.
+    Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
+    goes to the fullest rank that has room. If that fails too, ranks are filled one after another in the order of the
+    documents. The last order always fits documents that GlobalBatchSampler has packed into a bin for each rank.
 
     Args:
         lengths: [documents] tokens of each document.
-        ranks: number of ranks.
-        tokens_per_rank: the most rows that a rank may hold.
 
     Returns:
-        For each rank the indices of its documents, in such an order that its rows can be halved between two of them.
+        For each rank the indices of its documents, ordered so that its rows can be halved between two documents.
 
     Raises:
-        ValueError: a document is longer than tokens_per_rank, or no way was found to place all of them.
+        ValueError: a document is longer than tokens_per_rank, or the documents do not fit.
     """
     lengths = as_lengths(lengths)
     if len(lengths) and int(lengths.max()) > tokens_per_rank:
@@ -55,7 +53,7 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
 
 
 def _in_halves(documents: list[int], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Documents in two groups of about equal tokens, one after the other: longest first, each to the smaller one."""
+    """Order documents in two halves of about equal tokens: longest first, each to the smaller half."""
     halves: tuple[list[int], list[int]] = ([], [])
     tokens = [0, 0]
     for document in sorted(documents, key=lambda document: -int(lengths[document])):

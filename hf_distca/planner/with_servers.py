@@ -14,7 +14,7 @@ from hf_distca.planner.stages import usual_stages
 from hf_distca.planner.tasks import plan_stages, plan_tasks
 
 IDLE = 1e-9
-"""Speed of a rank that is to compute no core attention."""
+"""Speed of a rank that should compute no core attention."""
 
 
 def balance_with_servers(
@@ -29,14 +29,11 @@ def balance_with_servers(
     """Choose tasks so that ranks and servers finish together.
 
     Args:
-        layout: where the rows are.
-        kind: of the layer.
-        workers: the ranks, and after them at least one server; ranks carry the base load of what they do besides core
-            attention while servers compute.
-        settings: see PlanSettings.
-        ranks_serve: whether ranks compute core attention too; else all of it goes to the servers.
-        server_nodes: [servers] the node of the ranks that each server is on, None for one of its own; None if each is
-            on a node of its own. Of no account where all links are alike.
+        workers: the ranks, then at least one server. A rank's base load is its work besides core attention while
+            servers compute.
+        ranks_serve: whether ranks compute core attention too; otherwise servers compute all of it.
+        server_nodes: [servers] node of each server, None for a node of its own; None if every server has a node of its
+            own. Ignored if all links are alike.
 
     Raises:
         ValueError: there is no server, or settings are out of range.
@@ -55,7 +52,7 @@ def balance_with_servers(
 
 
 def _nodes_of_workers(of_ranks: tuple[int, ...] | None, of_servers: Sequence[int | None]) -> tuple[int, ...] | None:
-    """[workers] the node of each rank and server; None where all links are alike."""
+    """Return [workers] the node of each rank and server; None if all links are alike."""
     if of_ranks is None:
         return None
     nodes = list(of_ranks)
@@ -72,14 +69,10 @@ def plan_with_servers(
     ranks_serve: bool,
     server_nodes: Sequence[int | None] | None = None,
 ) -> MicroBatchPlan:
-    """The same layouts with tasks for ranks and servers.
+    """Plan tasks for ranks and servers on the layouts of a plan.
 
     Args:
-        plan: of a micro-batch.
         workers: see `balance_with_servers`; base loads are for one nano-batch.
-        settings: with which the plan was made.
-        ranks_serve: see `balance_with_servers`.
-        server_nodes: see `balance_with_servers`.
     """
     nano_batches = [
         replace(
@@ -113,7 +106,7 @@ def plan_with_servers(
 
 
 def _without_ranks(plan: Plan, workers: Workers) -> Plan:
-    """The plan with what is left at ranks given to the servers that finish first, largest first."""
+    """Give the tasks left on ranks to the servers that finish first, the largest first."""
     tasks = plan.tasks.copy()
     cost = pairs(tasks["start"], tasks["stop"], plan.window)
     ranks = plan.layout.ranks

@@ -1,1 +1,1 @@
-"""What a training step takes on machines that are not at hand: measured costs, and the schedule walked with them."""
+"""Simulation of training steps on other machines: schedules walked with measured costs."""

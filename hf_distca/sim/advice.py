@@ -1,26 +1,19 @@
-"""What to do with the figures of a simulation, in sentences."""
+"""Advice from the figures of a simulation, in sentences."""
 
 from collections.abc import Iterator, Sequence
 
 from hf_distca.sim.figures import WayFigures
 
 NOT_WORTH = 1.02
-"""Gains below this ratio of speeds are none: runs differ by as much."""
+"""Least speed-up that counts as a gain; runs differ by as much."""
 MOST_WAITS = 0.05
-"""Share of a step in waits for exchanges, beyond which something is said of them."""
+"""Share of a step in waits for exchanges, above which the advice mentions them."""
 
 
 def advice(
     ways: Sequence[WayFigures], by_plain: WayFigures, by_plan: WayFigures, tokens_per_rank: int
 ) -> tuple[str, ...]:
-    """Sentences.
-
-    Args:
-        ways: all.
-        by_plain: the best of those without plans.
-        by_plan: the best planned one.
-        tokens_per_rank: that were simulated.
-    """
+    """Return sentences of advice."""
     return (
         _outcome(by_plain, by_plan, tokens_per_rank),
         *_of_waits(by_plan),

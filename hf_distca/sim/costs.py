@@ -1,4 +1,4 @@
-"""What a device takes for core attention, for the rest of a layer, and for an exchange: measured, then fitted."""
+"""Costs of core attention, of the rest of a layer and of an exchange on a device, fitted to measurements."""
 
 import json
 from collections.abc import Sequence
@@ -12,17 +12,16 @@ from hf_distca.plan import AttentionKind, Direction
 from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Links
 
 PROFILES = Path(__file__).parent / "profiles"
-"""Those that come with the package, by name."""
+"""Folder of the profiles that come with the package."""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How well costs predict times that they were not fitted to.
+    """Accuracy of predicted times that the costs were not fitted to.
 
     Attributes:
         r2: share of the variance of the times that is predicted.
-        worst_ratio: the largest of predicted over measured and measured over predicted.
-        count: how many times were held out.
+        worst_ratio: the largest ratio between predicted and measured times, whichever is larger.
     """
 
     r2: float
@@ -40,23 +39,18 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """What one kind of device, and the links between several, were measured to take.
+    """Measured costs of one kind of device, and of the links between several.
 
     Attributes:
-        name: for people.
-        source: who measured what, how.
-        dtype: of activations.
-        measured: the kind of attention that was measured; others are scaled from it.
-        forward: of the kernel.
-        backward: of its backward.
-        flops_per_second: of the matrices of a layer.
-        bytes_per_second: at which norms, activations and sums read and write the memory of the device.
-        peak_flops: that the maker names, of which model FLOPs utilization (MFU) is a share.
-        links: what collectives take that may use all of a link, such as the gathering of K and V.
-        exchange: what the exchange of rows takes, whose few thread blocks on GPUs leave the others to attention.
-        launches: seconds that the host takes for a layer's forward besides, where the device waits for it.
+        source: who measured the costs, and how.
+        measured: the measured kind of attention; costs of other kinds are scaled from it.
+        flops_per_second: rate of the matrices of a layer.
+        bytes_per_second: rate at which norms, activations and sums read and write the device's memory.
+        peak_flops: rate that the maker names; model FLOPs utilization (MFU) is a share of it.
+        links: links of collectives that may use a link fully, such as gathering K and V.
+        exchange: links of the exchange of rows. On GPUs it uses few thread blocks and leaves the others to attention.
+        launches: seconds of the host for a layer's forward while the device waits.
         ranks_per_core: as in StepCosts; other costs were measured on all these ranks at once.
-        accuracy: of the kernel's forward.
     """
 
     name: str
@@ -76,24 +70,24 @@ class DeviceProfile:
 
     @property
     def bytes_per_value(self) -> int:
-        """Of the dtype."""
+        """Bytes of a value of the dtype."""
         return 4 if self.dtype == "float32" else 2
 
     def kernel(self, kind: AttentionKind, direction: Direction) -> KernelCost:
-        """What the kernel takes for a kind of attention."""
+        """Return the kernel's cost for a kind of attention."""
         cost = self.forward if direction == "forward" else self.backward
         return cost.for_kind(self.measured, kind)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, name: str) -> "DeviceProfile":
-        """Read a profile that comes with the package, by its name, or a file.
+        """Read a profile by its name, if it comes with the package, or from a file.
 
         Raises:
-            ValueError: there is none, or it is not one.
+            ValueError: there is no such profile, or the file does not hold one.
         """
         shipped = sorted(path.stem for path in PROFILES.glob("*.json"))
         path = PROFILES / f"{name}.json" if name in shipped else Path(name)
@@ -119,11 +113,14 @@ class DeviceProfile:
 
 
 def _link(value: Any) -> Any:
-    """A field of Links as JSON has it."""
+    """Return a field of Links from its JSON value."""
     return LinkCost(**value) if isinstance(value, dict) else value
 
 
 def held_out(count: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Indices of measurements to fit to, and of those to compare with: every third one, but not the outermost."""
+    """Return indices of measurements to fit to, and of those to compare with.
+
+    Every third measurement is held out, but never the first or the last.
+    """
     out = [index for index in range(1, count - 1) if index % 3 == 1]
     return [index for index in range(count) if index not in out], out

@@ -1,4 +1,4 @@
-"""What a simulation found: figures of each way to train, and of all together."""
+"""Figures of a simulation: of each strategy, and of all together."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,29 +16,25 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class WayFigures:
-    """What a way to train comes to over many micro-batches.
+    """Figures of a strategy over many micro-batches.
 
     Attributes:
-        name: of the way.
-        document_layout: that plans have; None where nothing is planned.
-        servers: dedicated attention servers besides the ranks.
-        gpus: how many it takes, servers included.
+        document_layout: layout of plans; None if nothing is planned.
         step_seconds: mean of a step.
         step_seconds_quartiles: half of the steps lie between these.
         attention_seconds: mean of the busiest rank's core attention.
-        attention_mean_seconds: mean over ranks.
-        other_seconds: mean of everything else, of the busiest rank.
-        other_mean_seconds: mean over ranks.
+        attention_mean_seconds: mean core attention over ranks.
+        other_seconds: mean of all other computation on the busiest rank.
+        other_mean_seconds: mean of all other computation over ranks.
         exchange_seconds: mean of the waits of the rank that waits the longest.
-        exchange_mean_seconds: mean over ranks.
-        idle_seconds: mean over ranks of what is left of the step: waits for the slowest rank.
-        idle: mean share of the ranks' time in which they compute nothing, waits for exchanges included.
-        tokens_per_second: of all ranks.
-        mfu: model FLOPs utilization: operations of the model over what the GPUs could do in the same time.
+        exchange_mean_seconds: mean of the waits over ranks.
+        idle_seconds: mean over ranks of the rest of the step: waits for the slowest rank.
+        idle: mean share of the ranks' time without computation, waits for exchanges included.
+        mfu: model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
         bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
         tokens_most: the most rows that a rank ever holds.
-        rows_bytes: what a GPU has in memory for rows, of the rank with the most; None where it is not known.
-        state_bytes: weights, gradients and optimizer of a GPU; None where nobody asked.
+        rows_bytes: memory for rows on a GPU of the rank with the most rows; None if unknown.
+        state_bytes: memory of a GPU for weights, gradients and optimizer; None if not asked for.
         documents_cut: share of documents that lose context.
     """
 
@@ -74,15 +70,10 @@ class WayFigures:
         rows_bytes: int | None,
         state_bytes: int | None,
     ) -> "WayFigures":
-        """Figures of a way.
+        """Return the figures of a strategy.
 
         Args:
-            way: to train.
-            steps: what each micro-batch took.
             every: lengths of the documents of each micro-batch.
-            setup: who trains what.
-            rows_bytes: see there.
-            state_bytes: see there.
         """
         seconds = np.array([step.seconds for step in steps])
         gpus = (setup.ranks + way.servers) * setup.tensor_parallel
@@ -123,11 +114,9 @@ class RankLoad:
     """Core attention of each rank in the first micro-batch.
 
     Attributes:
-        name: of the way to train.
-        attention_seconds: [ranks] what each computes, to the microsecond.
-        attention_most: of the busiest rank.
-        attention_mean: the mean over ranks.
-        max_over_mean: the busiest rank's over the mean.
+        attention_seconds: [ranks] seconds of each rank, to the microsecond.
+        attention_most: seconds of the busiest rank.
+        attention_mean: mean seconds over ranks.
     """
 
     name: str
@@ -138,7 +127,7 @@ class RankLoad:
 
     @classmethod
     def of(cls, name: str, step: StepTime) -> "RankLoad":
-        """The load of a way's step."""
+        """Return the load of a strategy's step."""
         mean = step.attention_mean
         return cls(
             name,
@@ -151,13 +140,11 @@ class RankLoad:
 
 @dataclass(frozen=True)
 class Gain:
-    """Speed of the best planned strategy over that of another one.
+    """Speed of the best planned strategy over the speed of another one.
 
     Attributes:
-        name: of the other strategy.
-        speed_up: ratio of the mean steps.
-        least: the smallest ratio of any micro-batch.
-        most: the largest ratio of any micro-batch.
+        least: smallest ratio of any micro-batch.
+        most: largest ratio of any micro-batch.
     """
 
     name: str
@@ -175,25 +162,18 @@ class Gain:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result.
+    """Result of a simulation.
 
     Attributes:
-        ranks: how many train.
         tokens_per_rank: the most rows of a rank.
-        documents: documents of all micro-batches.
-        tokens: tokens of all micro-batches.
-        lengths: of the documents of all micro-batches.
-        histogram: of these lengths.
-        ways: figures of each.
-        best_plain: name of the fastest way without plans, of those that cut the fewest documents.
-        best_planned: name of the fastest planned way on as many GPUs.
-        load: before and after, of plain packing, of the best way without plans and of the best planned one.
-        imbalance: pairs of the busiest rank over the mean, as documents are packed in order; the mean over steps.
+        best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
+        best_planned: name of the fastest planned strategy on as many GPUs.
+        load: loads of plain packing, of `best_plain` and of `best_planned`.
+        imbalance: core attention of the busiest rank over the mean, with plain packing; mean over steps.
         over_packing: `best_planned` compared with plain packing.
         over_best: `best_planned` compared with `best_plain`.
         speed_up: step of `best_plain` over that of `best_planned`.
-        attention_speed_up: the same of core attention alone.
-        advice: what to do, in sentences.
+        attention_speed_up: the same ratio for core attention alone.
     """
 
     ranks: int
@@ -214,12 +194,12 @@ class Simulation:
     advice: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; without the lengths of every document."""
+        """Return the fields for JSON, without the lengths of every document."""
         return {name: value for name, value in asdict(self).items() if name != "lengths"}
 
 
 def _flops(lengths: IntArray, setup: Setup) -> float:
-    """Operations of the model for a micro-batch, forward and backward, nothing computed twice."""
+    """Count the operations of the model for a micro-batch, forward and backward, without recomputation."""
     model = setup.model
     matrices = 6.0 * (model.depth * (model.before + model.after) + model.head) * float(lengths.sum())
     attention = sum(

@@ -1,4 +1,4 @@
-"""Document lengths for a simulation: drawn from a data set's own, or from one of the distributions that come along."""
+"""Document lengths for a simulation, drawn from a data set or from a distribution."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,26 +10,26 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 Draw = Callable[[np.random.Generator, int], IntArray]
-"""Draws so many lengths."""
+"""Function that draws a number of lengths."""
 
 CORPORA = Path(__file__).parent / "document_lengths.json"
 """Histograms of the document lengths of public data sets; `source` says where each was published."""
 LONGEST_MEDIAN, WIDEST = 1e9, 3.0
-"""Of lognormal lengths: beyond them documents would be longer than any text, and than 64 bits can count."""
+"""Limits of lognormal lengths; beyond them documents are longer than any text, and 64 bits overflow."""
 SHORT_DOCUMENTS = 2048
-"""Tokens of the short documents beside a long one, at the median."""
+"""Median tokens of the short documents beside a long one."""
 
 
 def of_documents(lengths: IntArray) -> Draw:
-    """Draws from a data set's own lengths, each equally likely."""
+    """Return a draw from a data set's own lengths, each equally likely."""
     return lambda random, count: random.choice(lengths, count)
 
 
 def of_histogram(edges: IntArray, counts: IntArray) -> Draw:
-    """Draws from a histogram; within a bin lengths are equally likely by their logarithm.
+    """Return a draw from a histogram; within a bin the logarithm of a length is uniform.
 
     Args:
-        edges: [bins + 1] the shortest length of each bin, and one past the longest of the last.
+        edges: [bins + 1] shortest length of each bin, and one past the longest of the last bin.
         counts: [bins] documents.
     """
 
@@ -42,14 +42,14 @@ def of_histogram(edges: IntArray, counts: IntArray) -> Draw:
 
 
 def lognormal(median: float, sigma: float) -> Draw:
-    """Draws lengths whose logarithms are normally distributed.
+    """Return a draw of lengths whose logarithms are normally distributed.
 
     Args:
         median: tokens.
         sigma: standard deviation of the natural logarithm.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: an argument is out of range.
     """
     if not 1 <= median <= LONGEST_MEDIAN:
         raise ValueError(f"the median must be from 1 to {LONGEST_MEDIAN:.0f} tokens, got {median:g}")
@@ -59,20 +59,18 @@ def lognormal(median: float, sigma: float) -> Draw:
 
 
 def cut_at(draw: Draw, longest: int) -> Draw:
-    """Draws the same documents, longer ones cut to so many tokens, as training with a context of that length does."""
+    """Return a draw of the same lengths cut to a context of `longest` tokens."""
     return lambda random, count: np.minimum(draw(random, count), longest)
 
 
 def micro_batches(draw: Draw, tokens: int, seed: int, first: IntArray | None = None) -> Iterator[IntArray]:
-    """Global micro-batches without end: documents drawn one after another as long as they fit.
+    """Yield global micro-batches without end: documents drawn one after another as long as they fit.
 
     A document longer than a whole micro-batch is cut to it.
 
     Args:
-        draw: gives lengths.
-        tokens: the most of a micro-batch, on all ranks together.
-        seed: of the drawing.
-        first: documents that each micro-batch begins with, such as one long one.
+        tokens: the most tokens of a micro-batch, on all ranks together.
+        first: lengths of documents that each micro-batch begins with, such as one long one.
     """
     random = np.random.default_rng(seed)
     begin = np.zeros(0, np.int64) if first is None else first
@@ -98,12 +96,8 @@ class LengthBin:
     """Documents whose lengths lie between two powers of two.
 
     Attributes:
-        shortest: the least tokens of such a document.
-        longest: the most.
-        documents: how many there are.
-        tokens: of all of them.
-        document_share: of all documents.
-        token_share: of the tokens of all documents.
+        shortest: least length in tokens.
+        longest: greatest length in tokens.
     """
 
     shortest: int
@@ -115,7 +109,7 @@ class LengthBin:
 
 
 def histogram(lengths: IntArray) -> tuple[LengthBin, ...]:
-    """Documents by length, from the shortest to the longest; bins without documents between others are in it.
+    """Count documents by length, from the shortest to the longest, with empty bins between.
 
     Args:
         lengths: [documents] of at least one token each.

@@ -1,4 +1,4 @@
-"""The speed-up over the number of ranks, with the same tokens on each."""
+"""Speed-up over the number of ranks, with the same tokens on each rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +10,11 @@ LEAST_RANKS = 8
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """The best ways on so many ranks.
+    """Best strategies on a number of ranks, the seconds of their steps, and their speed-up.
 
     Attributes:
-        ranks: how many train.
-        best_plain: name of the best way without plans.
-        best_planned: name of the best planned one.
-        plain_seconds: a step of the former.
-        planned_seconds: a step of the latter.
-        speed_up: the former over the latter.
-        attention_speed_up: the same of the busiest rank's core attention alone.
+        speed_up: `plain_seconds` over `planned_seconds`.
+        attention_speed_up: the same ratio for the busiest rank's core attention.
     """
 
     ranks: int
@@ -32,7 +27,7 @@ class ScalePoint:
 
     @classmethod
     def of(cls, result: Simulation) -> "ScalePoint":
-        """What a simulation came to."""
+        """Return the point of a simulation."""
         steps = {way.name: way.step_seconds for way in result.ways}
         return cls(
             result.ranks,
@@ -48,13 +43,13 @@ class ScalePoint:
 def scaling(
     result: Simulation, simulated: Callable[[int], Simulation], ranks_per_node: int | None
 ) -> tuple[ScalePoint, ...]:
-    """Figures of as many ranks as were simulated, and of a half, a quarter ... of them: at least 8 and of whole nodes,
-    or of at least 2 where there are no more than 8.
+    """Return points for the simulated number of ranks and for a half, a quarter, … of it.
+
+    Every point has at least 8 ranks and whole nodes. If no more than 8 ranks were simulated, every point has at least
+    2.
 
     Args:
-        result: of all ranks.
-        simulated: simulates so many ranks.
-        ranks_per_node: of a whole node; None where nodes differ, of which no fewer are taken.
+        ranks_per_node: ranks of a whole node; None if nodes differ, which leaves only the first point.
     """
     points = [ScalePoint.of(result)]
     if ranks_per_node is None:

@@ -1,4 +1,4 @@
-"""Many global micro-batches of documents, each trained in every way: what a step takes, and what limits it."""
+"""Simulation of many global micro-batches under every strategy."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +15,21 @@ from hf_distca.sim.ways import PLAIN, Setup, StepTime, Way, ways_to_train
 
 IntArray = NDArray[np.int64]
 Memory = Callable[[Way, int, MicroBatchPlan | None], tuple[int | None, int | None]]
-"""Bytes of a GPU, for rows (None where they are not known) and for model state. It is asked with a strategy, the most
-rows of a rank, and the plan of the micro-batch that exchanges the most."""
+"""Function that returns a GPU's bytes for rows (None if unknown) and for model state.
+
+Its arguments are a strategy, the most rows of a rank, and the plan of the micro-batch with the largest exchange.
+"""
 
 
 @dataclass(eq=False)
 class _Taken:
-    """What micro-batches took in one way, and the plan of the one whose busiest rank exchanged the most."""
+    """Steps of one strategy, and the plan of the micro-batch whose busiest rank exchanged the most."""
 
     steps: list[StepTime] = field(default_factory=list)
     plan: MicroBatchPlan | None = None
 
     def add(self, step: StepTime, plan: MicroBatchPlan | None) -> None:
-        """Take a micro-batch in."""
+        """Add the step of a micro-batch."""
         if step.bytes_bottleneck >= max((before.bytes_bottleneck for before in self.steps), default=0):
             self.plan = plan
         self.steps.append(step)
@@ -41,15 +43,12 @@ def simulate(
     servers: int = 0,
     memory: Memory | None = None,
 ) -> Simulation:
-    """Train micro-batches in every way.
+    """Simulate micro-batches under every strategy.
 
     Args:
-        micro_batches: lengths of the documents of each.
-        setup: who trains what.
-        settings: of plans; the layout is taken from each way.
-        count: how many micro-batches.
-        servers: dedicated attention servers; above 0 a further way is tried with them.
-        memory: tells what a GPU has in memory, such as `hf_distca.memory.simulated`; None tells nothing of it.
+        settings: settings of plans; each strategy sets its own layout.
+        servers: dedicated attention servers; above 0 one more strategy uses them.
+        memory: returns a GPU's memory, such as `hf_distca.memory.simulated`; None to leave memory out.
     """
     ways = ways_to_train(setup, settings, servers)
     taken = {way: _Taken() for way in ways}
@@ -59,7 +58,7 @@ def simulate(
         for way in ways:
             taken[way].add(*way.step(lengths))
     figures = {way: _figures(way, taken[way], every, setup, memory) for way in ways}
-    # Ways that cut fewer documents first: the others train on something else.
+    # Strategies that cut more documents train on other data, so those that cut the fewest come first.
     plain = min(
         (way for way in ways if way.document_layout is None),
         key=lambda way: (figures[way].documents_cut, figures[way].step_seconds),

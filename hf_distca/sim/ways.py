@@ -1,7 +1,7 @@
-"""Ways to train on the documents of one global micro-batch, and what a step of each takes.
+"""Strategies to train on the documents of one global micro-batch, and the seconds of a step of each.
 
-All compute the same tokens on the same ranks. Ways that leave documents where they are cost what their slowest rank
-does; planned ones are walked through the schedule that runs.
+All compute the same tokens on the same ranks. Strategies that leave documents in place take as long as their slowest
+rank. Planned strategies walk the schedule that training runs.
 """
 
 import heapq
@@ -27,24 +27,23 @@ from hf_distca.sim.model import ModelShape
 IntArray = NDArray[np.int64]
 
 TOUCHED_BEFORE, TOUCHED_AFTER = 4, 10
-"""How often norms, rotations, activations and sums read or write the hidden state of a token, before core attention
-and behind it; an activation of the MLP, some three times as wide, counts with its own width."""
+"""How often a token's hidden state is read or written before and after core attention, outside matrices.
+
+Norms, rotations, activations and sums count; an activation of the MLP, some three times as wide, counts with its own
+width.
+"""
 BACKWARD = 2.0
-"""Backward of matrices over their forward; with checkpointing the forward is run again besides."""
+"""Backward of matrices over their forward; checkpointing adds the recomputed forward."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Who trains what.
+    """Model, device and ranks of a simulation.
 
     Attributes:
-        model: its shape.
-        profile: what the device takes.
-        ranks: how many train.
         tokens_per_rank: the most rows of a rank.
-        ranks_per_node: as in PlanSettings.
         tensor_parallel: GPUs that share each layer and count as one rank.
-        checkpointing: whether layers are run again in the backward; core attention is not.
+        checkpointing: whether layers are recomputed in the backward; core attention is not.
     """
 
     model: ModelShape
@@ -57,22 +56,22 @@ class Setup:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """[ranks] the node of each."""
+        """[ranks] node of each rank."""
         return nodes_of(node_sizes(self.ranks, self.ranks_per_node))
 
     @property
     def backward_factor(self) -> float:
-        """Backward over forward of what is not core attention."""
+        """Backward over forward of everything but core attention."""
         return BACKWARD + self.checkpointing
 
     def on_a_gpu(self, kind: AttentionKind) -> AttentionKind:
-        """The heads of a kind that each of the GPUs of a rank has."""
+        """Return a kind with the heads that one GPU of a rank has."""
         parts = self.tensor_parallel
         return replace(kind, q_heads=kind.q_heads // parts, kv_heads=max(kind.kv_heads // parts, 1))
 
     @property
     def costs(self) -> StepCosts:
-        """What a micro-batch takes of a GPU."""
+        """Costs of a micro-batch on a GPU."""
         model, profile = self.model, self.profile
         kinds = tuple(
             KindCosts(gpu, layers, profile.kernel(gpu, "forward"), profile.kernel(gpu, "backward"))
@@ -91,28 +90,27 @@ class Setup:
         )
 
     def _matrices(self, weights: int, touched: int) -> float:
-        """Seconds of a token in matrices and in what reads and writes the hidden state."""
+        """Return the seconds of a token in matrices and in reading and writing the hidden state."""
         flops = 2.0 * weights / self.tensor_parallel / self.profile.flops_per_second
         return flops + touched * self.model.hidden * self.profile.bytes_per_value / self.profile.bytes_per_second
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """What a step of one global micro-batch takes.
+    """Predicted seconds of a step of one global micro-batch.
 
     Attributes:
-        seconds: of the step.
         attention: core attention of the busiest rank, in seconds.
-        attention_mean: the mean over ranks.
-        other: everything else that is computed, of the busiest rank.
-        other_mean: the mean over ranks.
-        waited: for exchanges, of the rank that waits the longest.
-        waited_mean: the mean over ranks.
-        idle: share of the ranks' time in which they compute nothing.
+        attention_mean: mean core attention over ranks.
+        other: all other computation of the busiest rank.
+        other_mean: mean of all other computation over ranks.
+        waited: waits for exchanges, of the rank that waits the longest.
+        waited_mean: mean of the waits over ranks.
+        idle: share of the ranks' time without computation.
         bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
         tokens_most: rows of the rank that holds the most.
-        attention_by_rank: [ranks] core attention of each, in seconds.
-        documents_cut: documents that lose context, because no rank or group of ranks can hold them.
+        attention_by_rank: [ranks] core attention, in seconds.
+        documents_cut: number of documents that lose context, because no rank or group of ranks can hold them.
     """
 
     seconds: float
@@ -131,14 +129,12 @@ class StepTime:
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """A way to train.
+    """Strategy to train.
 
     Attributes:
-        name: for people.
-        step: what the documents of a micro-batch take, and their plan, if there is one.
+        step: predicts the step of a micro-batch from document lengths, and returns its plan if there is one.
         context: ranks that share each document.
-        document_layout: that plans have; None where nothing is planned.
-        servers: dedicated attention servers besides the ranks.
+        document_layout: None if nothing is planned.
     """
 
     name: str
@@ -150,16 +146,15 @@ class Way:
 
 PLAIN = "plain packing"
 CHOSEN = "hf_distca, chosen"
-"""The fastest plan for each micro-batch, as training chooses it by default."""
+"""Strategy that takes the fastest plan for each micro-batch, as training does by default."""
 
 
 def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Way, ...]:
-    """All ways that are compared.
+    """Return all strategies that are compared.
 
     Args:
-        setup: who trains what.
-        settings: of plans; the layout is taken from each way.
-        servers: dedicated attention servers; above 0 a further way is tried with them.
+        settings: settings of plans; each strategy sets its own layout.
+        servers: dedicated attention servers; above 0 one more strategy uses them.
     """
 
     def by_plans(name: str, layout: str, servers: int = 0) -> Way:
@@ -187,7 +182,7 @@ def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[W
 
 
 def plain(lengths: IntArray, setup: Setup) -> StepTime:
-    """Predict a step of documents packed into rows of equally many tokens, one for each rank, by DDP or FSDP."""
+    """Predict a step of DDP or FSDP with documents packed into one row per rank of about equal tokens."""
     rows, cut = packed_rows(lengths, setup)
     return _on_groups(rows, 1, setup, cut)
 
@@ -195,15 +190,15 @@ def plain(lengths: IntArray, setup: Setup) -> StepTime:
 def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
     """Pack documents into rows of equally many tokens.
 
-    What a rank cannot hold is cut: the pieces are documents of their own then, and lose context.
+    A document that is too long for a rank is cut into pieces, which become separate documents and lose context.
 
     Returns:
-        [ranks] lengths of the pieces in each row, and how many documents are cut.
+        [ranks] lengths of the pieces in each row, and the number of cut documents.
     """
     pieces, cut = _cut(lengths, setup.tokens_per_rank)
     heap = [(0, rank) for rank in range(setup.ranks)]
     rows: list[list[int]] = [[] for _ in heap]
-    for length in sorted(pieces, reverse=True):  # each to the rank with the fewest tokens
+    for length in sorted(pieces, reverse=True):  # each piece goes to the rank with the fewest tokens
         tokens, rank = heap[0]
         rows[rank].append(length)
         heapq.heapreplace(heap, (tokens + length, rank))
@@ -211,17 +206,11 @@ def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
 
 
 def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:
-    """Whole documents balanced over groups of ranks, longest first, each document divided evenly inside its group.
+    """Predict a step of whole documents balanced over groups of ranks and divided evenly inside each group.
 
-    The first and the last of 2 · context equal parts of a document go to the first rank of a group, and so on, so that
-    ranks of a group compute alike; K and V of the group are gathered by each of its ranks in every layer. With groups
-    of one rank whole documents are balanced and nothing is exchanged. This is how WLB-LLM and the paper's baseline
-    divide documents.
-
-    Args:
-        lengths: of the micro-batch's documents.
-        setup: who trains what.
-        context: ranks of a group.
+    Each document is cut into 2 · context equal parts. The first rank of a group gets the first and the last part, and
+    so on, so that ranks of a group compute alike. Each rank gathers K and V of its group in every layer. Groups of one
+    rank exchange nothing. WLB-LLM and the paper's baseline divide documents in this way.
     """
     pieces, cut = _cut(lengths, setup.tokens_per_rank * context)
     cost = document_seconds(np.array(pieces, np.int64), setup.costs)
@@ -234,7 +223,7 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
         while heap and tokens + pieces[index] > most:
             full.append((load, tokens, group))
             load, tokens, group = heapq.heappop(heap)
-        if tokens + pieces[index] > most:  # nowhere within the rows: where the fewest are
+        if tokens + pieces[index] > most:  # no group has room: take the one with the fewest rows
             full.append((load, tokens, group))
             load, tokens, group = min(full, key=lambda entry: entry[1])
             full.remove((load, tokens, group))
@@ -246,23 +235,17 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
 
 
 def on_ranks(rows: Sequence[Sequence[int]], setup: Setup) -> StepTime:
-    """Whole documents that lie on ranks already; [ranks] lengths of those of each."""
+    """Predict a step of whole documents that already lie on ranks, from [ranks] lists of lengths."""
     return _on_groups(rows, 1, setup, 0)
 
 
 def planned(
     lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
 ) -> tuple[StepTime, MicroBatchPlan]:
-    """Core attention disaggregated.
+    """Predict a step with planned core attention, and return its plan too.
 
     Args:
-        lengths: of the micro-batch's documents.
-        setup: who trains what; `settings.ranks` train.
-        settings: of the plan, whose kinds are those on a GPU.
-        servers: dedicated attention servers besides the ranks, of the same speed.
-
-    Returns:
-        The step and its plan.
+        settings: settings of the plan, whose kinds are those on a GPU.
     """
     plan = plan_micro_batch(lengths.tolist(), settings)
     if servers:
@@ -297,7 +280,7 @@ def planned(
 
 
 def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
-    """Documents of at most so many tokens, and how many had to be cut."""
+    """Cut documents into pieces of at most `most` tokens; return the pieces and the number of cut documents."""
     pieces: list[int] = []
     for length in lengths.tolist():
         pieces += [most] * (length // most) + ([length % most] if length % most else [])
@@ -305,19 +288,12 @@ def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
 
 
 def _keys_read(length: int, parts: int) -> float:
-    """K/V rows that a document's parts of equal length read, each those up to its own end."""
+    """Return the K/V rows that a document's equal parts read, each up to its own end."""
     return length * (min(parts, length) + 1) / 2
 
 
 def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut: int) -> StepTime:
-    """A step in which groups of ranks share their own documents evenly.
-
-    Args:
-        groups: lengths of each group's documents.
-        context: ranks of a group.
-        setup: who trains what.
-        cut: documents that were cut.
-    """
+    """Predict a step in which groups of ranks share their own documents evenly."""
     parts = 2 * context if context > 1 else 1
     tokens = np.array([sum(group) for group in groups], float) / context
     attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
@@ -334,7 +310,7 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
             size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
             inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
             link = setup.profile.links.within if inside else setup.profile.links.between
-            # Forward; in the backward again, and dK and dV are summed to where they belong.
+            # K and V are gathered in the forward and in the backward, and dK and dV are reduced.
             gathered += 3 * of_kind.layers * link.seconds(size)
             moved = max(moved, float(size.max()))
     other = setup.costs.token * tokens

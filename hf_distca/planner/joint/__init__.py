@@ -1,1 +1,1 @@
-"""The joint layout: placing documents so that ranks have equal tokens and equal pairs. One file a phase."""
+"""The joint layout: documents placed so that ranks have equal tokens and equal pairs. One file per phase."""

@@ -1,8 +1,8 @@
-"""Phase 1 of the joint layout: documents that are too large for a rank are cut, from the end, one rank after another.
+"""Phase 1 of the joint layout: cut documents that are too large for a rank, from the end.
 
-Beside its segment a rank takes the shortest documents. Where those are used up, the head of the same document fills
-the rank, whose K/V rows the segment needs anyway. What is left in front of all cuts is divided so that its rank need
-not send its K/V rows to all later segments alone.
+Besides its segment a rank takes the shortest documents. When these are used up, the head of the same document fills
+the rank, since the segment needs the head's K/V rows anyway. The rows before all cuts are divided, so that no single
+rank sends their K/V rows to all later segments.
 """
 
 import math
@@ -19,17 +19,17 @@ from hf_distca.planner.cost import pairs, row_reaching
 from hf_distca.planner.joint.placement import Limits, Placement, Segment
 
 LEVELS = 4
-"""Levels above the mean that are tried for the pairs of ranks with segments of large documents."""
+"""Number of levels above the mean that are tried for the pairs of ranks with segments of large documents."""
 GUESSES = 12
-"""Guesses at the size of a segment before bisection takes over."""
+"""Number of guesses at the size of a segment before bisection takes over."""
 
 
 def cut_large(placement: Placement) -> None:
-    """Cut the large documents, and divide what is left in front of the cuts."""
+    """Cut the large documents, and divide the rows before the cuts."""
     limits = placement.limits
     cutting = _Cutting(placement)
-    # Where even the densest rows give a rank fewer pairs than its share, the others must take more: raise
-    # the level until what is left always fits into the ranks that are left.
+    # If even the densest rows give a rank fewer pairs than its share, other ranks must take more. So the level rises
+    # until the other documents fit into the remaining ranks.
     for raised in range(LEVELS + 1):
         cuts, fits = cutting.cut_at(1 + limits.slack * raised / LEVELS)
         if fits:
@@ -46,20 +46,16 @@ def cut_large(placement: Placement) -> None:
             placement.starts[index] = stop
         placement.room[rank] -= stop - start
         placement.need[rank] -= limits.pairs(start, stop)
-    if limits.window is None:  # with a window, later segments need no more than the window's rows
+    if limits.window is None:  # with a window, later segments need only the window's rows
         _divide_heads(placement, cutting.most_room)
 
 
 def _divide_heads(placement: Placement, most_room: int) -> None:
-    """Divide what is left of cut documents until its rank sends no more K/V rows than others receive.
+    """Divide the heads of cut documents until no head's rank sends more K/V rows than other ranks receive.
 
-    Every later segment of a document needs the K/V rows of its head, so the rank of a head of h rows sends
-    h rows to each of them; the last segment receives as many rows as lie before it. To other nodes a rank sends what
-    takes as long as sending all rows that it may hold inside its node.
-
-    Args:
-        placement: whose large documents are cut.
-        most_room: the most rows that a rank takes.
+    Every later segment of a document needs the K/V rows of its head. So the rank of a head of h rows sends h rows to
+    each later segment, while the last segment receives all rows before it. To other nodes a rank sends at most for as
+    long as sending all of its rows inside its node takes.
     """
     block = placement.limits.block
     most = max((start for _, start, _, _ in placement.cuts), default=0)
@@ -84,15 +80,15 @@ def _divide_heads(placement: Placement, most_room: int) -> None:
 
 
 class _Shortest:
-    """The shortest documents taken together, shortest first.
+    """Totals of the shortest documents, taken shortest first.
 
     Args:
-        rows: [documents] tokens of each, shortest first.
-        costs: [documents] their pairs.
+        rows: [documents] tokens of each document, shortest first.
+        costs: [documents] pairs of each document.
 
     Attributes:
-        tokens: [documents + 1] tokens of the first 0, 1, 2, … of them.
-        pairs: [documents + 1] their pairs.
+        tokens: [documents + 1] tokens of the first 0, 1, 2, … documents.
+        pairs: [documents + 1] pairs of the first 0, 1, 2, … documents.
     """
 
     def __init__(self, rows: NDArray[np.int64], costs: NDArray[np.int64]) -> None:
@@ -100,7 +96,7 @@ class _Shortest:
         self.pairs: list[int] = np.concatenate([[0], np.cumsum(costs)]).tolist()
 
     def pairs_of(self, tokens: int) -> float:
-        """Pairs of the `tokens` shortest tokens, documents taken whole except the last, in proportion."""
+        """Return the pairs of the first `tokens` tokens; the last document counts in proportion."""
         at = bisect_left(self.tokens, tokens)
         if at == 0:
             return 0.0
@@ -112,12 +108,7 @@ class _Shortest:
 
 
 class _Cutting:
-    """Tries to cut the large documents at one level of pairs after another; changes nothing.
-
-    Attributes:
-        order: indices, largest first.
-        shortest: those that are not large.
-    """
+    """Trial cuts of the large documents at given levels of pairs; the placement stays as it is."""
 
     def __init__(self, placement: Placement) -> None:
         self.limits: Limits = placement.limits
@@ -133,20 +124,17 @@ class _Cutting:
         self.shortest = _Shortest(rows[rest], costs[rest])
 
     def _large(self, index: int) -> bool:
-        """Whether a document is more than one rank takes, even beside the shortest documents."""
+        """Return whether a document exceeds one rank, even beside the shortest documents."""
         limits, start, stop, room = self.limits, self.starts[index], self.stops[index], self.most_room
         rows = stop - start
         filler = self.shortest.pairs_of(max(room - rows, 0))
         return rows > room or bool(limits.pairs(start, stop) + filler > self.most_need * (1 + limits.slack / 2))
 
     def head_rows(self, cuts: list[Segment]) -> dict[int, int]:
-        """rank -> rows of the head that it should take beside its segment, so that none sends many more than others.
+        """Return, by rank, the rows of the head to take beside its segment, so that all ranks send alike.
 
-        A row of the head goes to the ranks of all segments, one of a segment to those of later segments. What ranks
-        without segments send stays below what others receive.
-
-        Args:
-            cuts: as `cut_at` gives them if no rank takes any.
+        A row of the head goes to the ranks of all segments, a row of a segment to those of later segments. Ranks
+        without segments send less than other ranks receive. `cuts` are the result of `cut_at` without head rows.
         """
         rows: dict[int, int] = {}
         left = self.limits.ranks - len({rank for *_, rank in cuts})
@@ -167,15 +155,13 @@ class _Cutting:
         return rows
 
     def cut_at(self, level: float, head_rows: dict[int, int] | None = None) -> tuple[list[Segment], bool]:
-        """Cut so that every rank that gets a segment has `level` times the pairs that it should get.
+        """Cut so that every rank with a segment gets `level` times its share of pairs.
 
         Args:
-            level: of the pairs.
-            head_rows: rank -> rows of the head that it takes beside its segment, however many short documents there
-                are.
+            head_rows: rank -> rows of the head that the rank takes beside its segment, in any case.
 
         Returns:
-            The segments, and whether the other documents fit into the ranks that are left.
+            The segments, and whether the other documents fit into the remaining ranks.
         """
         cuts: list[Segment] = []
         rank, used, carry, fits = 0, 0, 0.0, True
@@ -210,11 +196,11 @@ class _Cutting:
         return cuts, fits
 
     def _most_rows(self, filled: Callable[[int], float], stop: int, high: int, aim: float) -> int:
-        """The most rows, up to `high`, at the end of rows [0, stop) with filled(rows) <= aim.
+        """Return the most rows, up to `high`, at the end of rows [0, stop) with filled(rows) <= aim.
 
-        The pairs beside the segment change little with its size, so the second guess takes them from the first: that
-        leaves a closed form. Further guesses lie on the line through the last two, where it rises. Where that does not
-        find them, bisection goes on.
+        The pairs beside the segment change little with its size. So the second guess takes them from the first, in a
+        closed form. Further guesses lie on the line through the last two, where it rises. Bisection follows if the
+        guesses do not settle.
         """
         low, guess, guesses = 0, high, 0
         below = self.limits.pairs(0, stop) - aim
@@ -236,16 +222,14 @@ class _Cutting:
         return low
 
     def _filled(self, head: int, stop: int, room: int, short: int, pairs_used: float, asked: int, tail: int) -> float:
-        """Pairs of a rank with rows [stop - tail, stop) of a document and the cheapest rows beside them.
+        """Return the pairs of a rank with the last `tail` rows before `stop` and the cheapest rows beside them.
 
         Args:
-            head: rows of the document below this are taken.
+            head: rows of the document below this row are taken.
             stop: end of the document's rows that are not taken.
-            room: rows of the rank.
             short: tokens of the shortest documents that are not taken.
-            pairs_used: pairs of those that are.
+            pairs_used: pairs of the shortest documents that are taken.
             asked: rows of the head that the rank takes in any case.
-            tail: rows of the segment.
         """
         start = stop - tail
         asked = min(asked, room - tail, start - head)
@@ -257,7 +241,7 @@ class _Cutting:
 
 
 def _level(amounts: list[float], more: float) -> float:
-    """The level up to which `more` fills some amounts, smallest first."""
+    """Return the level up to which `more` fills some amounts, sorted smallest first."""
     below = 0.0
     for count, amount in enumerate(amounts):
         if amount * count - below > more:

@@ -8,12 +8,7 @@ from hf_distca.planner.joint.placement import Item, Placement
 
 
 def even_out(placement: Placement, spare: list[Item]) -> None:
-    """Place what fits nowhere, then move what ranks have too much to those with room.
-
-    Args:
-        placement: what is placed.
-        spare: what fits nowhere.
-    """
+    """Place the items that fit nowhere, then move rows from overfull ranks to ranks with room."""
     room = placement.room
     for item in spare:
         placement.hold(item, max(range(len(room)), key=lambda rank: (room[rank], -rank)))
@@ -29,24 +24,22 @@ def even_out(placement: Placement, spare: list[Item]) -> None:
 
 
 def _shed(placement: Placement, rank: int, items: list[tuple[int, int]], under: list[int]) -> None:
-    """Move what a rank has too much to the last of `under`, then to the one before it.
+    """Move a rank's excess rows to the last of `under`, then to the one before it.
 
     Args:
-        placement: what is placed.
-        rank: the rank.
-        items: (rows, index) of the uncut rows that it holds.
-        under: ranks with room, that with the most room first.
+        items: (rows, index) of the uncut rows that the rank holds.
+        under: ranks with room, the one with the most room first.
     """
     limits, room = placement.limits, placement.room
-    # A document is cut once, and where it ends: so no segment is below a block unless it ends a document.
+    # A document is cut once, near its end. So a segment below a block always ends a document.
     whole = sorted(item for item in items if item[0] == placement.lengths[item[1]])
     rest = sorted(item for item in items if item[0] != placement.lengths[item[1]])
     while room[rank] < 0:
-        if not whole:  # what is left are rows of documents that are cut already
+        if not whole:  # the remaining rows are of documents that are cut already
             whole, rest = rest, []
         target = under[-1]
         least = min(-room[rank], room[target])
-        # One that fits as a whole, or the shortest whose head keeps a block; else the longest.
+        # Choose a document that fits exactly, else the shortest whose head keeps a block, else the longest.
         at = bisect_left(whole, (least, -1))
         if at == len(whole) or whole[at][0] != least:
             at = min(bisect_left(whole, (least + limits.block, -1)), len(whole) - 1)

@@ -1,7 +1,7 @@
-"""One level of placing, or two: documents on nodes, and what each node has on its ranks.
+"""Placement on one level or two: documents on nodes, and then each node's rows on its ranks.
 
-Only rows of documents that are cut between nodes cross between them. So a document goes to one node if it fits, and
-nodes get equal pairs a rank to a part of the tolerance, which leaves the rest of it to the ranks inside.
+Only rows of documents that are cut between nodes cross between them. So a document goes to one node if it fits. Nodes
+share the pairs per rank equally within a part of the tolerance; the rest of the tolerance is for the ranks inside.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,11 @@ OF_NODES = 0.25
 def place_on_ranks(
     lengths: NDArray[np.int64], sizes: Sequence[int], window: int | None, slack: float, block: int
 ) -> NDArray[np.int64]:
-    """Place all rows of all documents, total / ranks of them on every rank, rounded down or up.
+    """Place all rows of all documents; every rank gets total / ranks rows, rounded down or up.
 
     Args:
         lengths: [documents] int64, all positive.
-        sizes: [nodes] how many ranks each node has.
-        window: width of the sliding window; None for full causal attention.
+        sizes: [nodes] ranks of each node.
         slack: how far above the mean a rank's pairs may be, as a fraction of the mean.
         block: rows of a kernel block.
 
@@ -43,7 +42,7 @@ def place_on_ranks(
         limits = Limits(ranks, window, slack, block, mean)
         return place(Placement.of_pieces(lengths, documents, limits, room, [mean] * ranks))
 
-    # The largest nodes come first, so that what is too large for one of them is too large for all after it.
+    # The largest nodes come first: a document that is too large for one node is too large for all later ones.
     order = np.argsort(-np.array(sizes), kind="stable")
     first = np.cumsum(sizes) - sizes
     limits = Limits(len(sizes), window, slack * OF_NODES, block, mean * ranks / len(sizes))
@@ -66,7 +65,7 @@ def place_on_ranks(
 
 
 def _joined(segments: NDArray[np.int64]) -> Intervals:
-    """The rows of one node's segments, those that touch made one; by (document, start)."""
+    """Return the rows of one node's segments by (document, start), with touching segments joined."""
     document, start, stop, _ = segments[np.lexsort((segments[:, 1], segments[:, 0]))].T
     begins = np.append(True, (document[1:] != document[:-1]) | (start[1:] != stop[:-1]))[: len(document)]
     first = np.flatnonzero(begins)
@@ -75,11 +74,7 @@ def _joined(segments: NDArray[np.int64]) -> Intervals:
 
 
 def _abroad(pieces: list[Intervals]) -> list[list[float]]:
-    """What sending a row of each piece to the other nodes that read it takes, in rows sent inside a node.
-
-    Args:
-        pieces: for each node, its rows.
-    """
+    """Return the inter-node cost of a row of each piece, in intra-node rows."""
     document, start, stop = (
         np.concatenate([getattr(each, name) for each in pieces]) for name in ("document", "start", "stop")
     )

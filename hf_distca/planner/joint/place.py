@@ -1,15 +1,14 @@
-"""Placing documents so that ranks have equal tokens and equal pairs at once, with few and cheap cuts.
+"""Placement of documents with equal tokens and equal pairs on all ranks, and with few and cheap cuts.
 
-Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their document. So:
+Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their document. So there are three phases:
 
-1. A document too large for one rank is cut from its end: each segment as large as its rank can take beside
-   the shortest documents, which leaves every cut as early in the document as possible (cut_large.py).
-2. The rest stays whole, longest first, on the rank whose remaining pairs per remaining token are highest
+1. A document too large for one rank is cut from its end (cut_large.py). Each segment is as large as its rank can take
+   beside the shortest documents. So every cut lies as early in the document as possible.
+2. Other documents stay whole. Longest first, each goes to the rank with the most missing pairs per missing token
    (place_whole.py).
-3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal
-   (even_out.py).
+3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal (even_out.py).
 
-What pairs still differ is left to `balance`.
+The remaining differences in pairs are left to `balance`.
 """
 
 import numpy as np
@@ -22,10 +21,7 @@ from hf_distca.planner.joint.placement import Placement
 
 
 def place(placement: Placement) -> NDArray[np.int64]:
-    """Place all rows, on every rank as many as it has room for.
-
-    Args:
-        placement: of which nothing is placed yet.
+    """Place all rows so that every rank is full.
 
     Returns:
         [segments, 4] int64: document, start, stop and rank of each segment, in no order.

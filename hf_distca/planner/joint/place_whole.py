@@ -1,8 +1,8 @@
-"""Phase 2 of the joint layout: uncut documents and heads stay whole, the longest first.
+"""Phase 2 of the joint layout: place uncut documents and heads whole, the longest first.
 
-Each goes to the rank whose remaining pairs per remaining token are highest: every rank's need falls towards the
-shortest documents, which come last. Once what is left no longer matters in pairs, it goes to the rank with the most
-room.
+Each goes to the rank with the most missing pairs per missing token, so that every rank's need falls towards the
+shortest documents, which come last. Once the remaining documents hardly matter in pairs, each goes to the rank with
+the most room.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
@@ -13,11 +13,11 @@ from hf_distca.planner.cost import pairs
 from hf_distca.planner.joint.placement import Item, Placement
 
 NEGLIGIBLE = 0.3
-"""Share of the slack in pairs that documents placed for their tokens alone may make up."""
+"""Share of the slack in pairs that documents placed for their tokens alone may use."""
 
 
 def place_whole(placement: Placement) -> list[Item]:
-    """Place what is not cut, and return what fits nowhere."""
+    """Place everything that is not cut, and return the items that fit nowhere."""
     limits = placement.limits
     rows = placement.uncut_rows()
     costs = pairs(np.array(placement.starts), np.array(placement.stops), limits.window)
@@ -31,11 +31,11 @@ def place_whole(placement: Placement) -> list[Item]:
 
 
 def _by_need(placement: Placement, items: list[Item]) -> list[Item]:
-    """Each item to the rank that needs most pairs per token and has room; returns those without one."""
+    """Place each item on the rank with room that needs most pairs per token; return items that fit nowhere."""
     room, need, home = placement.room, placement.need, placement.home
     ready = [(-need[rank] / max(room[rank], 1), rank) for rank in range(len(room))]
     heapify(ready)
-    small: list[tuple[int, int]] = []  # (-room, rank) of ranks with too little room for now
+    small: list[tuple[int, int]] = []  # (-room, rank) of ranks with too little room for the present item
     spare = []
     for item in items:
         index, rows, cost = item
@@ -57,7 +57,7 @@ def _by_need(placement: Placement, items: list[Item]) -> list[Item]:
 
 
 def _by_room(placement: Placement, items: list[Item]) -> list[Item]:
-    """Each item to the rank with the most room; returns those that fit nowhere."""
+    """Place each item on the rank with the most room; return items that fit nowhere."""
     roomy = [(-room, rank) for rank, room in enumerate(placement.room)]
     heapify(roomy)
     spare = []

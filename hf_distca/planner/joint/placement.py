@@ -1,4 +1,4 @@
-"""Where the rows of documents are while the joint layout is made: what every phase reads and changes."""
+"""State of the joint layout while it is made, which every phase reads and changes."""
 
 from dataclasses import dataclass, field
 
@@ -14,16 +14,14 @@ Item = tuple[int, int, int]
 """(index, rows, pairs) of a piece's rows that are not cut off"""
 
 ROUNDING = 0.1
-"""Share of the slack in pairs that rounding one cut may cost before it leaves the block's boundaries."""
+"""Share of the slack in pairs that rounding one cut may cost; beyond it, the cut leaves the block's boundary."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How exactly pairs are to be placed.
+    """Precision with which pairs are placed.
 
     Attributes:
-        ranks: number of ranks.
-        window: width of the sliding window; None for full causal attention.
         slack: how far above its share a rank's pairs may be, as a fraction of the mean.
         block: rows of a kernel block.
         mean: pairs of all ranks over the number of ranks.
@@ -38,18 +36,16 @@ class Limits:
     inside: bool = False
 
     def pairs(self, start: int, stop: int) -> int:
-        """Query-key pairs of rows [start, stop) of a document."""
+        """Return the query-key pairs of rows [start, stop) of a document."""
         return pairs(start, stop, self.window)
 
     def cut_near(self, start: int, least: int, first: int = 0) -> int:
-        """A cut near row `start`, at least `least`, that leaves no head below a block.
+        """Return a cut near row `start`, at least `least`, that leaves no head below a block.
 
-        It falls on a block's boundary if that moves few pairs, else on a finer one.
+        The cut falls on a block's boundary if that moves few pairs, otherwise on a finer one.
 
         Args:
-            start: the row.
-            least: the first row at which the cut may be.
-            first: the first row of what is cut.
+            first: first row of the piece that is cut.
         """
         pairs_a_row, most = min(start, self.window or start), ROUNDING * self.slack * self.mean
         multiple = grain(self.block, lambda size: size * pairs_a_row > most)
@@ -61,23 +57,21 @@ class Limits:
 
 @dataclass
 class Placement:
-    """Rows of documents on ranks, as far as they are placed. Where nodes are given rows, a node stands for a rank.
+    """Rows of documents placed on ranks so far. When nodes are given rows, a node stands for a rank.
 
-    Every piece to be placed, a document or what a node has of it, has an index, and so has each of the stretches that
-    the head of a cut piece is divided into: lists of [indices] hold what is true of their rows. Rows that were cut off
-    stand in `cuts` instead.
+    Every piece to be placed, a document or a node's rows of it, has an index. So has each stretch that the head of a
+    cut piece is divided into. Lists over [indices] describe the rows that are not cut off; rows that were cut off are
+    in `cuts`.
 
     Attributes:
-        limits: how exactly pairs are to be placed.
         room: [ranks] rows that each rank still takes.
         need: [ranks] pairs that each rank is still short of its share; negative above it.
         lengths: [indices] tokens of the whole document.
-        documents: [indices] the document that the rows are of.
+        documents: [indices] document of the rows.
         starts: [indices] first row that is not cut off.
         stops: [indices] one past the last row that is not cut off.
-        home: [indices] the rank of these rows; -1 where none are left, or they are not placed yet.
-        abroad: [indices] what sending a row to all other nodes that read it takes, in rows sent inside a node.
-        cuts: rows that were cut off, with their ranks.
+        home: [indices] rank of these rows; -1 if no rows are left or they are not placed yet.
+        abroad: [indices] inter-node cost of a row, in intra-node rows.
     """
 
     limits: Limits
@@ -101,15 +95,12 @@ class Placement:
         need: list[float],
         abroad: list[float] | None = None,
     ) -> "Placement":
-        """Nothing cut and nothing placed.
+        """Return a placement with nothing cut and nothing placed.
 
         Args:
-            lengths: [documents] tokens of each document.
-            pieces: the rows of documents that are to be placed.
-            limits: how exactly.
             room: [ranks] rows that each rank takes.
             need: [ranks] pairs that each rank should get.
-            abroad: [pieces] as in the attribute; None for pieces that no other node reads.
+            abroad: [pieces] as in the attribute; None if no other node reads the pieces.
         """
         return cls(
             limits,
@@ -124,7 +115,7 @@ class Placement:
         )
 
     def uncut_rows(self) -> NDArray[np.int64]:
-        """[indices] int64: rows that are not cut off."""
+        """Return [indices] int64: rows that are not cut off."""
         return np.array(self.stops, np.int64) - np.array(self.starts, np.int64)
 
     def hold(self, item: Item, rank: int) -> None:
@@ -135,7 +126,7 @@ class Placement:
         self.need[rank] -= cost
 
     def segments(self) -> NDArray[np.int64]:
-        """[segments, 4] int64: (document, start, stop, rank) of all rows that are placed."""
+        """Return [segments, 4] int64: (document, start, stop, rank) of all rows that are placed."""
         documents = np.array(self.documents, np.int64)
         uncut = np.array([documents, self.starts, self.stops, self.home], np.int64).T
         cut = np.array(self.cuts, np.int64).reshape(-1, 4)

@@ -1,4 +1,4 @@
-"""The K/V rows that come to workers, stage by stage, and the tasks that read them."""
+"""K/V rows that arrive at workers, stage by stage, and the tasks that read them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,15 +20,14 @@ from hf_distca.planner.routes.windowed import windowed_keys, within_window
 
 @dataclass(frozen=True, eq=False)
 class Arrivals:
-    """Tasks of a plan and the K/V rows that are brought to their workers.
+    """Tasks of a plan and the K/V rows that are sent to their workers.
 
     Attributes:
-        window: of the plan.
-        tasks: [n] the tasks, cut; with a window also so that each has its keys in one stage.
-        keys: [n] which K/V rows they read.
-        stages: in each stage, what comes to all workers, and by which hops; a row once per worker, with a window
-            once per worker and stage.
-        stage: [n] with a window, in which stage a task's keys come.
+        tasks: [n] the cut tasks; with a window they are also cut so that each has its keys in one stage.
+        keys: [n] K/V rows that the tasks read.
+        stages: for each stage, hops of the rows to all workers. Each row is sent once per worker; with a window, once
+            per worker and stage.
+        stage: [n] with a window, the stage of a task's keys.
     """
 
     window: int | None
@@ -39,12 +38,11 @@ class Arrivals:
 
     @classmethod
     def of(cls, plan: Plan, tasks: NDArray[np.void]) -> "Arrivals":
-        """What comes for some tasks of a plan.
+        """Return the arrivals for some tasks of a plan.
 
         Args:
-            plan: the plan.
-            tasks: those of its tasks; all of them with stages, which depend on all that ranks send and receive, and
-                with nodes, as every rank has to know whether any passes rows on.
+            tasks: tasks of the plan. All tasks are needed with stages, which depend on all that ranks send and
+                receive. They are also needed with nodes, since every rank has to know whether any rank forwards rows.
         """
         ranks = plan.layout.ranks
         segments = by_document(plan.layout.segments)
@@ -69,11 +67,9 @@ class Arrivals:
         return cls(plan.window, cut, keys, stages, stage)
 
     def reads(self, which: IntArray, rank: int) -> Iterator[tuple[Reads, Reads]]:
-        """For each stage, what tasks of one worker read of it: up to their own rows, and all of it before them.
+        """Yield, for each stage, the reads up to the queries' own rows, and the reads of all rows before them.
 
-        Args:
-            which: the tasks.
-            rank: the worker.
+        `which` are indices of tasks of worker `rank`.
         """
         queries, keys = self.tasks.queries.rows[which], self.keys.brought_rows[which]
         if self.window is not None:
@@ -94,7 +90,7 @@ class Arrivals:
 
 
 def _brought(tasks: CutTasks, keys: KeysRead, segments: NDArray[np.void]) -> Moves:
-    """K/V rows to bring to each worker: the union of what its tasks read, each row once per worker."""
+    """Return the K/V rows that each worker's tasks read, each row once per worker."""
     worker, rows = union(tasks.queries.target, keys.brought_rows)
     found = rows.overlaps(Intervals.of(segments))
     return Moves.from_segments(found.rows, segments[found.second], worker[found.first])

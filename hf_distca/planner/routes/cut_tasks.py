@@ -1,4 +1,4 @@
-"""Tasks cut where segments begin and end, and which K/V rows each of them reads from where."""
+"""Tasks cut at the borders of segments, and the K/V rows that each of them reads."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ from hf_distca.planner.routes.tables import IntArray
 
 @dataclass(frozen=True, eq=False)
 class CutTasks:
-    """Tasks cut at the borders of segments: all query rows of one lie on one rank.
+    """Tasks cut at the borders of segments: all query rows of a task lie on one rank.
 
     Attributes:
-        queries: [n] the query rows, from the rank that holds them to the worker that computes them.
+        queries: [n] query rows, from the rank that holds them to the worker that computes them.
         segment_start: [n] the document's first row in the segment of the query rows.
     """
 
@@ -25,12 +25,10 @@ class CutTasks:
 
     @classmethod
     def of(cls, plan: Plan, tasks: NDArray[np.void], segments: NDArray[np.void]) -> "CutTasks":
-        """Some tasks of a plan, cut.
+        """Cut some tasks of a plan.
 
         Args:
-            plan: the plan.
-            tasks: those of its tasks.
-            segments: its segments by (document, start).
+            segments: the plan's segments by (document, start).
         """
         found = Intervals.of(tasks).overlaps(Intervals.of(segments))
         home = segments[found.second]
@@ -40,7 +38,7 @@ class CutTasks:
         return CutTasks(self.queries[index], self.segment_start[index])
 
     def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "CutTasks":
-        """Parts of these tasks, see `Moves.pieces`."""
+        """Return parts of these tasks, see `Moves.pieces`."""
         return CutTasks(self.queries.pieces(which, first, last), self.segment_start[which])
 
     @property
@@ -52,14 +50,12 @@ class CutTasks:
 
 @dataclass(frozen=True, eq=False)
 class KeysRead:
-    """Which K/V rows cut tasks read: where queries lie, and among those brought to the worker. All [n].
+    """K/V rows that cut tasks read, in the queries' segment or sent to the worker. All [n].
 
     Attributes:
-        local: whether a task reads rows [local_first, stop) of its document, up to its own last row, where they
-            lie: in the segment of its queries.
-        local_first: the first of these rows.
-        brought: whether it reads rows `brought_rows` of its document that are brought to the worker.
-        brought_rows: these rows; no rows where it reads none.
+        local: whether a task reads rows [local_first, stop) of its document, up to its own last row, in the segment of
+            its queries.
+        brought_rows: rows of the document that are sent to the worker and read, if `brought`; else empty.
     """
 
     local: NDArray[np.bool_]
@@ -73,13 +69,13 @@ class KeysRead:
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """Query rows and the K/V rows that arrive in one stage and that they see; no query row twice.
+    """Query rows and the K/V rows of one stage that they attend to; no query row is listed twice.
 
     Attributes:
-        task: [n] the cut task of the query rows.
-        queries: [n] rows of its document.
-        counts: [n] how many intervals of keys they read.
-        keys: [sum of counts] rows of the same document.
+        task: [n] cut task of the query rows.
+        queries: [n] query rows.
+        counts: [n] number of intervals of keys.
+        keys: [sum of counts] K/V rows of the same document.
         pairs: [n] query-key pairs that are computed.
     """
 

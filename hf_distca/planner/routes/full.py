@@ -1,8 +1,8 @@
-"""Which K/V rows tasks of full attention read, and from where.
+"""K/V rows that tasks of full attention read.
 
-A task at home reads its own segment where it lies, and all rows of the document before the segment, every one of
-which all its queries see. A task elsewhere reads rows [0, stop) among those brought there. Of the rows of a stage a
-query sees those up to its own: all of them, or, where its own row is among them, a part, or none.
+A local task reads its own segment in place, and all rows of the document before the segment, which all its queries
+see. A remote-query task reads rows [0, stop) among the rows sent to the worker. Of the rows of a stage a query sees
+the rows up to its own: all of them, a part if its own row is among them, or none.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from hf_distca.planner.routes.tables import IntArray
 
 
 def full_keys(tasks: CutTasks) -> KeysRead:
-    """The K/V rows that tasks read, each query row p those of rows 0 to p."""
+    """Return the K/V rows that tasks read; query row p reads rows 0 to p."""
     rows, at_home = tasks.queries.rows, tasks.at_home
     stop = np.where(at_home, tasks.segment_start, rows.stop)
     return KeysRead(
@@ -26,17 +26,17 @@ def full_keys(tasks: CutTasks) -> KeysRead:
 
 
 def before_queries(task: IntArray, queries: Intervals, keys: Intervals) -> Reads:
-    """Queries with all rows of a stage that come before them in the document.
+    """Return queries with all rows of a stage that come before them in the document.
 
     Args:
         task: [n] a cut task that reads an interval of a stage, increasing.
-        queries: [n] all its query rows.
-        keys: [n] the interval; those of one task in their order.
+        queries: [n] all query rows of the task.
+        keys: [n] the interval; intervals of one task are in order.
     """
     start = np.maximum(queries.start, keys.stop)
     seen = start < queries.stop
     task, queries, keys, start = task[seen], queries[seen], keys[seen], start[seen]
-    # Those of a task that come after one more interval are a read of their own, of that interval and all before it.
+    # Queries of a task that see one more interval form a separate read, of that interval and all earlier ones.
     last = np.append((task[1:] != task[:-1]) | (start[1:] != start[:-1]), True)[: len(task)]
     which = np.flatnonzero(last)
     first = np.searchsorted(task, task[which])
@@ -50,11 +50,11 @@ def before_queries(task: IntArray, queries: Intervals, keys: Intervals) -> Reads
 
 
 def up_to_queries(task: IntArray, queries: Intervals, keys: Intervals) -> Reads:
-    """Queries whose own rows are the last of an interval of a stage.
+    """Return queries whose own rows are the last of an interval of a stage.
 
     Args:
         task: [n] a cut task that reads an interval of a stage.
-        queries: [n] all its query rows.
+        queries: [n] all query rows of the task.
         keys: [n] the interval.
     """
     start = np.maximum(queries.start, keys.start)

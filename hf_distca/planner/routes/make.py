@@ -1,4 +1,4 @@
-"""Making the routes of one rank from a plan."""
+"""Construction of one rank's routes from a plan."""
 
 from dataclasses import replace
 
@@ -23,20 +23,19 @@ from hf_distca.planner.routes.tables import (
 
 
 def make_routes(plan: Plan, rank: int) -> Routes:
-    """Routes of `rank`, which is also worker number `rank`.
+    """Return the routes of `rank`, which is also worker number `rank`.
 
     Args:
-        plan: the plan of one kind of attention layer.
         rank: a worker; one at or above plan.layout.ranks is a dedicated server and holds no rows.
     """
-    # 1. Tasks, cut so that the queries of each have one owner, of documents that this rank holds or works on; and the
-    #    K/V rows that move for them, every one once per worker that reads it.
+    # 1. Cut tasks of documents that this rank holds or works on, so that the queries of each task have one owner; and
+    #    the K/V rows that move for them, each row once per worker that reads it.
     alone = plan.stage_rows is None and plan.nodes is None
     arrivals = Arrivals.of(plan, _tasks_concerning(plan, rank) if alone else plan.tasks)
     tasks, keys = arrivals.tasks, arrivals.keys
 
-    # 2. The tasks of this worker: those that read where queries lie, those at home that also or instead read what is
-    #    brought, and those of received queries, in the order in which these come.
+    # 2. The tasks of this worker: own tasks read keys in the segment of their queries, prefix tasks are own queries on
+    #    received keys, and visiting tasks are received queries, in the order of their arrival.
     here = tasks.queries.target == rank
     own = np.flatnonzero(here & keys.local)
     prefix = np.flatnonzero(here & tasks.at_home & keys.brought)
@@ -46,7 +45,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     visitors = tasks.queries[visiting]
     received_queries = np.cumsum(visitors.rows.lengths) - visitors.rows.lengths
 
-    # 3. Stage after stage: what arrives, and the kernel calls on it.
+    # 3. For each stage: the rows that arrive, and the kernel calls on them.
     stages = []
     at_home = tasks.queries[prefix]
     for hops, of_home, of_visitors in zip(
@@ -75,7 +74,7 @@ def make_routes(plan: Plan, rank: int) -> Routes:
 
 
 def _tasks_concerning(plan: Plan, rank: int) -> NDArray[np.void]:
-    """All tasks of the documents that a rank holds rows or computes tasks of."""
+    """Return all tasks of the documents that a rank holds rows or computes tasks of."""
     concerned = np.zeros(len(plan.layout.lengths), bool)
     concerned[plan.layout.of_rank(rank)["document"]] = True
     concerned[plan.tasks["document"][plan.tasks["worker"] == rank]] = True
@@ -84,33 +83,25 @@ def _tasks_concerning(plan: Plan, rank: int) -> NDArray[np.void]:
 
 
 def _crosses(plan: Plan, moves: Moves) -> bool:
-    """Whether some rank receives K/V rows of a stage from another one; the same on every rank."""
+    """Return whether some rank receives K/V rows of a stage from another one; the same on every rank."""
     if plan.stage_rows is None and plan.nodes is None:
         return any_key_crosses(plan)
     return bool(np.any((moves.source != moves.target) & (moves.target < plan.layout.ranks)))
 
 
 def _passed_on(moves: Moves, rank: int, workers: int, received: Received) -> Messages:
-    """What one rank passes on, and what is passed on to it.
-
-    Args:
-        moves: all second hops of a stage.
-        rank: the rank.
-        workers: number of workers.
-        received: the K/V rows of the stage that the rank has received.
-    """
+    """Return the rows that one rank forwards, and the rows forwarded to it."""
     messages = moves.messages(rank, workers, crossing=bool(len(moves.source)))
     sent = moves[moves.source == rank]
     return replace(messages, send_rows=received.find(sent.ordered(sent.target).rows))
 
 
 def _own(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
-    """Tasks that read keys in the segment of their queries.
+    """Return the tasks that read keys in the segment of their queries.
 
     Args:
-        queries: [n] their query rows.
-        first: [n] the first row of the document that each reads.
-        window: of the plan.
+        queries: [n] query rows.
+        first: [n] first K/V row that each task reads.
     """
     q_lens = queries.rows.lengths
     k_lens = queries.rows.stop - first
@@ -122,14 +113,12 @@ def _own(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
 def _group(
     reads: Reads, tasks: Moves, place: LocalRows | ReceivedRows, received: Received, *, causal: bool = True
 ) -> TaskGroup:
-    """Queries against K/V rows of a stage.
+    """Return the task group of queries against K/V rows of a stage.
 
     Args:
-        reads: which queries, and which rows.
-        tasks: [n] the tasks that `reads.task` counts.
-        place: [n] where the first query row of each is.
-        received: the K/V rows of the stage.
-        causal: whether the keys' order matters.
+        tasks: [n] tasks that `reads.task` indexes.
+        place: [n] position of each task's first query row.
+        causal: whether the order of the keys matters.
     """
     q_lens, count = reads.queries.lengths, len(reads.task)
     first = place[reads.task] + reads.queries.start - tasks.rows.start[reads.task]

@@ -1,4 +1,4 @@
-"""Rows that go from the rank that holds them to the worker that computes with them."""
+"""Moves of rows from the rank that holds them to the worker that computes with them."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,13 @@ from hf_distca.planner.routes.tables import IntArray, LocalRows, Messages, Recei
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Intervals of rows, each from one rank to one worker, which may be the rank itself.
+    """Intervals of rows, each from one rank to one worker, possibly the rank itself.
 
     Attributes:
         rows: [n] rows of documents.
-        source: [n] the rank that holds them.
-        target: [n] the worker.
-        local: [n] the first of them among the rows of the source.
+        source: [n] rank that holds them.
+        target: [n] worker that computes with them.
+        local: [n] local row number, at the source, of the first row.
     """
 
     rows: Intervals
@@ -28,12 +28,11 @@ class Moves:
 
     @classmethod
     def from_segments(cls, rows: Intervals, segments: NDArray[np.void], target: IntArray) -> "Moves":
-        """Rows that lie in one segment each.
+        """Return moves of rows that lie in one segment each.
 
         Args:
-            rows: [n] the rows.
-            segments: [n] the segment of each.
-            target: [n] the worker that they go to.
+            segments: [n] segment of each interval of rows.
+            target: [n] worker that receives the rows.
         """
         return cls(rows, segments["rank"], target, segments["offset"] + rows.start - segments["start"])
 
@@ -41,19 +40,19 @@ class Moves:
         return Moves(self.rows[index], self.source[index], self.target[index], self.local[index])
 
     def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "Moves":
-        """Parts of these moves.
+        """Return parts of these moves.
 
         Args:
-            which: [pieces] the move of each.
-            first: [pieces] its first row that is in the piece, counted from the first row of the move.
-            last: [pieces] one past the last.
+            which: [pieces] index of the move.
+            first: [pieces] first row of the piece, counted from the first row of the move.
+            last: [pieces] one past the last row of the piece.
         """
         rows = self.rows[which]
         rows = Intervals(rows.document, rows.start + first, rows.start + last)
         return Moves(rows, self.source[which], self.target[which], self.local[which] + first)
 
     def followed_by(self, other: "Moves") -> "Moves":
-        """These moves, then others."""
+        """Return these moves followed by others."""
         document, start, stop = (
             np.concatenate([getattr(each.rows, name) for each in (self, other)])
             for name in ("document", "start", "stop")
@@ -64,17 +63,11 @@ class Moves:
         return Moves(Intervals(document, start, stop), source, target, local)
 
     def ordered(self, peer: IntArray) -> "Moves":
-        """These moves by (peer, document, start), as both ends order the rows of a message."""
+        """Sort the moves by (peer, document, start), as both ends order the rows of a message."""
         return self[np.lexsort((self.rows.start, self.rows.document, peer))]
 
     def messages(self, rank: int, workers: int, crossing: bool) -> Messages:
-        """What one rank sends and receives of these rows.
-
-        Args:
-            rank: the rank, or a server.
-            workers: number of workers.
-            crossing: see Messages.
-        """
+        """Return what one rank or server sends and receives of these rows."""
         sent, came = self[self.source == rank], self[self.target == rank]
         sent = sent.ordered(sent.target)
 
@@ -90,10 +83,10 @@ class Moves:
 
 
 class Received:
-    """Finds rows of documents among those that one worker receives.
+    """Lookup of document rows among the rows that one worker receives.
 
     Args:
-        came: what it receives, in the order in which it counts the rows; a row once.
+        came: moves to the worker, in the order in which it counts the rows; each row once.
     """
 
     def __init__(self, came: Moves) -> None:
@@ -103,12 +96,12 @@ class Received:
         self._position = (np.cumsum(lengths) - lengths)[order]
 
     def find(self, rows: Intervals, reads: IntArray | None = None) -> ReceivedRows:
-        """The received rows that these rows of documents are, interval after interval.
+        """Return the positions of document rows among the received rows, interval after interval.
 
         Args:
-            rows: [n] rows of documents.
-            reads: [n] increasing; the rows of intervals with the same number may come in any order, and come as they
-                lie, which may save gathering them. None: all rows come in the order of the intervals.
+            reads: [n] increasing; rows of intervals with the same number may come in any order. They then keep the
+                order of their arrival, which may save gathering them. None: all rows come in the order of the
+                intervals.
         """
         found = rows.overlaps(self._rows)
         position = self._position[found.second] + found.rows.start - self._rows.start[found.second]
@@ -120,7 +113,7 @@ class Received:
 
 
 def nothing_moves(plan: Plan) -> bool:
-    """Whether every rank has rows, all of whole documents, and computes these and no others."""
+    """Return whether every rank holds rows, all of whole documents, and computes exactly these."""
     layout, tasks = plan.layout, plan.tasks
     if layout.has_cuts or not layout.tokens.all():
         return False
@@ -130,24 +123,23 @@ def nothing_moves(plan: Plan) -> bool:
 
 
 def any_query_crosses(plan: Plan) -> bool:
-    """Whether some rank's task has a query row that the rank does not hold."""
+    """Return whether some rank's task has a query row that the rank does not hold."""
     tasks = _tasks_of_ranks(plan)
     return _any_elsewhere(plan, tasks, tasks["start"])
 
 
 def any_key_crosses(plan: Plan) -> bool:
-    """Whether some rank's task has a K/V row that the rank does not hold."""
+    """Return whether some rank's task has a K/V row that the rank does not hold."""
     tasks = _tasks_of_ranks(plan)
     return _any_elsewhere(plan, tasks, plan.first_key()[plan.tasks["worker"] < plan.layout.ranks])
 
 
 def _tasks_of_ranks(plan: Plan) -> NDArray[np.void]:
-    """The tasks that ranks compute."""
     return plan.tasks[plan.tasks["worker"] < plan.layout.ranks]
 
 
 def _any_elsewhere(plan: Plan, tasks: NDArray[np.void], first: IntArray) -> bool:
-    """Whether any worker of some tasks does not hold all of a task's rows [first, stop) itself."""
+    """Return whether some task's worker lacks any of the task's rows [first, stop)."""
     segments = by_document(plan.layout.segments)
     found = Intervals(tasks["document"], first, tasks["stop"]).overlaps(Intervals.of(segments))
     return bool(np.any(segments["rank"][found.second] != tasks["worker"][found.first]))

@@ -1,7 +1,7 @@
-"""K/V rows that cross to a node once and are passed on inside it.
+"""Forwarded K/V rows, which cross to a node once and are sent on inside it.
 
-Between nodes a byte takes about nine times as long as inside one, and ranks of a node often read the same rows of a
-long document. Such rows go to one of these ranks, and from there to the others.
+Between nodes a byte takes about nine times as long as inside one. Ranks of a node often read the same rows of a long
+document. Such rows go to one of these ranks, the gateway, which forwards them to the others.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.tables import IntArray
 
 ROW_BITS = 31
-"""No document has more rows than so many bits count."""
+"""Bits that are enough to number the rows of any document."""
 PIECE = 128
-"""Rows, a kernel block. What several ranks of a node read is divided among them to be passed on, in pieces of so many
-rows at least."""
+"""Least rows of a piece: a kernel block.
+
+Rows that several ranks of a node read are divided among them in such pieces, to be forwarded.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Hops:
-    """Moves in two hops: every worker receives the same rows as in one.
+    """Moves in two hops, after which every worker has the same rows as after direct moves.
 
     Attributes:
-        first: from the rank that holds the rows.
-        second: from a rank that has received the rows in the first hop; `local` still is where the rows lie at the
-            rank that holds them.
-        passes: [moves of second] the move of the first hop whose rows each passes on, all of them.
+        second: from a rank that received the rows in the first hop; `local` still refers to the rank that holds them.
+        passes: [moves of second] index of the first hop's move whose rows each move forwards, all of them.
     """
 
     first: Moves
@@ -38,17 +38,17 @@ class Hops:
 
     @classmethod
     def direct(cls, moves: Moves) -> "Hops":
-        """All in the first hop."""
+        """Return moves that all go in the first hop."""
         none = np.zeros(0, np.int64)
         return cls(moves, moves[none], none)
 
     def __getitem__(self, index: NDArray[np.bool_]) -> "Hops":
-        """Some moves of the first hop, and those of the second that pass on their rows."""
+        """Return some moves of the first hop, and the moves of the second that forward their rows."""
         passed = index[self.passes]
         return Hops(self.first[index], self.second[passed], (np.cumsum(index) - 1)[self.passes[passed]])
 
     def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "Hops":
-        """Parts of the moves of the first hop, see `Moves.pieces`, and of those of the second that pass them on."""
+        """Return parts of the first hop's moves, see `Moves.pieces`, and of the moves that forward them."""
         order = np.argsort(which, kind="stable")
         counts = np.bincount(which, minlength=len(self.first.source))
         of_move = np.cumsum(counts) - counts
@@ -58,18 +58,17 @@ class Hops:
         return Hops(self.first.pieces(which, first, last), second, piece)
 
     def arriving(self, worker: int) -> Moves:
-        """What a worker receives, in the order in which it counts the rows: those of the first hop come first."""
+        """Return the rows that a worker receives, in the order in which it counts them: first hop first."""
         first, second = (hop[hop.target == worker] for hop in (self.first, self.second))
         return first.ordered(first.source).followed_by(second.ordered(second.source))
 
     def rows_by_stage(self, stage: IntArray, stages: int, ranks: int) -> IntArray:
-        """[stages, 2, ranks] rows that each rank sends, in both hops together, and that it receives; what servers
-        receive is not counted.
+        """Return [stages, 2, ranks] rows that each rank sends and receives, both hops together.
+
+        Rows that servers receive are not counted.
 
         Args:
-            stage: [moves of the first hop] in which stage each travels; it is passed on in the same one.
-            stages: how many there are.
-            ranks: number of ranks.
+            stage: [moves of the first hop] stage in which each move travels and is forwarded.
         """
         rows = np.zeros(stages * 2 * ranks, np.int64)
         for hop, travels in ((self.first, stage), (self.second, stage[self.passes])):
@@ -81,14 +80,14 @@ class Hops:
 
 
 def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
-    """Let rows that several ranks of another node receive go there once.
+    """Let rows that several ranks of another node receive cross to that node once.
 
-    A document's rows go the same way whatever other documents there are.
+    The path of a document's rows does not depend on other documents.
 
     Args:
         moves: K/V rows, each once per worker.
-        nodes: [workers] the node of each worker; None: nothing is passed on.
-        ranks: number of ranks; workers from this number on are servers, which get their rows directly.
+        nodes: [workers] node of each worker; None: nothing is forwarded.
+        ranks: number of ranks; later workers are servers, which get their rows directly.
     """
     if nodes is None:
         return Hops.direct(moves)
@@ -98,7 +97,7 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
     if not len(crossed.target):
         return Hops.direct(moves)
 
-    # 1. Cut the moves into one node where any of them begins or ends: of a part, every target gets all rows.
+    # 1. Cut the moves into one node wherever any of them begins or ends, so that each part goes whole to its targets.
     into = node[crossed.target] * (int(crossed.rows.document.max()) + 1) + crossed.rows.document
     into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
     keyed = Intervals(into, crossed.rows.start, crossed.rows.stop)
@@ -110,8 +109,8 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
     readers = np.bincount(part, minlength=len(parts))
     first_reader = np.cumsum(readers) - readers
 
-    # 2. Divide each part among its readers, and let each piece cross to one of them: in turns, beginning with another
-    #    one in every part.
+    # 2. Divide each part among its readers. Each piece crosses to one of them, in turn; every part begins with the
+    #    next reader.
     pieces = np.minimum(readers, np.maximum(parts.lengths // PIECE, 1))
     of_part = np.repeat(np.arange(len(parts)), pieces)
     nth = expand(np.zeros_like(pieces), pieces)
@@ -123,7 +122,7 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
     gateway_move = which[first_reader[of_part] + turn]
     gateway = crossed.target[gateway_move]
 
-    # 3. The first hop goes to the gateways, the second from there to the other readers.
+    # 3. The first hop goes to the gateways, the second from the gateways to the other readers.
     first_row = crossed.rows.start[gateway_move]
     hop = crossed.pieces(gateway_move, begin - first_row, end - first_row)
     others = readers[of_part]
@@ -137,7 +136,7 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
 
 
 def _between_borders(intervals: Intervals) -> Intervals:
-    """The rows of some intervals, cut wherever one begins or ends; by (document, start)."""
+    """Cut the rows of some intervals wherever one begins or ends; sort them by (document, start)."""
     # One number for document, row and whether an interval ends or begins there: numbers alone sort quickly.
     keys = (intervals.document << ROW_BITS) * 2
     keys = np.sort(np.concatenate([keys + 2 * intervals.start + 1, keys + 2 * intervals.stop]))

@@ -1,6 +1,6 @@
-"""Dividing K/V rows into stages where they are passed on inside nodes.
+"""Stages of K/V rows that are forwarded inside nodes.
 
-A row is passed on in the stage in which it crosses: ranks of a node that read it compute with it in the same stage.
+A row is forwarded in the stage in which it crosses, so ranks of a node that read it compute with it in the same stage.
 """
 
 import numpy as np
@@ -11,27 +11,29 @@ from hf_distca.planner.routes.stages import GRAIN
 from hf_distca.planner.routes.tables import IntArray
 
 PARTS = 8
-"""Rows are spread over stages in pieces of GRAIN rows, or of fewer where a stage has no room for so many pieces, each
-passed on to all its readers."""
+"""Number of pieces that a stage should have room for.
+
+Rows are spread over stages in pieces of GRAIN rows, or of fewer if a stage has too little room. Each piece is
+forwarded to all its readers.
+"""
 _GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it, their whole parts left out, lie evenly between 0 and 1, however many there are."""
+"""The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however many there are."""
 _BITS = 62
 
 
 def hops_by_stage(hops: Hops, stage_rows: int, ranks: int) -> tuple[Hops, ...]:
-    """K/V rows in the stages in which they travel.
+    """Divide K/V rows into stages.
 
-    Of rows that go the same way, from one rank to another and from there to the same others, about the same share goes
-    in each stage: then every rank has about equally much to receive and to compute in each of them.
+    Rows on the same path, from one rank to another and on to the same others, are spread evenly over the stages. So
+    every rank has about equally much to receive and to compute in each stage.
 
     Args:
-        hops: the K/V rows of all workers.
-        stage_rows: so many rows of a stage a rank sends at most, in both hops together, and receives at most; where a
-            single row is passed on to more ranks, so many.
-        ranks: number of ranks; workers from this number on are servers, and have all their rows in the first stage.
+        stage_rows: the most rows of a stage that a rank sends, both hops together, or receives; or the number of ranks
+            that a single row is forwarded to, if that is more.
+        ranks: number of ranks; later workers are servers, which get all their rows in the first stage.
 
     Returns:
-        What travels in each stage; at least one stage.
+        The hops of each stage; at least one stage.
     """
     to_ranks = hops.first.target < ranks
     among_ranks, to_servers = hops[to_ranks], hops[~to_ranks]
@@ -48,7 +50,7 @@ def hops_by_stage(hops: Hops, stage_rows: int, ranks: int) -> tuple[Hops, ...]:
             break
         count = max(count + 1, count * busiest // most)
 
-    # A piece may be larger than what there is for a stage: some are without one.
+    # A piece may be larger than a stage's share, which leaves some stages empty: drop them.
     numbers, stage = np.unique(stage, return_inverse=True)
     stages = [pieces[stage == number] for number in range(max(len(numbers), 1))]
     stages[0] = Hops(stages[0].first.followed_by(to_servers.first), stages[0].second, stages[0].passes)
@@ -56,14 +58,10 @@ def hops_by_stage(hops: Hops, stage_rows: int, ranks: int) -> tuple[Hops, ...]:
 
 
 def _spread(hops: Hops, grain: int) -> tuple[Hops, IntArray]:
-    """Pieces of moves of at most so many rows, and an order in which those that go the same way lie far apart.
-
-    Args:
-        hops: the moves.
-        grain: rows of a piece.
+    """Cut moves into small pieces, and order them so that pieces of the same path lie far apart.
 
     Returns:
-        The pieces, and for each how many rows come before it in that order.
+        The pieces of at most `grain` rows, and for each the number of rows before it in that order.
     """
     first = hops.first
     to_others = np.zeros_like(first.source)

@@ -1,7 +1,7 @@
-"""Dividing the K/V rows that ranks send and receive into stages, so that few of them are in memory at once.
+"""Division of exchanged K/V rows into stages, so that few rows are in memory at once.
 
-The rows of a stage are sent in one exchange; while they are computed with, those of the next are on their way. What a
-dedicated server receives is not divided: all of it is in the first stage.
+The rows of a stage are sent in one exchange; the next stage travels while they are computed with. Rows of dedicated
+servers are not divided: all of them are in the first stage.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,23 @@ from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.tables import IntArray
 
 GRAIN = 128
-"""Rows, a kernel block. What goes from one rank to another is divided at multiples of it, or of an eighth of its share
-of a stage where that is less."""
+"""Rows of a kernel block, at whose multiples the rows from one rank to another are divided.
+
+If an eighth of their share of a stage is less, they are divided at multiples of that.
+"""
 _WHOLE = 1 << 40
 """Size of a stage that holds everything."""
 
 
 def moves_by_stage(moves: Moves, stage_rows: int, ranks: int) -> tuple[Moves, ...]:
-    """K/V rows in the stages in which they travel.
+    """Divide K/V rows into stages.
 
     Args:
-        moves: the K/V rows of all workers.
-        stage_rows: so many rows of a stage a rank sends at most, and receives at most.
-        ranks: number of ranks; workers from this number on are servers.
+        stage_rows: the most rows of a stage that a rank sends, or receives.
+        ranks: number of ranks; later workers are servers.
 
     Returns:
-        What travels in each stage; at least one stage.
+        The moves of each stage; at least one stage.
     """
     moves = moves[np.lexsort((moves.rows.start, moves.rows.document, moves.source, moves.target))]
     rows = moves.rows.lengths
@@ -38,7 +39,7 @@ def moves_by_stage(moves: Moves, stage_rows: int, ranks: int) -> tuple[Moves, ..
     stages = _rows_by_stage(between[:ranks], stage_rows)
     stages[0] = np.concatenate([stages[0], between[ranks:]])
 
-    # In the order of target and source, moves and the parts that travel in a stage are two divisions of the same rows.
+    # Sorted by target and source, moves and parts of stages are two divisions of the same rows.
     target, source, stage, part_rows = _nonzero(stages)
     order = np.lexsort((stage, source, target))
     stage, part_rows = stage[order], part_rows[order]
@@ -53,23 +54,21 @@ def moves_by_stage(moves: Moves, stage_rows: int, ranks: int) -> tuple[Moves, ..
 
 
 def _rows_by_stage(between: IntArray, stage_rows: int) -> list[IntArray]:
-    """How many rows go from rank to rank in each stage.
+    """Return how many rows go from rank to rank in each stage.
 
-    Of all that goes from one rank to another about the same share goes in each stage: then every rank has about
-    equally much to receive and to compute in each of them, and none waits in one for what another computes in the
-    next. Where a rank has no room for all that is due in a stage, the ranks after it come first, the nearest before
-    the others.
+    Every stage has about the same share of the rows from one rank to another. So every rank has about equally much to
+    receive and to compute in each stage, and no rank waits for another's computation. If a rank has no room for all
+    rows due in a stage, the ranks after it come first, nearest first.
 
     Args:
-        between: [ranks, ranks] rows by the rank that receives them and the rank that holds them.
-        stage_rows: see `moves_by_stage`.
+        between: [ranks, ranks] rows by receiving rank and holding rank.
 
     Returns:
-        For each stage rows as in `between`; at least one stage.
+        For each stage, rows as in `between`; at least one stage.
     """
     ranks = len(between)
     busiest = max(int(between.sum(end).max()) for end in (0, 1))
-    count = max(-(-busiest // stage_rows), 1)  # further ones for what may be left over
+    count = max(-(-busiest // stage_rows), 1)  # more stages follow if rows are left over
     grain = np.clip(between // count // 8, 1, GRAIN)
     source = np.arange(ranks)
     left = between.copy()
@@ -92,7 +91,7 @@ def _rows_by_stage(between: IntArray, stage_rows: int) -> list[IntArray]:
 
 
 def _nonzero(stages: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """What travels in some stages: target, source, stage and rows of each part."""
+    """Return target, source, stage and rows of everything that travels in some stages."""
     found = [np.nonzero(travels) for travels in stages]
     target, source = (np.concatenate([where[axis] for where in found]) for axis in (0, 1))
     rows = np.concatenate([travels[where] for travels, where in zip(stages, found, strict=True)])
@@ -102,28 +101,25 @@ def _nonzero(stages: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray, 
 def tasks_by_stage(
     tasks: CutTasks, keys: KeysRead, stage_rows: int, window: int, ranks: int
 ) -> tuple[CutTasks, IntArray]:
-    """Tasks of windowed attention, cut so that each has all its keys in one stage.
+    """Cut tasks of windowed attention so that each has all its keys in one stage.
 
-    What the windows of two stages reach travels in both of them.
+    Rows within reach of the windows of two stages travel in both.
 
     Args:
-        tasks: the tasks of all workers.
-        keys: the K/V rows that they read.
-        stage_rows: so many rows of a stage a rank receives at most, or two windows where that is more.
-        window: width of the window.
-        ranks: number of ranks; workers from this number on are servers.
+        stage_rows: the most rows of a stage that a rank receives, or two windows if that is more.
+        ranks: number of ranks; later workers are servers.
 
     Returns:
-        The tasks, and the stage of each; 0 for those to which nothing is brought.
+        The tasks, and the stage of each; 0 for tasks that receive no rows.
     """
     rows = tasks.queries.rows
     order = np.lexsort((rows.start, rows.document, tasks.queries.target))
     tasks, brought, is_brought = tasks[order], keys.brought_rows[order], keys.brought[order]
     rows, target = tasks.queries.rows, tasks.queries.target
-    # A query is where its own key is among the rows that are brought to the worker's tasks, one task after another.
+    # The place of a query is that of its own key among the rows sent to the worker, one task after another.
     before = np.cumsum(brought.lengths) - brought.lengths
     place = before - before[np.searchsorted(target, target)] + rows.start - brought.start
-    # The first queries of a stage reach rows of the one before.
+    # The windows of a stage's first queries reach into the previous stage.
     size = np.where(is_brought & (target < ranks), max(stage_rows - window + 1, window), _WHOLE)
     first_stage, last_stage = place // size, (place + rows.lengths - 1) // size
     counts = last_stage - first_stage + 1
@@ -134,10 +130,10 @@ def tasks_by_stage(
 
 
 def stage_intervals(arriving: Sequence[Moves]) -> tuple[IntArray, Intervals]:
-    """Rows of one worker that arrive stage by stage, those that touch within a stage joined.
+    """Return the rows of one worker that arrive stage by stage, joined where they touch within a stage.
 
     Args:
-        arriving: what arrives in each stage; no row twice.
+        arriving: moves of each stage; no row twice.
 
     Returns:
         The stage of each interval, and the intervals, by (document, start).

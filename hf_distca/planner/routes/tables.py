@@ -1,4 +1,4 @@
-"""What routes are made of: groups of tasks, messages between workers, and the routes of one rank."""
+"""Elements of routes: groups of tasks, messages between workers, and the routes of one rank."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ IntArray = NDArray[np.int64]
 LocalRows = NDArray[np.int64]
 """Numbers of rows of the nano-batch on this rank."""
 ReceivedRows = NDArray[np.int64]
-"""Numbers of rows among those received: Q rows or K/V rows."""
+"""Numbers of rows among the received Q rows or K/V rows."""
 
 UNEVEN = 0.25
-"""Halves whose pairs differ by a larger share of all are worth cutting a task."""
+"""Difference of two halves, as a share of all pairs, above which a task is cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +23,9 @@ class TaskGroup:
     Attributes:
         q_lens: [tasks] query rows of each task.
         k_lens: [tasks] K/V rows of each task.
-        q_rows: [sum of q_lens] where its query rows are, task after task.
-        k_rows: [sum of k_lens] where its K/V rows are; a row that two tasks need stands here twice.
-        task_pairs: [tasks] query-key pairs of each task, those that its window leaves.
+        q_rows: [sum of q_lens] positions of query rows, task after task.
+        k_rows: [sum of k_lens] positions of K/V rows; a row that two tasks need is listed twice.
+        task_pairs: [tasks] query-key pairs of each task within its window.
     """
 
     q_lens: IntArray
@@ -40,10 +40,10 @@ class TaskGroup:
         return int(self.task_pairs.sum())
 
     def halves(self, window: int | None) -> tuple["TaskGroup", "TaskGroup"]:
-        """The first tasks and the others, of about equal pairs: where whole tasks are far from it, one is cut.
+        """Divide the tasks into two groups of about equal pairs; cut one task if whole tasks are too uneven.
 
         Args:
-            window: of the tasks, whose rows are aligned with their keys at the end.
+            window: window of the tasks, whose rows are aligned with their keys at the end.
         """
         if not len(self.q_lens):
             return self, self
@@ -60,13 +60,7 @@ class TaskGroup:
         return self._with_cut(middle, rows, int(seen[rows - 1])).split(middle + 1) if rows else self.split(cut + 1)
 
     def _with_cut(self, task: int, rows: int, task_pairs: int) -> "TaskGroup":
-        """The same with one task as two: its first query rows, and the others.
-
-        Args:
-            task: which.
-            rows: so many query rows are the first.
-            task_pairs: of these.
-        """
+        """Return the group with one task cut in two after its first `rows` query rows, of `task_pairs` pairs."""
         keys = int(self.k_lens[task] - self.q_lens[task]) + rows
         k_start = int(self.k_lens[:task].sum())
         q_lens, k_lens = np.insert(self.q_lens, task, rows), np.insert(self.k_lens, task, keys)
@@ -77,7 +71,7 @@ class TaskGroup:
         return TaskGroup(q_lens, k_lens, self.q_rows, k_rows, pairs_of_tasks)
 
     def split(self, cut: int) -> tuple["TaskGroup", "TaskGroup"]:
-        """The first `cut` tasks and the others."""
+        """Return the first `cut` tasks and the others."""
         at_q, at_k = int(self.q_lens[:cut].sum()), int(self.k_lens[:cut].sum())
         return (
             TaskGroup(
@@ -94,11 +88,11 @@ class Messages:
     """Rows of one kind, Q or K and V, that this rank sends and receives.
 
     Attributes:
-        send_rows: local rows, ordered by receiving worker; of rows that are passed on, those received that go on.
-        send_counts: [workers] how many of them go to each worker.
-        recv_counts: [workers] how many rows come from each.
-        crossing: whether any rank sends such a row to another rank. The same on every rank, so that all of
-            them skip an empty exchange or none does.
+        send_rows: local rows, ordered by receiving worker; for forwarded rows, received rows.
+        send_counts: [workers] rows that go to each worker.
+        recv_counts: [workers] rows that come from each worker.
+        crossing: whether any rank sends such a row to another rank. The value is the same on every rank, so that all
+            ranks skip an empty exchange or none does.
     """
 
     send_rows: LocalRows | ReceivedRows
@@ -112,15 +106,13 @@ class Stage:
     """K/V rows that travel in one exchange, and the tasks that see them.
 
     Attributes:
-        keys: exchange of the K/V rows.
-        passed_on: exchange of those of them that a rank passes on to others of its node; they are the last of the
-            received rows there.
-        prefix: local queries against keys that come from elsewhere: q_rows local, k_rows received. With
-            full attention these are rows before the segment, all of them visible, and the result is
-            merged with that of `own`; with a window the task's whole window, bottom-right causal.
-        visiting: other ranks' queries: q_rows are received query rows, k_rows received key rows, bottom-right causal.
-        visiting_prefix: other ranks' queries against keys before them, all of them visible; none where there is one
-            stage, or a window.
+        passed_on: exchange of forwarded rows inside nodes; they come last among the received rows.
+        prefix: remote-KV tasks: q_rows are local, k_rows received. With full attention the keys lie before the segment
+            and are all visible; the result is merged with that of `own`. With a window a task has its whole window,
+            bottom-right causal.
+        visiting: remote-query tasks: q_rows are received query rows, k_rows received key rows, bottom-right causal.
+        visiting_prefix: received queries against keys before them, all of them visible; empty with one stage or a
+            window.
     """
 
     keys: Messages
@@ -132,14 +124,13 @@ class Stage:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The routes of one rank for one plan.
+    """Routes of one rank for one plan.
 
     Attributes:
-        local_rows: how many rows this rank holds.
-        queries: exchange of Q rows (and of O, dO, dQ rows the other way); never to the rank itself.
-        own: tasks whose queries and keys lie in one segment of this rank: q_rows and k_rows are local.
-        stages: exchanges of K/V rows, one after another, with the tasks of each. Received key rows of each are
-            counted apart. Servers have theirs in the first.
+        queries: exchange of Q rows, and of O, dO and dQ rows; never to the rank itself.
+        own: local tasks, whose queries and keys lie in one segment of this rank; q_rows and k_rows are local.
+        stages: exchanges of K/V rows, in order, with the tasks of each. Received key rows of each stage are counted
+            apart. Servers receive theirs in the first stage.
     """
 
     local_rows: int

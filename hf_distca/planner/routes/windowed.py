@@ -1,7 +1,7 @@
-"""Which K/V rows tasks of sliding-window attention read, and from where.
+"""K/V rows that tasks of sliding-window attention read.
 
-A task reads rows [first, stop), first the row that its first query's window reaches. They are either all in the
-segment of its queries, which then computes them where they lie, or all are brought to the worker, in one stage.
+A task reads rows [first, stop), where `first` is the edge of its first query's window. If all these rows are in the
+segment of its queries, they are read in place. Otherwise all of them are sent to the worker, in one stage.
 """
 
 import numpy as np
@@ -13,12 +13,7 @@ from hf_distca.planner.routes.tables import IntArray
 
 
 def windowed_keys(tasks: CutTasks, window: int) -> KeysRead:
-    """The K/V rows that tasks read.
-
-    Args:
-        tasks: the tasks.
-        window: a query row p reads those of rows max(0, p - window + 1) to p.
-    """
+    """Return the K/V rows that tasks read; query row p reads rows max(0, p - window + 1) to p."""
     rows = tasks.queries.rows
     first = np.maximum(rows.start - window + 1, 0)
     inside = tasks.at_home & (first >= tasks.segment_start)
@@ -31,12 +26,11 @@ def windowed_keys(tasks: CutTasks, window: int) -> KeysRead:
 
 
 def within_window(task: IntArray, queries: Intervals, keys: Intervals, window: int) -> Reads:
-    """Queries with all rows that their windows reach.
+    """Return queries with all rows that their windows reach.
 
     Args:
-        task: [n] the cut task of each.
-        queries: [n] its query rows.
-        keys: [n] the rows that it reads.
-        window: see `windowed_keys`.
+        task: [n] cut task of each interval of queries.
+        queries: [n] query rows of the task.
+        keys: [n] K/V rows that the task reads.
     """
     return Reads(task, queries, np.ones_like(task), keys, pairs(queries.start, queries.stop, window))

@@ -1,1 +1,1 @@
-"""Reports of simulations and plans: one HTML file, or one PNG with its main pictures."""
+"""Reports of simulations and plans, one HTML file each."""

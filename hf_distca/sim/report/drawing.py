@@ -1,4 +1,4 @@
-"""SVG for pages and for files: every colour has one meaning, and every mark has a label."""
+"""SVG pictures for pages and for files: every colour has one meaning, and every mark has a label."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from html import escape
 from math import ceil, floor, log10
 
 WIDE, NARROW = 860, 330
-"""Pixels of a picture on a desktop or paper, and on a phone: each is drawn for both, with letters of the same size."""
+"""Widths of a picture, in pixels, on a desktop or paper and on a phone; letters have the same size in both."""
 
 
 COLOURS = {
@@ -23,13 +23,16 @@ COLOURS = {
     "planned": ("#1f7a4d", "#4fbf87"),
     "plain": ("#7d5fb2", "#a98fdd"),
 }
-"""On light and on dark pages. From "attention" on they are classes of marks: core attention, other layers, waits for
-rows of other ranks, idle time, planned strategies, and strategies without plans."""
+"""Colours on light and on dark pages.
+
+From "attention" on, the names are classes of marks: core attention, other layers, waits for exchanges, idle time,
+planned strategies, and strategies without plans.
+"""
 MARKS = list(COLOURS)[list(COLOURS).index("attention") :]
 
 
 def style_sheet() -> str:
-    """Return the CSS that every page and every file of pictures begins with; on paper it is that of light pages."""
+    """Return the CSS at the start of every page and picture file; paper has the colours of light pages."""
     light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
     marks = " ".join(f".{name} {{ --key: var(--{name}); }}" for name in MARKS)
     return (
@@ -47,12 +50,7 @@ OF_FILES = """text { font: 13px system-ui, sans-serif; fill: var(--muted); font-
 
 @dataclass
 class Drawing:
-    """A picture as it grows.
-
-    Attributes:
-        width: in pixels.
-        height: in pixels.
-    """
+    """Picture under construction; width and height are in pixels."""
 
     width: float
     height: float
@@ -75,7 +73,7 @@ class Drawing:
         self._parts.append(f'<path class="{style} arrow" d="{shape}"/>')
 
     def bar(self, x: float, y: float, width: float, height: float, style: str, label: str) -> None:
-        """Draw a rectangle that stands for a value; the label says what value, of what."""
+        """Draw a rectangle that stands for a value; the label names the value."""
         self._parts.append(
             f'<rect class="mark {style}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" '
             f'height="{max(height, 0.5):.1f}"><title>{escape(label)}</title></rect>'
@@ -92,11 +90,11 @@ class Drawing:
         self._parts.append(f'<path class="{style}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>')
 
     def markup(self, label: str) -> str:
-        """The element; the label is for those who do not see it."""
+        """Return the SVG element; the label is for readers who do not see the picture."""
         return self._element("", label, "")
 
     def file(self, label: str) -> str:
-        """Return the text of a file of its own, on its own ground: it can be read on light and on dark pages."""
+        """Return the text of a separate file, with its own background for light and dark pages."""
         ground = f'<rect class="ground" width="{self.width:g}" height="{self.height:g}" rx="6"/>'
         first = f"<style>\n{style_sheet()}{OF_FILES}</style>{ground}"
         return self._element('xmlns="http://www.w3.org/2000/svg" ', label, first) + "\n"
@@ -109,7 +107,7 @@ class Drawing:
 
 
 def in_both_widths(draw: Callable[[int], Drawing], label: str) -> str:
-    """A picture for wide screens and one for narrow ones, of which the style sheet shows one."""
+    """Return a wide and a narrow picture, of which the style sheet shows one."""
     wide, narrow = draw(WIDE).markup(label), draw(NARROW).markup(label)
     return f'<div class="picture wide">{wide}</div><div class="picture narrow">{narrow}</div>'
 
@@ -126,5 +124,5 @@ def ticks(most: float, about: int = 4, least: float = 0.0) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A tick's number, without zeros behind it."""
+    """Return a tick's number without trailing zeros."""
     return f"{value:,.10g}"

@@ -1,4 +1,4 @@
-"""The section on document lengths, which all reports have."""
+"""Section on document lengths, which all reports have."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,11 +11,7 @@ from hf_distca.sim.report.units import COUNT, SHARE
 
 
 def lengths_section(figures: Mapping[str, Any]) -> str:
-    """Documents by length.
-
-    Args:
-        figures: with `histogram`.
-    """
+    """Return the section on documents by length, from figures with `histogram`."""
     bins = figures["histogram"]
     return section(
         "Document lengths",
@@ -42,7 +38,7 @@ def lengths_section(figures: Mapping[str, Any]) -> str:
 
 
 def _longest(bins: list[dict[str, Any]]) -> str:
-    """Of the longest documents, those that hold half of the tokens."""
+    """Describe the longest documents that hold half of the tokens."""
     documents = tokens = 0.0
     for each in reversed(bins):
         documents, tokens = documents + each["document_share"], tokens + each["token_share"]

@@ -1,4 +1,4 @@
-"""The page that a report is: one HTML file that needs nothing else."""
+"""Page of a report: one self-contained HTML file."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +12,17 @@ from hf_distca.sim.report.units import Unit
 
 HERE = Path(__file__).parent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What a browser may load for the page: nothing but what is in it."""
+"""Content policy of the page: a browser loads nothing from outside."""
 
 
 def page(tool: str, title: str, source: str, lead: str, sections: Sequence[str], figures: Mapping[str, Any]) -> str:
-    """The file's text.
+    """Return the text of the HTML file.
 
     Args:
-        tool: the command that makes it.
         title: the outcome in a few words.
-        source: where predictions come from.
-        lead: on what documents and ranks.
-        sections: markup.
-        figures: what `--json` prints; the page carries it.
+        source: origin of the predictions.
+        lead: documents and ranks of the report.
+        figures: the figures that `--json` prints; the page contains them.
     """
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     data = json.dumps(figures).replace("</", "<\\/")
@@ -57,15 +55,15 @@ def page(tool: str, title: str, source: str, lead: str, sections: Sequence[str],
 
 
 def section(title: str, said: Sequence[str], *parts: str) -> str:
-    """A section: what it is about, sentences, and what follows them."""
+    """Return a section: a title, sentences, and further parts."""
     sentences = "".join(f"<p>{escape(each)}</p>" for each in said)
     return f"<section><h2>{escape(title)}</h2>{sentences}{''.join(parts)}</section>"
 
 
 def key_figures(figures: Any, keys: Sequence[tuple[str, str, Unit]]) -> str:
-    """The few numbers that matter the most: what each is, its path, and how it is written.
+    """Return the most important numbers, each with a title, a path and a unit.
 
-    A path to a speed-up shows beside it how far micro-batches differ.
+    A speed-up is shown with its range over micro-batches.
     """
     shown = []
     for name, path, unit in keys:
@@ -80,12 +78,11 @@ def key_figures(figures: Any, keys: Sequence[tuple[str, str, Unit]]) -> str:
 
 
 def figure(label: str, draw: Callable[[int], Drawing], legend: Sequence[tuple[str, str]] = ()) -> str:
-    """A picture, with what its colours mean.
+    """Return a picture with its legend.
 
     Args:
-        label: for those who do not see it.
-        draw: for a width in pixels.
-        legend: classes and what they stand for.
+        label: text for readers who do not see the picture.
+        draw: draws the picture for a width in pixels.
     """
     keys = "".join(f'<li class="{style}">{escape(name)}</li>' for style, name in legend)
     listed = f'<ul class="legend">{keys}</ul>' if keys else ""
@@ -93,12 +90,12 @@ def figure(label: str, draw: Callable[[int], Drawing], legend: Sequence[tuple[st
 
 
 def folded(title: str, content: str) -> str:
-    """Content that is shown when asked for, and on paper."""
+    """Return content that is shown on demand, and on paper."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
 def code(text: str, label: str) -> str:
-    """A block to copy."""
+    """Return a block to copy."""
     return (
         f'<div class="code"><pre tabindex="0" aria-label="{escape(label)}">{escape(text)}</pre>'
         f'<button type="button" title="Copy: {escape(label)}">Copy</button></div>'
@@ -106,6 +103,6 @@ def code(text: str, label: str) -> str:
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """What was given."""
+    """Return the settings that were given."""
     body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
     return f'<div class="table"><table class="facts"><tbody>{body}</tbody></table></div>'

@@ -1,4 +1,4 @@
-"""The pictures of a report. Each is drawn for a width in pixels; values are those of the tables beside them."""
+"""Pictures of a report, drawn for a width in pixels; their values are also in tables beside them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from hf_distca.sim.report.drawing import WIDE, Drawing, number, ticks
 from hf_distca.sim.report.units import Unit, short
 
 LETTER = 7.4
-"""Pixels of a letter, about."""
+"""Approximate width of a letter, in pixels."""
 CUT_OFF = 2.0
-"""Bars so many times as long as the longest of those that matter are broken off."""
+"""Ratio to the longest important bar, above which a bar is broken off."""
 LEAST_SPEED_UP = 0.9
-"""Where the axis of speed-ups begins, unless one is smaller."""
+"""Start of the axis of speed-ups, unless a speed-up is smaller."""
 MOST_BARS = 128
-"""More ranks share bars, each as high as the highest of them."""
+"""Maximum number of bars; with more ranks, several ranks share a bar as high as the highest of them."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a bar: its size, the class that colours it, and what it is."""
+    """Part of a bar: its size, the class that colours it, and its name."""
 
     size: float
     style: str
@@ -31,7 +31,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Panel:
-    """Values of all ranks under one strategy: its title, the values, and the class that colours them."""
+    """Values of all ranks under one strategy: title, values, and the class that colours them."""
 
     title: str
     values: Sequence[float]
@@ -40,7 +40,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Series:
-    """A line: what it is, its values, and the class that colours it."""
+    """Line of a picture: name, values, and the class that colours them."""
 
     name: str
     values: Sequence[float]
@@ -48,11 +48,10 @@ class Series:
 
 
 def lengths(bins: Sequence[dict[str, Any]], width: int) -> Drawing:
-    """Shares of documents and of tokens by length, on a logarithmic axis.
+    """Draw shares of documents and of tokens by length, on a logarithmic axis.
 
     Args:
-        bins: `LengthBin`s as JSON has them.
-        width: of the picture.
+        bins: `LengthBin`s as in JSON.
     """
     height, left, top, bottom = 240, 44, 12, 196
     drawing = Drawing(width, height)
@@ -82,14 +81,11 @@ def lengths(bins: Sequence[dict[str, Any]], width: int) -> Drawing:
 
 
 def loads(panels: Sequence[Panel], unit: Unit, suffix: str, what: str, width: int) -> Drawing:
-    """Values of each rank in panels of one scale, with the mean of each.
+    """Draw values of each rank in panels of one scale, with the mean of each panel.
 
     Args:
-        panels: before and after.
-        unit: of the values.
-        suffix: behind numbers.
-        what: they are, for labels.
-        width: of the picture; narrow ones have panels below one another.
+        panels: panels before and after; narrow pictures have them below one another.
+        what: name of the values, for labels.
     """
     beside = width >= WIDE
     columns = len(panels) if beside else 1
@@ -125,13 +121,10 @@ def loads(panels: Sequence[Panel], unit: Unit, suffix: str, what: str, width: in
 def stacks(
     rows: Sequence[tuple[str, Sequence[Part]]], unit: Unit, suffix: str, width: int, strong: Sequence[str] = ()
 ) -> Drawing:
-    """Bars from left to right, of parts.
+    """Draw horizontal bars made of parts.
 
     Args:
-        rows: the name of each bar, and its parts.
-        unit: of sizes.
-        suffix: behind numbers.
-        width: of the picture; in narrow ones names stand above bars.
+        rows: name and parts of each bar; in narrow pictures names stand above bars.
         strong: names that stand out.
     """
     beside = width >= WIDE
@@ -172,25 +165,17 @@ def stacks(
 
 
 def longest_shown(totals: Mapping[str, float], strong: Sequence[str]) -> float:
-    """Bars longer than that are broken off, or those that matter would be too short to read.
+    """Return the length above which bars are broken off, so that important bars stay readable.
 
     Args:
-        totals: of all bars, by name.
-        strong: those that matter; none, if all do.
+        totals: length of every bar, by name.
+        strong: names of important bars; empty if all are important.
     """
     return CUT_OFF * max(totals[name] for name in strong) if any(map(totals.get, strong)) else inf
 
 
 def lines(places: Sequence[int], series: Sequence[Series], unit: Unit, what: str, width: int) -> Drawing:
-    """Speed-ups over numbers of ranks, which stand at equal distances.
-
-    Args:
-        places: numbers of ranks.
-        series: a line each.
-        unit: of the values.
-        what: places are.
-        width: of the picture.
-    """
+    """Draw speed-ups over numbers of ranks, which stand at equal distances."""
     left, top, bottom, right = 52.0, 12.0, 190.0, width - 24.0
     drawing = Drawing(width, 232)
     values = [value for each in series for value in each.values]
@@ -226,7 +211,7 @@ def _across(
     suffix: str,
     labelled: bool = True,
 ) -> None:
-    """Lines across a picture at round numbers."""
+    """Draw lines across a picture at round numbers."""
     for mark in marks:
         y = bottom - (bottom - top) * (mark - marks[0]) / (marks[-1] - marks[0])
         drawing.line(left, y, right, y)

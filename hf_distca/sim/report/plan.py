@@ -1,4 +1,4 @@
-"""The report of one plan."""
+"""Report of one plan."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -16,12 +16,12 @@ PAIRS = Unit(scale=1e6, digits=2)
 
 
 def plan_report(figures: Mapping[str, Any]) -> str:
-    """One HTML file.
+    """Return one HTML file.
 
     Args:
-        figures: what `hf-distca plan --json` prints with a report: besides its figures `histogram`,
-            `packed_max_over_mean`, `by_rank` (of each rank lists `pairs_packed`, `pairs`, `tokens`, `tasks`,
-            `bytes_sent` and `bytes_received`), `task_rows` (tasks by their rows) and `setting` (what was asked for).
+        figures: the figures that `hf-distca plan --json` prints with a report. They include `histogram`,
+            `packed_max_over_mean`, `by_rank` (for each rank lists `pairs_packed`, `pairs`, `tokens`, `tasks`,
+            `bytes_sent` and `bytes_received`), `task_rows` (tasks by their rows) and `setting` (the given settings).
     """
     setting = figures["setting"]
     documents = sum(each["documents"] for each in figures["histogram"])
@@ -132,7 +132,7 @@ def _origin(figures: Mapping[str, Any]) -> str:
 
 
 def _ranks(figures: Mapping[str, Any], columns: list[tuple[str, str]], unit: Unit, caption: str) -> str:
-    """A table of all ranks, if they are not too many to read."""
+    """Return a table of all ranks, if they are few enough to read."""
     if figures["setting"]["ranks"] > MOST_RANKS:
         return ""
     return folded(caption, side_by_side(figures, "rank", columns, unit, caption))

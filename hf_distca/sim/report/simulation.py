@@ -1,4 +1,4 @@
-"""The report of a simulation."""
+"""Report of a simulation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ STEP_PARTS = (
     ("exchange_mean_seconds", "waits", "waits for rows of other ranks"),
     ("idle_seconds", "idle", "idle until the slowest rank is done"),
 )
-"""Of the mean rank's step: field, class and name."""
+"""Parts of the mean rank's step: field, class and name."""
 PLANNED = [("plain", "without plans"), ("planned", "planned by hf_distca")]
 
 
@@ -27,9 +27,9 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
     """Return one HTML file.
 
     Args:
-        figures: what `hf-distca simulate --json` prints: the fields of `Simulation`, and `scaling` (the fields of
-            each `ScalePoint`), `settings` (to be copied), `setting` (what was asked for), `profile`, `profile_source`
-            and `simulated_in`.
+        figures: the figures that `hf-distca simulate --json` prints: the fields of `Simulation`, `scaling` (the fields
+            of each `ScalePoint`), `settings` (to be copied), `setting` (the given settings), `profile`,
+            `profile_source` and `simulated_in`.
     """
     setting = figures["setting"]
     source = "costs of the device were measured; steps, with the plans that training makes, were simulated."
@@ -54,19 +54,19 @@ def outcome(figures: Mapping[str, Any]) -> str:
 
 
 def _load_panels(figures: Mapping[str, Any]) -> list[Panel]:
-    """Core attention of each rank before and after."""
+    """Return panels of each rank's core attention before and after."""
     return [Panel(load["name"], load["attention_seconds"], _style(figures, load["name"])) for load in figures["load"]]
 
 
 def _step_rows(figures: Mapping[str, Any]) -> list[tuple[str, list[Part]]]:
-    """What the time of a step goes into, by strategy."""
+    """Return the parts of a step's time, by strategy."""
     return [
         (way["name"], [Part(way[field], style, name) for field, style, name in STEP_PARTS]) for way in figures["ways"]
     ]
 
 
 def _style(figures: Mapping[str, Any], name: str) -> str:
-    """Class of a strategy's marks."""
+    """Return the class of a strategy's marks."""
     planned = {way["name"] for way in figures["ways"] if way["document_layout"] is not None}
     return "planned" if name in planned else "plain"
 

@@ -1,4 +1,4 @@
-"""Tables whose cells are values of the figures that the report shows, each with the place that it comes from."""
+"""Tables of figures; every cell carries the path of its value in the figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,17 +8,15 @@ from typing import Any
 from hf_distca.sim.report.units import Unit
 
 MOST_RANKS = 256
-"""Of more ranks a table would be longer than anybody reads; `--json` has them all."""
+"""Maximum number of ranks in a table; `--json` has all of them."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """Column of a table.
 
     Attributes:
-        title: above it.
-        field: of each row's object.
-        unit: how numbers are written; None for names.
+        unit: unit of numbers; None for names.
     """
 
     title: str
@@ -27,13 +25,11 @@ class Column:
 
 
 def table(figures: Any, path: str, columns: Sequence[Column], caption: str, marked: Sequence[str] = ()) -> str:
-    """A table with a row for each object of a list.
+    """Return a table with a row for each object of a list.
 
     Args:
-        figures: what JSON holds.
-        path: of the list in it, `a/0/b`.
-        columns: the first one heads the rows.
-        caption: says what is shown.
+        path: path of the list in the figures, such as `a/0/b`.
+        columns: the first column heads the rows.
         marked: rows whose first cell is one of these stand out.
     """
     rows = []
@@ -48,14 +44,10 @@ def table(figures: Any, path: str, columns: Sequence[Column], caption: str, mark
 
 
 def side_by_side(figures: Any, heading: str, columns: Sequence[tuple[str, str]], unit: Unit, caption: str) -> str:
-    """A table of lists of equal length, with a row for each place.
+    """Return a table of lists of equal length, with a row for each index.
 
     Args:
-        figures: what JSON holds.
-        heading: what a row is.
-        columns: the title and the path of each list.
-        unit: how numbers are written.
-        caption: says what is shown.
+        columns: title and path of each list.
     """
     lists = [(path, at(figures, path)) for _, path in columns]
     rows = []
@@ -66,7 +58,7 @@ def side_by_side(figures: Any, heading: str, columns: Sequence[tuple[str, str]],
 
 
 def cell(value: Any, path: str, unit: Unit | None) -> str:
-    """A value and where it comes from."""
+    """Return a cell with a value and its path."""
     if value is None:
         return "–"
     if unit is None:
@@ -75,7 +67,7 @@ def cell(value: Any, path: str, unit: Unit | None) -> str:
 
 
 def at(figures: Any, path: str) -> Any:
-    """The value at a path of keys and indices."""
+    """Return the value at a path of keys and indices."""
     for part in path.split("/"):
         figures = figures[int(part)] if isinstance(figures, list | tuple) else figures[part]
     return figures

@@ -1,24 +1,18 @@
-"""How numbers are written."""
+"""Units of numbers in reports."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A way to write numbers.
-
-    Attributes:
-        scale: what 1 of the unit is.
-        digits: behind the point.
-        suffix: behind the number.
-    """
+    """Format of numbers."""
 
     scale: float = 1.0
     digits: int = 0
     suffix: str = ""
 
     def text(self, value: float) -> str:
-        """The number, written."""
+        """Return the formatted value."""
         return f"{value / self.scale:,.{self.digits}f}{self.suffix}"
 
 
@@ -32,7 +26,7 @@ GIGABYTES = Unit(scale=1e9, digits=2)
 
 
 def short(count: float) -> str:
-    """A count of tokens where there is little room: 512, 8K, 1M, in powers of 1024."""
+    """Return a count of tokens in short form: 512, 8K, 1M, in powers of 1024."""
     for size, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
         if count >= size:
             return f"{count / size:.3g}{letter}"

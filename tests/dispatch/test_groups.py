@@ -87,8 +87,8 @@ def test_the_options_are_those_of_torch():
     ("uuids", "told"),
     [
         (["a", "b", "c"], None),
-        (["a", "b", "a"], r"got ranks \[0, 2\] on a: start one process per GPU.*over gloo"),
-        (["a", "b", "a", "b"], r"got ranks \[0, 2\] on a; ranks \[1, 3\] on b:"),
+        (["a", "b", "a"], r"several ranks share one: ranks \[0, 2\] on a\. Start one process per GPU.*use gloo"),
+        (["a", "b", "a", "b"], r"share one: ranks \[0, 2\] on a; ranks \[1, 3\] on b\."),
     ],
 )
 def test_ranks_that_share_a_gpu(uuids, told):

@@ -115,7 +115,7 @@ def test_a_model_is_loaded_as_is_asked_for(tmp_path):
             r"train_dataset has neither tokens .* nor text in 'text'; its columns are \['body', 'source'\]. Set data",
         ),
         ([{"text": 3}], {}, "nor text in 'text'"),
-        (chats(1), {}, "train_dataset has 'messages' and no 'input_ids': .*; use hf_distca.DistCASFTTrainer"),
+        (chats(1), {}, "train_dataset has 'messages' and no 'input_ids', but .*; use hf_distca.DistCASFTTrainer"),
         (prompts(1), {}, "train_dataset has 'prompt', 'completion' and no 'input_ids'"),
         (
             datasets.Dataset.from_dict({"input_ids": TOKENS}),

@@ -173,8 +173,8 @@ def failing(kind):
         "too little": (send(lambda n: message(reply(n), b"1234567")), "7 bytes, expected 8"),
         "huge": (send(lambda n: message(reply(n), payload_bytes=2**63)), "expected 8"),
         "unasked": (send(lambda n: message(reply(99), b"12345678")), "received a Reply that answers no call"),
-        "other kind": (send(lambda n: message(call(n), b"12345678")), "a Call came"),
-        "garbage": (send(lambda n: b"\0" * 100), "no message"),
+        "other kind": (send(lambda n: message(call(n), b"12345678")), "received a Call that answers no call"),
+        "garbage": (send(lambda n: b"\0" * 100), "does not follow the protocol"),
         "stops in the middle": (
             send(lambda n: message(reply(1), b"12345678")[:-4] if n == 1 else b""),
             "no reply within 0.5 s",

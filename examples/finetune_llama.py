@@ -117,14 +117,14 @@ def check_weights(folder: Path) -> None:
 
 
 def load_texts(script_args: ScriptArguments, show_progress: bool) -> Dataset:
-    """The documents, as text."""
+    """Load the documents, as text."""
     if script_args.dataset_name is None:
         return standard_library(progress=show_progress)
     return load_named(script_args.dataset_name)
 
 
 def load_named(name: str) -> Dataset:
-    """The split 'train' of a name on the Hub or a folder; or a .jsonl, .parquet or .csv file."""
+    """Load the split 'train' of a name on the Hub or a folder, or a .jsonl, .parquet or .csv file."""
     file = Path(name)
     if file.is_file():
         kind = "json" if file.suffix == ".jsonl" else file.suffix.removeprefix(".")
@@ -151,7 +151,7 @@ def standard_library(progress: bool = True) -> Dataset:
 
 
 def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], documents: Dataset) -> dict[str, float]:
-    """What the run came to; figures that the trainer logs on the way are left out where it logged nothing."""
+    """Summarise the run; without logged steps only the evaluation and the documents."""
     steps = [entry for entry in log_history if "loss" in entry]
     tokens = sum(map(len, documents["input_ids"]))
     summary = {"eval_loss": metrics["eval_loss"], "documents": len(documents), "tokens": tokens}
@@ -168,7 +168,7 @@ def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], do
 
 
 def print_table(summary: dict[str, float], ranks: int, output_dir: str) -> None:
-    """The summary, for people."""
+    """Print the summary as a table."""
     documents = ("Training documents", f"{summary['documents']:,} of {summary['tokens']:,} tokens in all")
     evaluation = ("Evaluation loss", f"{summary['eval_loss']:.3f}")
     if "loss_first" in summary:

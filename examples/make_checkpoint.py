@@ -42,7 +42,7 @@ def standard_library(progress: bool = True) -> Dataset:
 
 
 def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that puts a begin-of-text token first, as LLaMA 3's does.
+    """Train a byte-level BPE tokenizer that puts a begin-of-text token first, as LLaMA 3's does.
 
     Args:
         documents: a data set with the column `text`.
@@ -72,7 +72,7 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
 def make_model(
     tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int, heads: int, kv_heads: int, seed: int
 ) -> LlamaForCausalLM:
-    """A LLaMA model with random weights in float32.
+    """Make a LLaMA model with random weights in float32.
 
     Args:
         tokenizer: gives the size of the vocabulary and the special tokens.

@@ -104,12 +104,12 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
 
 
 def _server_device(*, cpu: bool) -> str:
-    """What a server of this launch computes on: of its host's GPUs the one of its number, as it is for ranks."""
+    """Return the device of a server of this launch: the GPU of its local rank, or the CPU."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_available() and not cpu else "cpu"
 
 
 def _without_device(rank: int, device: str) -> str:
-    """What is to be said of a server whose device does not exist; nothing if it does."""
+    """Return an error message if the device of a server does not exist, else an empty string."""
     if device == "cpu" or int(device.removeprefix("cuda:")) < (count := device_count()):
         return ""
     return (
@@ -219,7 +219,7 @@ def open_pool(
 
 
 def _file_token(path: Path) -> bytes:
-    """The token in the file; a new one, written there, where there is no such file."""
+    """Read the token from the file, or write a new one if there is no file."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_token(path, make_token())

@@ -136,7 +136,7 @@ class Listener:
             undo.pop_all()
 
     def _meet(self, channel: Channel) -> None:
-        """The thread of one peer."""
+        """Serve one peer in its thread."""
         try:
             try:
                 channel.prove(self._token, self._service, connects=False)

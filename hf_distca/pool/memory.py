@@ -191,7 +191,7 @@ class Arena:
         return raw.view(dtype).view(shape)
 
     def _take(self, size: int) -> _Block:
-        """A free block, from the slabs there are if possible."""
+        """Return a free block, from an existing slab if possible."""
         self._kept = [(peer, rows) for peer, rows in self._kept if peer is None or not has_ended(peer)]
         self._merge()
         fitting = next((place for place, free in enumerate(self._free) if free.stop - free.start >= size), None)

@@ -185,7 +185,7 @@ class PlanTables:
         return sum(count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts))
 
     def read(self, payload: bytearray) -> tuple[NanoBatch, ...]:
-        """The nano-batches whose tables these are."""
+        """Rebuild the nano-batches from their tables."""
         kinds = [AttentionKind(*cast(tuple[Any, ...], numbers)) for numbers in self.kinds]
         offset, nano_batches = 0, []
         for counts in self.tables:
@@ -265,14 +265,14 @@ class Call:
         return AttentionKind(self.window, self.q_heads, self.kv_heads, self.dim_qk, self.dim_v, self.chunk)
 
     def request(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a rank sends."""
+        """List the tensors that a rank sends."""
         q, k, v, o, lse = self._tensors()
         if self.direction == "forward":
             return q, k, v
         return q, TensorSpec("do", o.rows, o.shape, o.dtype), o, lse, k, v
 
     def reply(self) -> tuple[TensorSpec, ...]:
-        """The tensors that a rank gets back."""
+        """List the tensors that a rank gets back."""
         q, k, v, o, lse = self._tensors()
         if self.direction == "forward":
             return o, lse
@@ -304,7 +304,7 @@ _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in typing.get_a
 
 
 def encode(message: Message, payload: int) -> bytes:
-    """A message as it travels, before so many bytes."""
+    """Encode a message that announces this number of payload bytes."""
     return json.dumps([type(message).__name__, message, payload], default=vars, allow_nan=False).encode()
 
 
@@ -323,7 +323,7 @@ def _no_number(text: str) -> float:
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """A value that JSON has made of one of an annotated type; ValueError where it is of another type."""
+    """Convert a JSON value to its annotated type; raise ValueError if it has another type."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind) and isinstance(value, dict):
         hints = _hints(cast(type, kind))

@@ -201,7 +201,7 @@ def chosen(channel: Channel, memory: Memory, welcome: RankWelcome) -> tuple[Tran
 
 
 def _buffers(rows: Sequence[Tensor]) -> list[Buffer]:
-    """The memory of contiguous tensors on the host, those without rows left out; NumPy itself has no bfloat16."""
+    """Return the host memory of contiguous tensors that have rows; NumPy has no bfloat16."""
     return [x_N.view(-1).view(torch.uint8).numpy().data for x_N in rows if x_N.numel()]
 
 

@@ -82,7 +82,7 @@ def observe(spans: Sequence[Span]) -> Observed:
 
 
 def _observe_phases(phases: Sequence[Span]) -> tuple[Observed, set[Work | None]]:
-    """Calls, time between phases while calls are under way, and the core attentions whose calls were not alone.
+    """Return calls, time between phases while calls run, and core attentions whose calls overlapped.
 
     Phases are in the order of their beginnings; those of a repair lie within another one.
     """

@@ -149,7 +149,7 @@ class AttentionServer:
         return None
 
     def _serve(self, channel: Channel, hello: Message) -> None:
-        """The thread of one rank."""
+        """Serve one rank in its thread."""
         if not isinstance(hello, RankHello):
             raise ProtocolError(f"a rank begins with its hello, got {type(hello).__name__}")
         with self._on_device():
@@ -197,7 +197,7 @@ class AttentionServer:
         self._calls.arrived(link, assembly)
 
     def _kernel_of(self, call: Call) -> Kernel:
-        """The kernel that computes a call; ValueError where none can."""
+        """Return the kernel that computes a call; raise ValueError if none can."""
         need = Need(getattr(torch, call.dtype), call.dim_qk, call.dim_v, params_of(call))
         if need not in self._kernels:
             try:
@@ -210,7 +210,7 @@ class AttentionServer:
         return self._kernels[need]
 
     def _compute_calls(self) -> None:
-        """The computing thread."""
+        """Compute calls in the order of arrival, in one thread."""
         with self._on_device():
             while (assembly := self._calls.next()) is not None:
                 try:

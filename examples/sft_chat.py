@@ -119,7 +119,7 @@ def check_weights(folder: Path) -> None:
 
 
 def load_chats(script_args: ScriptArguments, seed: int, show_progress: bool) -> Dataset:
-    """The chats, as TRL takes them, in random order."""
+    """Load the chats, as TRL takes them, in random order."""
     if script_args.dataset_name is None:
         sources = standard_library(progress=show_progress).shuffle(seed=seed)["text"]
         return Dataset.from_list(list(islice(library_chats(sources), script_args.max_chats)))
@@ -129,7 +129,7 @@ def load_chats(script_args: ScriptArguments, seed: int, show_progress: bool) -> 
 
 
 def load_named(name: str) -> Dataset:
-    """The split 'train' of a name on the Hub or a folder; or a .jsonl, .parquet or .csv file."""
+    """Load the split 'train' of a name on the Hub or a folder, or a .jsonl, .parquet or .csv file."""
     file = Path(name)
     if file.is_file():
         kind = "json" if file.suffix == ".jsonl" else file.suffix.removeprefix(".")
@@ -156,7 +156,7 @@ def standard_library(progress: bool = True) -> Dataset:
 
 
 def library_chats(sources: Iterable[str]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """A chat about each source file: what each of its documented functions does.
+    """Make a chat about each source file: what each of its documented functions does.
 
     Args:
         sources: texts of Python modules. Those without a documented function have no chat, nor have those that are
@@ -180,7 +180,7 @@ def library_chats(sources: Iterable[str]) -> Iterator[dict[str, list[dict[str, s
 
 
 def summarize(log_history: list[dict[str, float]], metrics: dict[str, float], chats: int) -> dict[str, float]:
-    """What the run came to; figures that the trainer logs on the way are left out where it logged nothing."""
+    """Summarise the run; without logged steps only the evaluation and the chats."""
     steps = [entry for entry in log_history if "loss" in entry]
     evaluated = {name: metrics[name] for name in ("eval_loss", "eval_mean_token_accuracy")}
     if not steps:

@@ -136,7 +136,7 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1, "2"], (), 'item 1 is "2"'),
         ([True], (), "item 0 is true"),
         ([None], (), "item 0 is null"),
-        ([1, 0], (), "item 1 is 0; a document has at least 1 token"),
+        ([1, 0], (), "item 1 is 0, but a document has at least 1 token"),
         ([[1], [-4]], (), "row 1, item 0 is -4"),
         ([17], (), "1 documents hold 17 tokens, but 2 ranks of 8 take 16"),
         ([[9], [1]], ("--document-layout", "fixed"), "row 0 holds 9 tokens"),
@@ -165,11 +165,11 @@ def test_a_window_evens_out_long_documents(plan, capsys):
         ([1], ("--document-layout", "best"), "--document-layout: invalid choice: 'best'"),
         ([1], ("--ranks", "4", "--ranks-per-node", "3"), "ranks_per_node=3 does not divide the 4 ranks"),
         ([1], ("--ranks-per-node", "2,1"), "ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train"),
-        ([1], ("--ranks-per-node", "x"), "ranks_per_node must be a number of ranks"),
+        ([1], ("--ranks-per-node", "x"), "ranks_per_node must be one number of ranks"),
         ([1], ("--network-bandwidth", "0"), "--network-bandwidth: must be a positive number of gigabytes, got '0'"),
         ([1], ("--attention-kernel", "auto"), "--attention-kernel: invalid choice: 'auto'"),
         ([1], ("--dtype", "int3"), "--dtype: invalid choice"),
-        ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x: no such folder"),
+        ([1], ("--dump", "/nonexistent/x"), "cannot write /nonexistent/x: there is no such folder"),
         ([1], ("--dump", "."), "cannot write .: it is a folder; name a file"),
         ([1], ("--tokens-per-rank", str(10**20)), "--tokens-per-rank: must be at most 134217728"),
         ([1], ("--window", str(10**20)), "--window: must be at most 2147483647"),
@@ -290,10 +290,10 @@ def test_tables_hold_lengths_or_tokens(capsys, tmp_path, ending):
     [
         (None, None, "no such file"),
         ("", None, "expected a csv file (No columns to parse from file)"),
-        ("text\nab", None, "has columns ['text'], none of ['length', 'input_ids']"),
+        ("text\nab", None, "has columns ['text'], but none of ['length', 'input_ids']"),
         ("text\nab", "text", "string; expected whole numbers of tokens, or lists of tokens"),
         ("length\n2.5", None, "column length holds double; expected whole numbers"),
-        ("length\n3\n0", None, "column length: row 1 is 0; a document has at least 1 token"),
+        ("length\n3\n0", None, "column length: row 1 is 0, but a document has at least 1 token"),
     ],
 )
 def test_tables_that_hold_none(capsys, tmp_path, content, column, message):
@@ -368,7 +368,7 @@ def test_hybrids_and_experts(plan, capsys, tmp_path, model_type):
         (["--device-memory", "80"], "no model is given; add --model"),
         (["--device-memory", "none"], "must be a positive number of gigabytes"),
         (["--model", "/nowhere", "--q-heads", "4"], "--q-heads and --model both describe the model"),
-        (["--model", "/nowhere", "--dtype", "float16"], "computes in bfloat16 or float32"),
+        (["--model", "/nowhere", "--dtype", "float16"], "counted in bfloat16 or float32 only"),
     ],
 )
 def test_what_cannot_be_told_of_memory(plan, capsys, options, message):
@@ -411,7 +411,7 @@ def test_a_micro_batch_is_drawn_of_a_data_set(tmp_path, capsys):
     options = ["--lengths", str(tmp_path / "data"), "--ranks", "2", "--tokens-per-rank", "1k"]
     assert planned(capsys, *options, "--column", "tokens")["tasks"] > 10
     assert main(["plan", *options, "--split", "train", "--column", "text"]) == 2
-    assert "has columns ['tokens'], none of ['text']" in capsys.readouterr().err
+    assert "has columns ['tokens'], but none of ['text']" in capsys.readouterr().err
 
 
 def test_nodes_have_eight_ranks_by_default(capsys):

@@ -140,6 +140,8 @@ class Listener:
         try:
             try:
                 channel.prove(self._token, self._service, connects=False)
+            except PeerLeft:  # which proves nothing, as checks of open ports do
+                raise
             except LinkLost as error:
                 self._warn(f"refused {channel.name}: {error}")
                 return

@@ -189,7 +189,7 @@ def test_plan_for_other_nodes():
     settings = PlanSettings(1, 8, small_kinds())
     plan = plan_micro_batch([8], settings)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"on the nodes \(0,\), but the dispatcher's settings have None: plan with"):
+    with pytest.raises(ValueError, match=r"on the nodes \(0,\), but the dispatcher's settings have the nodes None; use the same"):
         dispatcher.bind(in_nodes(plan, (0,)))
 
 
@@ -206,7 +206,7 @@ def test_kind_that_was_not_planned(bound_step, model_type, config, kind):
     _, batch, plan = bound_step
     planned = "full attention with 4 query and 2 key-value heads of 8 (values of 8)"
     message = (
-        f"a layer has {kind}; the plan was made for {planned}; list the kinds of all layers in PlanSettings.kinds"
+        f"a layer has {kind}, but the plan was made for {planned}; list the kinds of all layers in PlanSettings.kinds"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         small_model(model_type, **config)(**batch, distca_plan=plan)

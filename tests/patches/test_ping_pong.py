@@ -389,7 +389,7 @@ def test_states_that_layers_leave_to_later_ones():
 
 
 def test_cache():
-    with pytest.raises(ValueError, match=r"no use for cached keys and values; set model\.config\.use_cache = False"):
+    with pytest.raises(ValueError, match=r"cannot use cached keys and values; set model\.config\.use_cache = False"):
         split_argument("past_key_values", DynamicCache(), (2, 4))
 
 

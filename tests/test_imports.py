@@ -25,7 +25,7 @@ ALLOWED = {
     "config": {"kernels", "units"},
     "collator": PLANNER,
     "dispatch": PLANNER | {"kernels"},
-    "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
+    "dispatch.remote": PLANNER | {"kernels", "dispatch.recorder", "dispatch.rows"},
     "patches": DISPATCH | {"config", "units"},
     "memory": DISPATCH | {"config", "patches", "sim"},
     "pool": DISPATCH | ROWS | {"pool.token", "pool.child", "pool.directory", "pool.rank"},

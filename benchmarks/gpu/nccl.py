@@ -13,8 +13,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.harness import median_seconds
 from hf_distca.dispatch.backends import exchange_backend, exchange_options
 from hf_distca.dispatch.exchange import Exchange, Traffic
-from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.rows import row_index
+from hf_distca.dispatch.rows import IndexBuffer, row_index
 
 
 def check_nccl(setting: Setting) -> Findings:

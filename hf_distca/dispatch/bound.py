@@ -12,10 +12,9 @@ from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Traffic
-from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
-from hf_distca.dispatch.rows import row_index
+from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_distca.dispatch.bound import BoundRoutes
 from hf_distca.dispatch.exchange import SIZES_KEPT, Exchange, Traffic
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
 from hf_distca.planner.routes import make_routes
 

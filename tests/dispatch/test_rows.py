@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from hf_distca.dispatch.arena import Arena, rounded_up
-from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.rows import FEW_RUNS, copy_rows, merge_rows, put, row_index, take
+from hf_distca.dispatch.rows import FEW_RUNS, IndexBuffer, copy_rows, merge_rows, put, row_index, take
 
 CPU = torch.device("cpu")
 SCATTERED = list(range(0, 4 * FEW_RUNS, 2))

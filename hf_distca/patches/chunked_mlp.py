@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.patches.layers import decoder_layers
+from hf_distca.models.decoder import decoder_layers
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.patches.chunked_loss import ChunkedSum, Step, apply_steps, rows_of_chunk
-from hf_distca.patches.deferred_logits import REASON, DeferredLogits
+from hf_distca.models.decoder import base_model
+from hf_distca.models.tensor_parallel import MESH, is_shared_out
 from hf_distca.patches.layers import HOOKS
-from hf_distca.patches.model import base_model
-from hf_distca.patches.tensor_parallel import MESH, is_shared_out
+from hf_distca.patches.loss import REASON, ChunkedSum, DeferredLogits, Step, apply_steps, rows_of_chunk
 from hf_distca.patches.uncompiled import uncompiled
 from hf_distca.plan import PLAN_KEY
 

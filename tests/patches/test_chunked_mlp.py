@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from hf_distca.memory.core_attention import Use
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
-from hf_distca.memory.models import model_after
 from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.models.fake import model_after
 from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch

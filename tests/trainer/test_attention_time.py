@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_distca import DistCAConfig
-from hf_distca.patches.model import plan_settings
+from hf_distca.models.settings import plan_settings
 from hf_distca.plan import Choice
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.attention_time import AttentionTime

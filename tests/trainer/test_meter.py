@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
-from hf_distca.patches.model import plan_settings
+from hf_distca.models.settings import plan_settings
 from hf_distca.plan import Choice, ExchangeFigures, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.meter import StepMeter

@@ -42,19 +42,8 @@ ALLOWED = {
     "pool.rank": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "pool.server": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "trainer": DISPATCH
-    | {
-        "config",
-        "units",
-        "collator",
-        "models",
-        "patches",
-        "measure",
-        "memory",
-        "timeline",
-        "sim",
-        "pool.launch",
-        "pool.rank",
-    },
+    | {"config", "units", "collator", "models", "patches", "measure", "memory", "timeline", "sim"}
+    | {"pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
     "timeline": {"plan", "dispatch.recorder", "sim.report"},

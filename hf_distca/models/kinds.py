@@ -50,7 +50,8 @@ def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
     """Return the type of each decoder layer; empty if the config names none."""
-    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    types: list[str] | None = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return types or []
 
 
 def attention_reaches(config: PreTrainedConfig) -> list[Reach]:

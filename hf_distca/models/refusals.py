@@ -140,10 +140,10 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             "them a module is known that mixes along the row (with a convolution, or attention of its own); documents "
             f"could not be kept apart in the others; {instead}"
         )
-    for layer in mixing:
-        if not takes_keywords(layer):
+    for module in mixing:
+        if not takes_keywords(module):
             yield (
-                f"{type(layer).__name__}.forward has no **kwargs, so the plan would not reach the module in it that "
+                f"{type(module).__name__}.forward has no **kwargs, so the plan would not reach the module in it that "
                 f"mixes along the row, and documents would mix; {instead}"
             )
     for module in (*attentions.values(), *filter(has_attention, decoder_layers(model))):
@@ -180,11 +180,8 @@ def _hands_keywords_on(module: nn.Module) -> bool:
     """Return whether a module's forward accepts keywords that it does not name, and uses them."""
     if not takes_keywords(module):
         return False
-    forward: Any = next(
-        forward
-        for cls in type(module).__mro__
-        if (forward := vars(cls).get("forward")) and not forward.__module__.startswith("hf_distca.")
-    )
+    forwards: list[Any] = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
+    forward = next(forward for forward in forwards if not forward.__module__.startswith("hf_distca."))
     code = inspect.unwrap(forward).__code__
     keywords = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
     loaded = [step.argval for step in get_instructions(code) if step.opname.startswith("LOAD")]

@@ -147,8 +147,8 @@ def attention_chunk(module: nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     if "chunked_attention" not in (getattr(config, "layer_types", None) or ()):
         return None
-    layer: Any = module.layer_idx
-    return attention_reaches(config)[layer].chunk
+    reaches: dict[Any, Reach] = dict(enumerate(attention_reaches(config)))
+    return reaches[module.layer_idx].chunk
 
 
 def _compute_dtype(query: Tensor, value: Tensor) -> torch.dtype:

@@ -19,7 +19,7 @@ def weights_met(model: PreTrainedModel) -> dict[nn.Parameter, float]:
     Embedding and output head, which may be tied, are left out. Experts count by the share of experts that a token
     uses.
     """
-    share = share_of_experts(model.config.get_text_config(decoder=True))
+    share = _share_of_experts(model.config.get_text_config(decoder=True))
     tables = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
     return {
         parameter: count_of(parameter) * (share if ".experts." in name else 1.0)
@@ -36,7 +36,7 @@ def count_of(parameter: Any) -> int:
     return int(state.shape.numel() if state is not None else parameter.numel())
 
 
-def share_of_experts(config: PreTrainedConfig) -> float:
+def _share_of_experts(config: PreTrainedConfig) -> float:
     """Return the share of experts that a token uses."""
     every = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
     return float(getattr(config, "num_experts_per_tok", None) or every) / every

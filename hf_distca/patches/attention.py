@@ -20,7 +20,7 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.kernels import AttentionParams
 from hf_distca.models.kinds import Reach, attention_reaches
 from hf_distca.models.refusals import CHANGING_MASKS
-from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.patches.modules import uncompiled
 
 
 class DeferredMask:

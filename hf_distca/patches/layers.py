@@ -24,8 +24,8 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.models.decoder import decoder_layers, is_attention, mixing_modules
 from hf_distca.models.refusals import check_layers
 from hf_distca.patches.mixing import layer_runs, plan_mixing
+from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import ThreadState, join_results, join_states, split_argument
-from hf_distca.patches.uncompiled import uncompiled
 from hf_distca.plan import PLAN_KEY
 
 logger = logging.get_logger(__name__)
@@ -56,8 +56,7 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     for layer in [*outer, *_inner_layers(outer)]:
         cls = type(layer)
         if cls not in subclasses and not issubclass(cls, _PlannedLayer):
-            # accelerate and PEFT find layers by the name of their class.
-            subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
+            subclasses[cls] = subclass(cls, _PlannedLayer)
         if cls in subclasses:
             layer.__class__ = subclasses[cls]
         vars(layer).update(attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer))

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.patches.modules import uncompiled
 
 logger = logging.get_logger(__name__)
 

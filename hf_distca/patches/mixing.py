@@ -16,8 +16,8 @@ from torch import nn
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules
+from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import Refusal, Sizes, join_results, split_argument
-from hf_distca.patches.uncompiled import uncompiled
 from hf_distca.plan import PLAN_KEY
 
 TOLD_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -47,10 +47,8 @@ def plan_mixing(layer: nn.Module) -> int:
     """Let a layer's mixing modules run document by document inside `layer_runs`, and return their number."""
     modules = mixing_modules(layer)
     for module in modules:
-        cls = type(module)
-        if not issubclass(cls, _MixingModule):
-            # Other libraries find modules by class name.
-            module.__class__ = type(cls.__name__, (_MixingModule, cls), {"__module__": cls.__module__})
+        if not isinstance(module, _MixingModule):
+            module.__class__ = subclass(type(module), _MixingModule)
     return len(modules)
 
 

@@ -1,6 +1,6 @@
-"""Functions that torch.compile must not trace.
+"""What all changed modules share: a subclass with the name of their class, and methods that are not traced.
 
-Core attention of a planned step changes with every plan: traced, it would be compiled for each micro-batch, in dozens
+torch.compile must not trace what a plan changes. Core attention of a planned step changes with every plan: traced, it would be compiled for each micro-batch, in dozens
 of pieces. Each call is therefore one break between compiled graphs. Projections and position embedding are before the
 break; output projection, norms and MLP follow it.
 
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,3 +26,14 @@ def uncompiled(reason: str) -> Callable[[Function], Function]:
     """
     decorator: Callable[[Function], Function] = torch.compiler.disable(reason=reason)
     return decorator
+
+
+def subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
+    """Return a subclass with its base's name, by which PEFT, accelerate and checkpoints find modules.
+
+    Args:
+        before: bases that precede the class.
+    """
+    return type(
+        cls.__name__, (*before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
+    )

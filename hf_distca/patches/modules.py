@@ -1,8 +1,8 @@
 """What all changed modules share: a subclass with the name of their class, and methods that are not traced.
 
-torch.compile must not trace what a plan changes. Core attention of a planned step changes with every plan: traced, it would be compiled for each micro-batch, in dozens
-of pieces. Each call is therefore one break between compiled graphs. Projections and position embedding are before the
-break; output projection, norms and MLP follow it.
+Core attention of a planned step changes with every plan. If torch.compile traced it, each micro-batch would compile it
+again, in dozens of pieces. Each call is therefore one break between compiled graphs. Projections and position
+embedding are before the break; output projection, norms and MLP follow it.
 
 A layer whose nano-batches take turns is not traced as a whole. The modules inside may be compiled, attention included:
 they pause only inside core attention, where nothing is traced. The compiler's per-thread state is therefore the same

@@ -24,7 +24,7 @@ from tests.counting import (
     fake_group,
     without_numbers,
 )
-from tests.models import in_nodes, in_stages
+from tests.models_and_batches import in_nodes, in_stages
 
 CPU = torch.device("cpu")
 RANKS, RANK, BLOCK = 4, 1, 16

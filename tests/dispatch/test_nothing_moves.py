@@ -21,7 +21,7 @@ from hf_distca.planner.settings import PlanSettings
 from tests.counting import Counting, Sums, bound_plan, counted, empty_model, fake_group, without_numbers
 from tests.dispatch.test_equality import planned_step
 from tests.dispatch.test_launches import MODELS, SMALL
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
 CPU = torch.device("cpu")
 ON_RANKS = [[160, 96]] * 4

@@ -21,7 +21,7 @@ from hf_distca.planner.schedule import IN_USE_IN_HOPS
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from tests.counting import Counting
-from tests.models import SMALL, small_kinds, small_model
+from tests.models_and_batches import SMALL, small_kinds, small_model
 
 TOKENS = 1024
 FLASH = counted_kernel("torch_varlen")

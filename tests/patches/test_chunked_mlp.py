@@ -17,7 +17,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import planned_step
 from tests.dispatch.test_planned_step import dispatcher_of_all_ranks
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
 LENGTHS = [120, 7, 1, 33, 64]
 ROWS = 10

@@ -18,7 +18,7 @@ from hf_distca.patches.loss import ChunkedSum, DeferredLogits
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import cut_rows
-from tests.models import random_documents, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, relative_error, small_kinds, small_model
 from tests.whole_logits import WholeLogits
 
 LENGTHS, ROWS, VOCABULARY = [40, 1, 23, 31], 40, 64

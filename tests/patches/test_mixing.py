@@ -12,7 +12,7 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import planned_step
-from tests.models import random_documents, reference_step, relative_error
+from tests.models_and_batches import random_documents, reference_step, relative_error
 from tests.survey.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("backward_thread")

@@ -15,7 +15,7 @@ from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import cut_rows, planned_step
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 

@@ -26,7 +26,7 @@ from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank
 from hf_distca.trainer.memory import shards_of, tell_memory
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
 from tests.trainer.chats import tokenizer
 from tests.trainer.small_trainers import LENGTHS, make_trainer

@@ -13,7 +13,7 @@ from hf_distca.plan import Choice, ExchangeFigures, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.model_flops import ModelFlops
-from tests.models import small_model
+from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 

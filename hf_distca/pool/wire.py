@@ -202,7 +202,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _losses(self, what: str, lost: type[LinkLost] = LinkLost) -> Iterator[None]:
-        """Raise LinkLost, or `lost` where the system reports that the connection broke, for what ends a connection."""
+        """Raise LinkLost for what ends a connection, and `lost` where the peer broke it."""
         try:
             yield
         except LinkLost:
@@ -214,9 +214,8 @@ class Channel:
                 self._ended_because or "the peer closed the connection"
             ) from error
         except OSError as error:
-            raise (LinkLost if self._ended_because else lost)(
-                self._ended_because or f"{what} failed: {error}"
-            ) from error
+            by_peer = isinstance(error, BrokenPipeError | ConnectionResetError) and not self._ended_because
+            raise (lost if by_peer else LinkLost)(self._ended_because or f"{what} failed: {error}") from error
 
 
 def is_within_host(own: str, other: str) -> bool:

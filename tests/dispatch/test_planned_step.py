@@ -189,7 +189,9 @@ def test_plan_for_other_nodes():
     settings = PlanSettings(1, 8, small_kinds())
     plan = plan_micro_batch([8], settings)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"on the nodes \(0,\), but the dispatcher's settings have the nodes None; use the same"):
+    with pytest.raises(
+        ValueError, match=r"on the nodes \(0,\), but the dispatcher's settings have the nodes None; use the same"
+    ):
         dispatcher.bind(in_nodes(plan, (0,)))
 
 

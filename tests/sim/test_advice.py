@@ -40,7 +40,7 @@ def test_gains_that_runs_differ_by_are_none(seconds, pays):
 def test_long_waits_are_named():
     waits = replace(JOINT, exchange_seconds=0.06)
     assert advice([WHOLE, waits], WHOLE, waits, 512)[1:] == (
-        "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind computation. "
+        "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind computation.",
         "A larger balance_tolerance moves fewer rows.",
     )
 
@@ -49,7 +49,8 @@ def test_ways_that_cut_documents_are_named():
     cuts = replace(WHOLE, documents_cut=0.1)
     faster = way("plain", step_seconds=0.9, documents_cut=0.3)
     assert advice([faster, cuts, JOINT], cuts, JOINT, 512)[1:] == (
-        "Every other strategy cuts documents: whole cuts 10.0% of them. A document that is cut trains on less context.",
+        "Every other strategy cuts documents: whole cuts 10.0% of them. "
+        "A document that is cut trains on less context.",
         "plain takes 0.900 s a step, but it cuts 30.0% of the documents. The comparison leaves it out, because a "
         "document that is cut trains on less context.",
     )

@@ -238,7 +238,12 @@ FEATURES: dict[str, Feature] = {
     ),
     "liger_kernel_config with a loss": Feature(
         {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
-        refused={"*": ("would replace the loss of planned steps", "remove 'cross_entropy' from liger_kernel_config")},
+        refused={
+            "*": (
+                "would replace the loss of planned steps",
+                "remove 'fused_linear_cross_entropy' from liger_kernel_config",
+            )
+        },
     ),
     "use_liger_kernel and mlp_chunk_rows": Feature(
         {"use_liger_kernel": True, "mlp_chunk_rows": 16},

@@ -92,7 +92,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"arguments": {"attention_servers": "external"}},
         r"='external' cannot .* \(tp_size=2\): .*servers=0,",
     ),
-    "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT makes .* set both to 1"),
+    "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT does not divide .* set both to 1"),
     "chats": (
         {"chats": True},
         r"losses are not tested with tensor parallelism \(tp_size=2\).* set tp_size=1, or train with DistCATrainer",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, TrainerCallback
 
-from tests.models import SMALL, small_model
+from tests.models_and_batches import SMALL, small_model
 from tests.trainer import liger
 from tests.trainer.launches import CHECKPOINTING
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_distca.trainer.checkpoints import agreed_checkpoint
-from tests.models import small_model
+from tests.models_and_batches import small_model
 from tests.trainer.launches import (
     FEW_STEPS,
     LAUNCHES,

@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_distca.trainer.checkpoints import agreed_checkpoint
-from tests.models import small_model
+from tests.models_and_batches import small_model
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 from tests.trainer.train_script import parameters_hash

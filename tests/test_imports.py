@@ -26,8 +26,9 @@ ALLOWED = {
     "collator": PLANNER,
     "dispatch": PLANNER | {"kernels"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.recorder", "dispatch.rows"},
-    "patches": DISPATCH | {"config", "units"},
-    "memory": DISPATCH | {"config", "patches", "sim"},
+    "models": PLANNER | {"kernels", "config", "units", "sim.model"},
+    "patches": DISPATCH | {"config", "models"},
+    "memory": DISPATCH | {"config", "models", "patches", "sim"},
     "pool": DISPATCH | ROWS | {"pool.token", "pool.child", "pool.directory", "pool.rank"},
     "pool.child": set(),
     "pool.token": set(),
@@ -41,13 +42,14 @@ ALLOWED = {
     "pool.rank": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "pool.server": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "trainer": DISPATCH
-    | {"config", "units", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
+    | {"config", "units", "collator", "models", "patches", "measure", "memory", "timeline", "sim"}
+    | {"pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
     "timeline": {"plan", "dispatch.recorder", "sim.report"},
     "cli": DISPATCH
     | WIRE
-    | {"config", "units", "version", "patches", "measure", "memory", "sim", "timeline"}
+    | {"config", "units", "version", "models", "patches", "measure", "memory", "sim", "timeline"}
     | {"pool.server", "pool.memory"},
 }
 PURE = {"plan", "planner", "sim"} | WIRE

@@ -9,7 +9,8 @@ from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import RankMesh, mesh_ranks, raised_together
 from hf_distca.dispatch.nodes import ranks_per_node
-from hf_distca.patches.model import base_model, plan_settings
+from hf_distca.models.decoder import base_model
+from hf_distca.models.settings import plan_settings
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.trainer.choices import choices_of
 

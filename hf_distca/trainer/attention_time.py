@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from hf_distca.patches.model import layers_by_kind
+from hf_distca.models.kinds import layers_by_kind
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.metrics import loads_of
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import DistributedType, PartialState
 from accelerate.utils import parse_flag_from_env
 
-from hf_distca.patches.tensor_parallel import is_divided_at_load
+from hf_distca.models.tensor_parallel import is_divided_at_load
 
 
 def join_on_cpu(args: Any) -> None:

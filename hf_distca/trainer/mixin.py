@@ -16,8 +16,9 @@ from hf_distca.collator.documents import Columns
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import raised_together
+from hf_distca.models.decoder import mixing_layers
 from hf_distca.patches.head import adapted_heads
-from hf_distca.patches.layers import mixing_layers, plan_layers
+from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool

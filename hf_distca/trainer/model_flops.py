@@ -3,8 +3,9 @@
 import numpy as np
 from torch import nn
 
-from hf_distca.patches.model import base_model, layers_by_kind
-from hf_distca.patches.weights import weights_met
+from hf_distca.models.decoder import base_model
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.shape import count_of, weights_met
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
 
@@ -26,7 +27,7 @@ class ModelFlops:
         met = weights_met(base)
         head = getattr(base.get_output_embeddings(), "weight", None)
         if head is not None:
-            met[head] = float(getattr(head, "ds_numel", head.numel()))
+            met[head] = float(count_of(head))
         self.of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
 
     def of(self, plan: MicroBatchPlan) -> float:

@@ -8,7 +8,7 @@ from accelerate.utils import DynamoBackend
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
 from transformers.training_args import OptimizerNames
 
-from hf_distca.patches.model import check_reentrant
+from hf_distca.models.refusals import check_reentrant
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.refused_parallelism import check_parallelism, check_rows_are_whole
 

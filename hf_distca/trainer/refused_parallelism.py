@@ -4,8 +4,8 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_distca.patches.model import base_model
-from hf_distca.patches.tensor_parallel import is_divided_at_load
+from hf_distca.models.decoder import base_model
+from hf_distca.models.tensor_parallel import is_divided_at_load
 
 ROWS_ARE_PLACED = (
     "divides documents among ranks, but plans already do so: a document may be as long as the tokens_per_rank of all "

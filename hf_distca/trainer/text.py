@@ -6,7 +6,7 @@ from typing import Any
 import datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from hf_distca.patches.register import ATTENTION_NAME
+from hf_distca.plan import ATTENTION_NAME
 
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns from which TRL's trainers make tokens and labels."""

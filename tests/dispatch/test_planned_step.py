@@ -13,7 +13,7 @@ from hf_distca.patches.head import plan_head
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
-from tests.models import (
+from tests.models_and_batches import (
     SMALL_KIND,
     in_nodes,
     random_documents,

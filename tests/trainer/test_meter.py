@@ -8,12 +8,12 @@ import torch
 from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
-from hf_distca.patches.model import plan_settings
+from hf_distca.models.settings import plan_settings
 from hf_distca.plan import Choice, ExchangeFigures, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.meter import StepMeter
 from hf_distca.trainer.model_flops import ModelFlops
-from tests.models import small_model
+from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 

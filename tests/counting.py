@@ -42,7 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.rows import IndexBuffer
@@ -403,9 +403,8 @@ def bound_plan(
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
     exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False))
-    return BoundPlan(
-        plan, rank, device, exchange, MetaKernel(), Recorder(device), **{"keep_received": False, **options}
-    )
+    runtime = Runtime(device, exchange, MetaKernel(), Recorder(device), **options)
+    return BoundPlan.bind(plan, rank, runtime)
 
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:

@@ -24,6 +24,10 @@ RowIndex = slice | tuple[slice, ...] | Tensor
 
 ALL_ROWS = slice(None)
 
+MAX_SOURCES = 6
+SOURCE_BITS = 3
+"""Low bits of an addend that hold the index of its source; the bits above hold its row."""
+
 FEW_RUNS = 8
 """Most runs of rows that the CPU copies run by run, which is faster than gathering row by row.
 
@@ -147,3 +151,8 @@ def run_by_run(index: slice | tuple[slice, ...], rows: Tensor) -> list[tuple[sli
         runs.append((run, rows[position : position + length]))
         position += length
     return runs
+
+
+def addends_of(source: int, rows: int) -> NDArray[np.int32]:
+    """Return each row of a source as an addend, in order: [rows] int32."""
+    return np.arange(rows, dtype=np.int32) << SOURCE_BITS | source

@@ -45,6 +45,10 @@ class Route:
     rows: RowIndex = field(default_factory=lambda: ALL_ROWS, compare=False)
     forwarded: "Route | None" = None
 
+    def reversed(self) -> "Route":
+        """Return the route of the rows' return, on which no rank forwards rows."""
+        return Route(self.received, self.sent, self.crossing)
+
 
 class ExchangeBuffer:
     """Rows of one slot, from their departure to their return.
@@ -64,11 +68,14 @@ class ExchangeBuffer:
     def __init__(self, groups: Groups, route: Route, layout: "_Layout", memory_NB: Mapping[str, Tensor]) -> None:
         self.route, self.layout = route, layout
         sent_NB = memory_NB["sent"]
-        received_NB, forwarded_NB = memory_NB.get("received", sent_NB), memory_NB.get("forwarded", sent_NB[:0])
-        self.sent, self.received, self.forwarded = map(layout.columns_of, (sent_NB, received_NB, forwarded_NB))
-        count = sum(route.received)
-        self._sent_NB, self._received_NB = sent_NB, received_NB[:count]
-        self._forwarded_NB, self._from_gateways_NB = forwarded_NB, received_NB[count:]
+        received_NB = memory_NB.get("received", sent_NB)
+        self.sent, self.received, self.forwarded = layout.columns_of(sent_NB), layout.columns_of(received_NB), []
+        self._first_hop = sent_NB, received_NB
+        if route.forwarded is not None:
+            self.forwarded = layout.columns_of(memory_NB["forwarded"])
+            count = sum(route.received)
+            self._first_hop = sent_NB, received_NB[:count]
+            self._second_hop = memory_NB["forwarded"], received_NB[count:]
         self._groups = groups
         self._work: dist.Work | None = None
         self._arriving = self.received
@@ -81,19 +88,17 @@ class ExchangeBuffer:
             rows: rows of every column, ordered by receiving rank.
         """
         _fill(self.sent, columns, rows)
-        return self._start(self.route, self._groups.exchange, self._sent_NB, self._received_NB, self.received)
+        return self._start(self.route, self._groups.exchange, self._first_hop, self.received)
 
     def forward(self, rows: RowIndex) -> Self:
         """Start to send received rows on to other ranks of the node; `rows` are ordered by receiving rank."""
         _fill(self.forwarded, self.received, rows)
-        return self._start(
-            self._second_hop, self._groups.node, self._forwarded_NB, self._from_gateways_NB, self.received
-        )
+        return self._start(self.route.forwarded, self._groups.node, self._second_hop, self.received)
 
     def return_forwarded(self) -> Self:
         """Start to send rows in `received` back to the ranks that forwarded them."""
-        route = _reversed(self._second_hop)
-        return self._start(route, self._groups.node, self._from_gateways_NB, self._forwarded_NB, self.forwarded)
+        route = self.route.forwarded and self.route.forwarded.reversed()
+        return self._start(route, self._groups.node, self._second_hop[::-1], self.forwarded)
 
     def return_received(self, columns: Sequence[Tensor] = ()) -> Self:
         """Start to send rows back to the ranks that hold them.
@@ -102,7 +107,7 @@ class ExchangeBuffer:
             columns: one row per received row, [N, …] each; none if the rows are in `received` already.
         """
         _fill(self.received, columns, ALL_ROWS)
-        return self._start(_reversed(self.route), self._groups.exchange, self._received_NB, self._sent_NB, self.sent)
+        return self._start(self.route.reversed(), self._groups.exchange, self._first_hop[::-1], self.sent)
 
     @property
     def under_way(self) -> bool:
@@ -116,22 +121,14 @@ class ExchangeBuffer:
             work.wait()
         return self._arriving
 
-    @property
-    def _second_hop(self) -> Route:
-        assert self.route.forwarded is not None
-        return self.route.forwarded
-
     def _start(
-        self,
-        route: Route,
-        group: dist.ProcessGroup | None,
-        from_NB: Tensor,
-        to_NB: Tensor,
-        arriving: list[Tensor],
+        self, route: Route | None, group: dist.ProcessGroup | None, hop: tuple[Tensor, Tensor], arriving: list[Tensor]
     ) -> Self:
         """Start an exchange of rows as bytes; no rank starts one if nothing crosses a link."""
+        assert route is not None  # rows are forwarded only where the route says so
         self._arriving = arriving
         if route.crossing:
+            from_NB, to_NB = hop
             self._work = dist.all_to_all_single(
                 to_NB,
                 from_NB,
@@ -141,10 +138,6 @@ class ExchangeBuffer:
                 async_op=True,
             )
         return self
-
-
-def _reversed(route: Route) -> Route:
-    return Route(route.received, route.sent, route.crossing)
 
 
 def _fill(targets: Sequence[Tensor], columns: Sequence[Tensor], rows: RowIndex) -> None:

@@ -94,10 +94,8 @@ class Pass:
         self.work = Work(attention.layer, attention.nano.index, self.direction)
         self.under_way: dict[Transfer, ExchangeBuffer] = {}
         self.at_servers: RemoteCall | None = None
-        forward = self.direction == "forward"
-        self._call_kernel: Callable[..., tuple[Tensor, ...]] = (
-            self.runtime.kernel.forward if forward else self.runtime.kernel.backward
-        )
+        kernel, forward = self.runtime.kernel, self.direction == "forward"
+        self._call_kernel: Callable[..., tuple[Tensor, ...]] = kernel.forward if forward else kernel.backward
         self._left = deque(self.routes.forward if forward else self.routes.backward[attention.kept])
 
     def go_on(self) -> None:
@@ -291,11 +289,6 @@ class _Ranks:
                 run.received_keys[transfer.stage] = run.taken(columns)
 
 
-_RANKS = _Ranks()
-CARRIERS: dict[str, _Ranks | _Servers] = {
-    "queries": _RANKS,
-    "keys": _RANKS,
-    "passed on": _RANKS,
-    "servers": _Servers(),
-}
+CARRIERS: dict[str, _Ranks | _Servers] = dict.fromkeys(("queries", "keys", "passed on"), _Ranks())
+CARRIERS["servers"] = _Servers()
 """Transport of each kind of rows, see `Transfer.rows`."""

@@ -25,6 +25,8 @@ RowIndex = slice | tuple[slice, ...] | Tensor
 ALL_ROWS = slice(None)
 
 MAX_SOURCES = 6
+"""Most sources of a sum of rows, see `hf_distca.dispatch.sums`."""
+
 SOURCE_BITS = 3
 """Low bits of an addend that hold the index of its source; the bits above hold its row."""
 

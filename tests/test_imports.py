@@ -25,7 +25,7 @@ ALLOWED = {
     "config": {"kernels", "units"},
     "collator": PLANNER,
     "dispatch": PLANNER | {"kernels"},
-    "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
+    "dispatch.remote": PLANNER | {"kernels", "dispatch.recorder", "dispatch.rows"},
     "models": PLANNER | {"kernels", "config", "units", "sim.model"},
     "patches": DISPATCH | {"config", "models"},
     "memory": DISPATCH | {"config", "models", "patches", "sim"},

@@ -16,17 +16,18 @@ WIRE = {"pool.messages", "pool.wire", "pool.token", "pool.listener"}
 ROWS = {"pool.memory", "pool.nixl", "pool.transport"}
 # What the files of a part may import besides those of the part itself. A file belongs to the longest name that fits.
 ALLOWED = {
+    "refusal": set(),
     "units": set(),
     "version": set(),
     "when_imported": set(),
     "plan": set(),
     "planner": {"plan"},
     "kernels": set(),
-    "config": {"kernels", "units"},
-    "collator": PLANNER,
-    "dispatch": PLANNER | {"kernels"},
+    "config": {"kernels", "refusal", "units"},
+    "collator": PLANNER | {"refusal"},
+    "dispatch": PLANNER | {"kernels", "collator.padding_free"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
-    "patches": DISPATCH | {"config", "units"},
+    "patches": DISPATCH | {"config", "refusal", "units"},
     "memory": DISPATCH | {"config", "patches", "sim"},
     "pool": DISPATCH | ROWS | {"pool.token", "pool.child", "pool.directory", "pool.rank"},
     "pool.child": set(),
@@ -41,7 +42,7 @@ ALLOWED = {
     "pool.rank": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "pool.server": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "trainer": DISPATCH
-    | {"config", "units", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
+    | {"config", "units", "refusal", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
     "timeline": {"plan", "dispatch.recorder", "sim.report"},

@@ -1,23 +1,124 @@
-"""Order of documents and progress of a run in it, saved with every checkpoint.
+"""Save and resume a training: the checkpoint, the order of documents and the place in it.
 
 Trainer saves the number of steps and computes how many batches to skip. This skips the wrong documents if batches have
 changed, and restarts a pass if the number of its steps is unknown.
 """
 
+import errno
 import json
 import logging
+import os
+import re
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate import Accelerator
 from numpy.typing import NDArray
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.arguments import DistCAArguments
+
+STATE_FILE = "trainer_state.json"
+"""File that Trainer writes last into a checkpoint."""
+OPTIMIZER, SCHEDULE = "the optimizer's state", "the learning rate's schedule"
+_ZERO_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+
+
+def agreed_checkpoint(
+    resume_from_checkpoint: str | bool | None, args: DistCAArguments, accelerator: Accelerator, groups: Groups
+) -> str | None:
+    """Return the folder of the checkpoint to resume from; None to begin anew. A collective.
+
+    Args:
+        resume_from_checkpoint: as Trainer.train takes it.
+
+    Raises:
+        ValueError: on every rank, if any rank finds no complete checkpoint with optimizer state. Also if DeepSpeed
+            cannot load that state on this number of ranks.
+    """
+    checkpoint, error, saved_by = None, None, 0
+    if resume_from_checkpoint:
+        try:
+            checkpoint = _found(resume_from_checkpoint, str(args.output_dir))
+            _check_state(Path(checkpoint), accelerator)
+            saved_by = _zero_ranks(Path(checkpoint)) if _loads_zero_shards(accelerator) else 0
+        except (ValueError, OSError) as caught:
+            error = caught
+    groups.raise_together(error, in_world=True)
+    saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
+    if saved_by not in (0, groups.ranks):
+        raise ValueError(
+            f"DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks, but {groups.ranks} ranks train "
+            f"now, and each rank needs its own shard. Train on {saved_by} ranks; or convert the checkpoint to a "
+            "universal checkpoint, which any number of ranks can load, and set "
+            '{"checkpoint": {"load_universal": true}} in DeepSpeed\'s configuration'
+        )
+    return checkpoint
+
+
+def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
+    """Return the folder of a complete checkpoint."""
+    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+    if not checkpoint:
+        raise ValueError(
+            f"there is no checkpoint in {output_dir} to resume from; set output_dir to the folder of the earlier run, "
+            "or leave resume_from_checkpoint out"
+        )
+    if not (Path(checkpoint) / STATE_FILE).is_file():
+        raise ValueError(
+            f"{checkpoint} has no {STATE_FILE}: it is not a checkpoint, or training ended while it was being saved. "
+            "Remove it, and resume from the checkpoint before it"
+        )
+    return str(checkpoint)
+
+
+def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
+    """Raise if the checkpoint lacks optimizer state or schedule.
+
+    Trainer would begin both anew without a warning.
+    """
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    needed = {OPTIMIZER: ["optimizer.pt"], SCHEDULE: ["scheduler.pt"]}
+    if deepspeed is not None:
+        needed[OPTIMIZER] = ["global_step*"]
+        if "scheduler" in deepspeed.deepspeed_config:  # DeepSpeed saves the schedule beside the optimizer
+            del needed[SCHEDULE]
+    elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        needed[OPTIMIZER] = ["optimizer_0", "optimizer.bin"]
+    for state, names in needed.items():
+        if not any(found for name in names for found in checkpoint.glob(name)):
+            load = f"from_pretrained('{checkpoint}')"
+            if (checkpoint / "adapter_config.json").is_file():
+                load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
+            raise ValueError(
+                f"{checkpoint} has no {' or '.join(names)}, which holds {state}: it was saved with "
+                "save_only_model=True or under another strategy, and training would start without that state. Load "
+                f"its weights with {load} and train without resume_from_checkpoint; or resume from a checkpoint that "
+                "was saved with save_only_model=False under the same strategy"
+            )
+
+
+def _loads_zero_shards(accelerator: Accelerator) -> bool:
+    """Return whether DeepSpeed will load each rank's share of the optimizer state as that rank saved it."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and not plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
+
+
+def _zero_ranks(checkpoint: Path) -> int:
+    """Return the number of ranks of a ZeRO checkpoint whose shards this host holds; 0 without shards."""
+    found = [_ZERO_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*")]
+    return max((int(match[1]) + 1 for match in found if match), default=0)
+
 
 logger = logging.getLogger(__name__)
 
@@ -219,3 +320,55 @@ def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
             + "; ".join(wrong)
             + ". Or set ignore_data_skip=True to begin a new pass over the data"
         )
+
+
+DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
+"""System errors of a disk that is full, over its quota or limit, read-only or broken."""
+
+_NUMBER_IN_RUST = re.compile(r"os error (\d+)")
+_PROBE_BYTES = 1 << 20
+
+
+@contextmanager
+def disk_errors_named(folder: Path) -> Iterator[None]:
+    """Name the file and the cause if writing into a folder fails because of the disk.
+
+    Raises:
+        OSError: the disk takes no more; `filename` is the file, or the folder if the file is unknown.
+    """
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "filename", None) is not None:
+            raise  # the file is named already
+        number = _number(error, folder)
+        if number not in DISK_ERRORS:
+            raise
+        remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
+        raise OSError(number, f"{os.strerror(number)}; {remedy}", str(_file(error, folder))) from error
+
+
+def _number(error: Exception, folder: Path) -> int:
+    """Return the system's error number behind an error; 0 if there is none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    if match := _NUMBER_IN_RUST.search(str(error)):
+        return int(match[1])
+    try:  # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk takes some bytes
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as refusal:
+        return refusal.errno or 0
+    return 0
+
+
+def _file(error: Exception, folder: Path) -> Path:
+    """Return the file being written, taken from the innermost call with a path inside the folder."""
+    found = folder
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, str | Path) and folder.absolute() in Path(value).absolute().parents:
+                found = Path(value)
+    return found

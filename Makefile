@@ -56,7 +56,7 @@ types: $(SETUP)
 	$(BIN)/mypy
 
 tests: $(SETUP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # The site into site/: site/index.html needs no server. A broken link, a missing page or a warning ends the build.
 # Docstrings are read from the source, so that neither torch nor the library is installed for it.

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_distca import DistCAConfig, make_dispatcher
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import without_numbers
-from hf_distca.memory.models import model_of_config
-from hf_distca.patches.model import plan_settings
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.settings import plan_settings
 from hf_distca.planner.micro_batch import plan_micro_batch
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.model_state import Strategy
-from hf_distca.memory.models import model_of_config
-from hf_distca.patches.kinds import attention_kinds
-from hf_distca.patches.model import checked_attentions
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.refusals import check_model
 from hf_distca.planner.settings import PlanSettings
 
 
@@ -58,7 +58,8 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for name, config in MODELS.items():
         model = model_of_config(config, torch.float32, without_numbers())
-        kinds = attention_kinds(model, checked_attentions(model))
+        check_model(model)
+        kinds = tuple(layers_by_kind(model))
         for ranks in RANKS[name]:
             settings = PlanSettings(
                 ranks, 8192, kinds=kinds, document_layout="joint", ping_pong=True, kernel="torch_varlen"

@@ -11,12 +11,12 @@ from hf_distca.when_imported import when_imported
 
 if TYPE_CHECKING:
     from hf_distca.collator.collation import DistCACollator
+    from hf_distca.collator.padding_free import CollatorWithLengths
     from hf_distca.collator.sampler import GlobalBatchSampler
     from hf_distca.config import DistCAConfig
     from hf_distca.dispatch.dispatcher import Dispatcher
-    from hf_distca.dispatch.padding_free import CollatorWithLengths
+    from hf_distca.models.settings import plan_settings
     from hf_distca.patches.layers import plan_layers
-    from hf_distca.patches.model import plan_settings
     from hf_distca.planner.settings import PlanSettings
     from hf_distca.trainer.arguments import DistCAArguments, DistCATrainingArguments
     from hf_distca.trainer.assembly import make_dispatcher
@@ -44,7 +44,7 @@ __all__ = [
 
 # Imported on first use: torch and transformers take seconds, which `hf-distca --help` does not need.
 _MODULES = {
-    "CollatorWithLengths": "dispatch.padding_free",
+    "CollatorWithLengths": "collator.padding_free",
     "Dispatcher": "dispatch.dispatcher",
     "DistCAArguments": "trainer.arguments",
     "DistCACollator": "collator.collation",
@@ -58,7 +58,7 @@ _MODULES = {
     "PlanSettings": "planner.micro_batch",
     "make_dispatcher": "trainer.assembly",
     "plan_layers": "patches.layers",
-    "plan_settings": "patches.model",
+    "plan_settings": "models.settings",
 }
 
 
@@ -73,7 +73,7 @@ def __dir__() -> list[str]:
 
 
 def _register() -> None:
-    from hf_distca.patches.register import register
+    from hf_distca.patches.prepare import register
 
     register()
 

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 PLAN_KEY = "distca_plan"
 """Key of the plan in a batch, and keyword that passes the plan from a model to its attention layers."""
 
+ATTENTION_NAME = "distca"
+"""Value of attn_implementation under which transformers calls planned attention."""
+
 SEGMENT = np.dtype(
     [
         ("document", np.int64),  # index into Layout.lengths

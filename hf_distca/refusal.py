@@ -1,6 +1,6 @@
 """Entries of the tables that list what hf_distca refuses, and the one form of their messages.
 
-Each stage has one table: arguments and launch (`trainer/refusals.py`), model, data (`collator/refusals.py`) and resuming.
+Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, data in `collator/refusals.py`.
 The reference page "What is refused" is written from the same tables.
 """
 

@@ -48,9 +48,9 @@ from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.varlen import TorchVarlenKernel
-from hf_distca.patches.kinds import attention_kinds, decoder_attentions
+from hf_distca.models.decoder import base_model
+from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
-from hf_distca.patches.model import base_model
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -484,7 +484,7 @@ def main() -> None:
                 PlanSettings(
                     RANKS,
                     TOKENS,
-                    attention_kinds(model, decoder_attentions(model)),
+                    tuple(layers_by_kind(model)),
                     document_layout=layout,
                     row_overhead=MetaKernel.row_overhead,
                     ping_pong=args.ping_pong,

@@ -26,7 +26,7 @@ PRELOADED = [
     "hf_distca.kernels.cpu",
     "hf_distca.pool.server.server",
     "hf_distca.trainer.trainer",
-    "tests.models",
+    "tests.models_and_batches",
 ]
 
 

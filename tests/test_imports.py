@@ -27,8 +27,9 @@ ALLOWED = {
     "collator": PLANNER | {"refusal"},
     "dispatch": PLANNER | {"kernels", "collator.padding_free"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
-    "patches": DISPATCH | {"config", "refusal", "units"},
-    "memory": DISPATCH | {"config", "patches", "sim"},
+    "models": PLANNER | {"kernels", "config", "refusal", "units", "sim.model"},
+    "patches": DISPATCH | {"config", "models", "refusal"},
+    "memory": DISPATCH | {"config", "models", "patches", "sim"},
     "pool": DISPATCH | ROWS | {"pool.token", "pool.child", "pool.directory", "pool.rank"},
     "pool.child": set(),
     "pool.token": set(),
@@ -42,13 +43,14 @@ ALLOWED = {
     "pool.rank": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "pool.server": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "trainer": DISPATCH
-    | {"config", "units", "refusal", "collator", "patches", "measure", "memory", "timeline", "sim", "pool.launch", "pool.rank"},
+    | {"config", "units", "refusal", "collator", "models", "patches", "measure", "memory", "timeline", "sim"}
+    | {"pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},
     "timeline": {"plan", "dispatch.recorder", "sim.report"},
     "cli": DISPATCH
     | WIRE
-    | {"config", "units", "version", "patches", "measure", "memory", "sim", "timeline"}
+    | {"config", "units", "version", "models", "patches", "measure", "memory", "sim", "timeline"}
     | {"pool.server", "pool.memory"},
 }
 PURE = {"plan", "planner", "sim"} | WIRE

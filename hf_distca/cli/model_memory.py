@@ -13,9 +13,10 @@ from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, Training
 from hf_distca.memory.live import Part, without_numbers
 from hf_distca.memory.model_state import STRATEGIES
-from hf_distca.memory.models import model_of_config
-from hf_distca.patches.kinds import attention_kinds
-from hf_distca.patches.model import checked_attentions, document_layout
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.refusals import check_model
+from hf_distca.models.settings import document_layout
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings
 
@@ -45,12 +46,13 @@ class ModelMemory:
         try:
             model = model_of_config(self._config, torch.float32, without_numbers())
             self._model = model
-            self.kinds: tuple[AttentionKind, ...] = attention_kinds(model, checked_attentions(model))
+            check_model(model)
+            self.kinds: tuple[AttentionKind, ...] = tuple(layers_by_kind(model))
         except ValueError as error:
             raise InputError(str(error)) from error
 
     def document_layout(self, config: DistCAConfig) -> str:
-        """Return the layout of documents for the model; see `hf_distca.patches.model.document_layout`."""
+        """Return the layout of documents for the model; see `hf_distca.models.settings.document_layout`."""
         return document_layout(self._model, config)
 
     def figures(self, plan: MicroBatchPlan, settings: PlanSettings) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from hf_distca.cli.input_error import InputError
 from hf_distca.memory.live import without_numbers
-from hf_distca.memory.models import model_of_config
-from hf_distca.patches.model import layers_by_kind
-from hf_distca.patches.weights import matrix_weights
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.refusals import check_model
+from hf_distca.models.shape import model_shape
 from hf_distca.sim.model import MODELS, ModelShape
 
 
@@ -23,11 +23,10 @@ def shape_of(name: str) -> ModelShape:
     config = read_config(name)
     try:
         model = model_of_config(config, torch.float32, without_numbers())
-        layers = layers_by_kind(model)
+        check_model(model)
+        return model_shape(model)
     except ValueError as error:
         raise InputError(str(error)) from error
-    weights = matrix_weights(model, layers)
-    return ModelShape(layers, weights.hidden, weights.before, weights.after, weights.head, model.num_parameters())
 
 
 def read_config(name: str) -> PreTrainedConfig:

@@ -258,7 +258,6 @@ def _table(result: Simulation, setup: Setup, seconds: float, *, counted: bool) -
             "",
             *lines,
             "",
-            f"core attention alone, busiest rank: {result.attention_speed_up:.2f}×; the step: {result.speed_up:.2f}×",
             *result.advice,
             f"simulated in {seconds:.1f} s",
         ]

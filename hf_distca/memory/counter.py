@@ -14,11 +14,11 @@ from hf_distca.memory.core_attention import Use, busiest_rank
 from hf_distca.memory.live import Part, without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
 from hf_distca.memory.model_state import ModelState, Strategy, model_state
-from hf_distca.memory.models import count_by_layers, model_after, model_of_config, repeated_layers
 from hf_distca.memory.stand_ins import counted_kernel
-from hf_distca.patches.model import base_model
+from hf_distca.models.decoder import base_model
+from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
+from hf_distca.models.tensor_parallel import config_on_a_rank, is_divided_at_load
 from hf_distca.patches.prepare import prepare_model
-from hf_distca.patches.tensor_parallel import config_on_a_rank, is_divided_at_load
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -178,3 +178,20 @@ def longest_tokens(needed: Callable[[int], int], available: int) -> int:
         return low
     slope = (needed(high) - needed(low)) / (high - low)
     return low + int((available - needed(low)) / slope) // STEP * STEP
+
+
+def count_by_layers(
+    count: Callable[[PreTrainedConfig], dict[Part, int]], config: PreTrainedConfig, period: int | None
+) -> dict[Part, int]:
+    """Return peak bytes by part of a model whose layers repeat every `period` layers, counted on shallow models.
+
+    The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes therefore grow
+    linearly with the number of layers.
+    """
+    depth = config.get_text_config(decoder=True).num_hidden_layers
+    if period is None:
+        return count(config)
+    few = 2 if period == 1 else period
+    less, more = (count(with_layers(config, layers)) for layers in (few, few + period))
+    steps = (depth - few) / period
+    return {part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0))) for part in more}

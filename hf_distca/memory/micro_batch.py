@@ -17,7 +17,7 @@ from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.memory.core_attention import HOST, Use, bound_plan, run_core_attention
 from hf_distca.memory.live import LiveMemory, Part
 from hf_distca.memory.stand_ins import any_grouped_mm
-from hf_distca.patches.model import base_model
+from hf_distca.models.decoder import base_model
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 
 

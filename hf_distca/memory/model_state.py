@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch import nn
 
-from hf_distca.patches.layers import decoder_layers
-from hf_distca.patches.tensor_parallel import ranks_of_share
+from hf_distca.models.decoder import decoder_layers
+from hf_distca.models.tensor_parallel import ranks_of_share
 
 Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")

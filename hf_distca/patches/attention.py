@@ -1,22 +1,60 @@
-"""Attention function that transformers calls under attn_implementation="distca".
+"""Attention function that transformers calls under attn_implementation="distca", and its mask function.
+
+In a planned step the plan replaces the mask, and a [T, T] mask of a long row would not fit in memory. Only the
+attention function knows whether a step is planned, so that it makes the mask if needed.
 
 Shape suffixes: B batch, H query heads, G key/value heads, T rows, S key/value rows, D head dim of queries and keys, E
 head dim of values.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.kernels import AttentionParams
-from hf_distca.patches.kinds import Reach, attention_reaches
-from hf_distca.patches.masks import DeferredMask
-from hf_distca.patches.row_numbers import scaled_by_position
-from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.models.kinds import Reach, attention_reaches
+from hf_distca.models.refusals import CHANGING_MASKS
+from hf_distca.patches.modules import uncompiled
+
+
+class DeferredMask:
+    """Boolean attention mask [1, 1, T, T], made when an attention layer first asks for it.
+
+    Attributes:
+        local_size: rows of the layers' window or chunk; None for full attention.
+        added_by_model: whether the model adds a mask of its own, beyond causality, windows and packing.
+    """
+
+    def __init__(self, local_size: int | None, added_by_model: bool, make: Callable[..., Tensor | None]) -> None:
+        self.local_size = local_size
+        self.added_by_model = added_by_model
+        self._make = make
+        self._made = False
+        self._mask: Tensor | None = None
+
+    def tensor(self) -> Tensor | None:
+        """Return the mask as "sdpa" takes it: True where a row attends; None for plain causal attention."""
+        if not self._made:
+            self._mask, self._made = self._make(), True
+        return self._mask
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "DeferredMask | Tensor":
+        """Return the mask of selected rows, made now (for Gemma 4's logits); the mask of all rows stays deferred."""
+        if all(part in (slice(None), slice(0, None)) for part in index):
+            return self
+        whole = self._make(allow_is_causal_skip=False)
+        assert whole is not None
+        return whole[index]
+
+    def contiguous(self) -> "DeferredMask":
+        """Return the mask itself: generation calls it, and the mask will be contiguous."""
+        return self
 
 
 def distca_attention(
@@ -107,8 +145,7 @@ def _planned_attention(
 def attention_chunk(module: nn.Module) -> int | None:
     """Return the rows of an attention layer's chunks; None for no chunks."""
     config: Any = getattr(module, "config", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None or "chunked_attention" not in layer_types:
+    if "chunked_attention" not in (getattr(config, "layer_types", None) or ()):
         return None
     reaches: dict[Any, Reach] = dict(enumerate(attention_reaches(config)))
     return reaches[module.layer_idx].chunk
@@ -207,3 +244,71 @@ def _eager_attention(
     weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     weights_BHTS = nn.functional.dropout(weights_BHTS, dropout, training=module.training)
     return (weights_BHTS @ value).transpose(1, 2).contiguous()
+
+
+def scaled_by_position(module: Any, query_BHTD: Tensor, plan: BoundPlan) -> Tensor:
+    """Return queries scaled by their positions in their documents.
+
+    In layers without rotary embedding, Llama 4 scales queries by a factor that grows with the position. It counts
+    positions from the first row of the call, across documents.
+
+    Args:
+        module: an attention layer with attn_temperature_tuning.
+
+    Returns:
+        The queries themselves if the layer has rotary embedding, or all rows have the factor 1.
+    """
+    if module.use_rope or max(plan.rows, plan.last_position + 1) < module.floor_scale:
+        return query_BHTD
+    rows_T = torch.arange(plan.rows, device=query_BHTD.device)
+    factor_T = _factor(module, plan.positions) / _factor(module, rows_T)
+    return (query_BHTD * factor_T[:, None]).to(query_BHTD.dtype)
+
+
+def _factor(module: Any, positions_T: Tensor) -> Tensor:
+    """Return Llama 4's factor on queries at these positions."""
+    steps_T = torch.floor((positions_T.float() + 1.0) / module.floor_scale)
+    factor_T: Tensor = torch.log1p(steps_T) * module.attn_scale + 1.0
+    return factor_T
+
+
+def distca_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | DeferredMask | None:
+    """Return the mask that "sdpa" uses, deferred if the step may be planned.
+
+    A planned step has batch size 1, no padding and no cache. Other steps get their mask at once, and so do models that
+    compute with the mask.
+
+    Args: see `transformers.masking_utils.sdpa_mask`.
+    """
+
+    def make(**changed: Any) -> Tensor | None:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            use_vmap=use_vmap,
+            **{**kwargs, **changed},
+        )
+
+    if getattr(kwargs.get("config"), "model_type", None) in CHANGING_MASKS:
+        return make()
+    may_be_planned = batch_size == 1 and attention_mask is None and q_length == kv_length
+    if not may_be_planned or isinstance(q_offset, Tensor) or q_offset != 0:
+        return make()
+    return DeferredMask(local_size, added_by_model=use_vmap, make=make)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_distca.patches.layers import decoder_layers
+from hf_distca.models.decoder import decoder_layers
+from hf_distca.patches.modules import subclass
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,7 @@ def chunk_mlps(model: nn.Module, rows: int) -> None:
                 continue
             cls = type(module)
             if not issubclass(cls, _ChunkedMLP):
-                # Other libraries find modules by class name.
-                module.__class__ = subclasses.setdefault(cls, type(cls.__name__, (_ChunkedMLP, cls), {}))
+                module.__class__ = subclasses.setdefault(cls, subclass(cls, _ChunkedMLP))
             vars(module)["chunk_rows"] = rows
             chunked += 1
     reasons = "; ".join(left) or "they have no module whose class name ends in MLP"

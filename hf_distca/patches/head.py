@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.patches.chunked_loss import ChunkedSum, Step, apply_steps, rows_of_chunk
-from hf_distca.patches.deferred_logits import REASON, DeferredLogits
+from hf_distca.models.decoder import base_model
+from hf_distca.models.tensor_parallel import MESH, is_shared_out
 from hf_distca.patches.layers import HOOKS
-from hf_distca.patches.model import base_model
-from hf_distca.patches.tensor_parallel import MESH, is_shared_out
-from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.patches.loss import REASON, ChunkedSum, DeferredLogits, Step, apply_steps, rows_of_chunk
+from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.plan import PLAN_KEY
 
 logger = logging.get_logger(__name__)
@@ -57,8 +56,8 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
         if any(map(is_shared_out, head.parameters())):  # tensor parallelism has replaced the class's forward
             head.forward_in_shares = vars(head).pop("forward")
         is_plain = type(head).forward is nn.Linear.forward and "forward_in_shares" not in vars(head)
-        head.__class__ = _subclass(type(head), PlannedHead, is_plain=is_plain)
-        base.__class__ = _subclass(type(base), forward=_deferring(type(base).forward))
+        head.__class__ = subclass(type(head), PlannedHead, is_plain=is_plain)
+        base.__class__ = subclass(type(base), forward=_deferring(type(base).forward))
         if "forward" in vars(base):  # such as Liger's, which uses the head in evaluation only
             base.forward = _deferring(base.forward, base)
     head.chunk_bytes = chunk_bytes
@@ -67,13 +66,6 @@ def plan_head(model: PreTrainedModel, chunk_bytes: int) -> None:
 def adapted_heads(model: nn.Module) -> list[type[nn.Module]]:
     """Return the classes of planned heads with several modules; a chunk runs through all of them."""
     return list({type(head) for head in model.modules() if isinstance(head, PlannedHead) and list(head.children())})
-
-
-def _subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
-    """Return a subclass with its base's name, by which PEFT, accelerate and checkpoints find modules."""
-    return type(
-        cls.__name__, (*before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
-    )
 
 
 def _deferring(forward: Callable[..., Any], model: Any = None) -> Callable[..., Any]:

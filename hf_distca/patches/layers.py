@@ -21,11 +21,11 @@ from transformers.utils import logging
 from transformers.utils.output_capturing import _active_collector
 
 from hf_distca.dispatch.bound import BoundPlan
-from hf_distca.patches.kinds import is_attention
-from hf_distca.patches.mixing import layer_runs, mixing_modules, plan_mixing
-from hf_distca.patches.split import join_results, join_states, split_argument
-from hf_distca.patches.thread_state import ThreadState
-from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.models.decoder import decoder_layers, is_attention, mixing_modules
+from hf_distca.models.refusals import check_layers
+from hf_distca.patches.mixing import layer_runs, plan_mixing
+from hf_distca.patches.modules import subclass, uncompiled
+from hf_distca.patches.split import ThreadState, join_results, join_states, split_argument
 from hf_distca.plan import PLAN_KEY
 
 logger = logging.get_logger(__name__)
@@ -56,40 +56,11 @@ def plan_layers(model: PreTrainedModel) -> list[type[nn.Module]]:
     for layer in [*outer, *_inner_layers(outer)]:
         cls = type(layer)
         if cls not in subclasses and not issubclass(cls, _PlannedLayer):
-            # accelerate and PEFT find layers by the name of their class.
-            subclasses[cls] = type(cls.__name__, (_PlannedLayer, cls), {})
+            subclasses[cls] = subclass(cls, _PlannedLayer)
         if cls in subclasses:
             layer.__class__ = subclasses[cls]
         vars(layer).update(attends=sum(map(is_attention, layer.modules())), mixes=plan_mixing(layer))
     return list(dict.fromkeys(type(layer) for layer in model.modules() if isinstance(layer, _PlannedLayer)))
-
-
-def check_layers(model: PreTrainedModel) -> None:
-    """Raise ValueError if a model has no layers in which two nano-batches can take turns."""
-    if not decoder_layers(model):
-        raise ValueError(
-            f"{type(model).__name__} has no decoder layer based on transformers' GradientCheckpointingLayer, which "
-            "ping-pong needs; set ping_pong=False"
-        )
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers in order.
-
-    These are the layers that transformers can checkpoint and that have attention, or share a module list with such a
-    layer.
-    """
-    beside = {
-        id(layer)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and any(map(has_attention, module))
-        for layer in module
-    }
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and (id(module) in beside or has_attention(module))
-    ]
 
 
 def _inner_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
@@ -102,16 +73,6 @@ def _inner_layers(layers: Sequence[nn.Module]) -> list[nn.Module]:
         for module in inside.values()
         if isinstance(module, GradientCheckpointingLayer) and mixing_modules(module)
     ]
-
-
-def has_attention(layer: nn.Module) -> bool:
-    """Return whether a decoder layer has attention that a plan can move."""
-    return any(map(is_attention, layer.modules()))
-
-
-def mixing_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers that mix along the row without attention."""
-    return [layer for layer in decoder_layers(model) if mixing_modules(layer)]
 
 
 class _PlannedLayer(nn.Module):

@@ -6,7 +6,6 @@ model and kernel, and needs whole documents on a rank. With many short documents
 that takes packed lengths (cu_seq_lens_q, seq_idx).
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,9 +15,9 @@ from torch import nn
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
-from hf_distca.patches.kinds import calls_interface, is_named_attention
+from hf_distca.models.decoder import mixing_modules
+from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import Refusal, Sizes, join_results, split_argument
-from hf_distca.patches.uncompiled import uncompiled
 from hf_distca.plan import PLAN_KEY
 
 TOLD_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -44,43 +43,13 @@ def layer_runs(plan: BoundPlan) -> Iterator[None]:
         _running.reset(token)
 
 
-def mixing_modules(layer: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules of a decoder layer that mix along the row.
-
-    These own a convolution over the row, or are attention layers outside transformers' attention interface (linear
-    attention). Attention layers that use the interface are searched too.
-    """
-    found: list[nn.Module] = []
-    for module in layer.children():
-        if _mixes(module):
-            found.append(module)
-        else:
-            found.extend(mixing_modules(module))
-    return found
-
-
-def _mixes(module: nn.Module) -> bool:
-    if is_named_attention(module):
-        return not calls_interface(module)
-    # An adapter wraps the convolution as its base layer.
-    return any(isinstance(getattr(child, "base_layer", child), nn.Conv1d) for child in module.children())
-
-
 def plan_mixing(layer: nn.Module) -> int:
     """Let a layer's mixing modules run document by document inside `layer_runs`, and return their number."""
     modules = mixing_modules(layer)
     for module in modules:
-        cls = type(module)
-        if not issubclass(cls, _MixingModule):
-            # Other libraries find modules by class name.
-            module.__class__ = type(cls.__name__, (_MixingModule, cls), {"__module__": cls.__module__})
+        if not isinstance(module, _MixingModule):
+            module.__class__ = subclass(type(module), _MixingModule)
     return len(modules)
-
-
-def takes_keywords(module: nn.Module) -> bool:
-    """Return whether a module accepts keywords that it does not name, such as the plan."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 class _MixingModule(nn.Module):

@@ -1,17 +1,42 @@
-"""All changes to a model for planned steps, before accelerate, DDP, FSDP2 or DeepSpeed wrap it."""
+"""All changes to transformers, and to a model before accelerate, DDP, FSDP2 or DeepSpeed wrap it."""
 
-from transformers import PreTrainedModel
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from hf_distca.config import DistCAConfig
-from hf_distca.patches.attention import distca_attention
-from hf_distca.patches.chunked_mlp import chunk_mlps
-from hf_distca.patches.head import plan_head
-from hf_distca.patches.layers import mixing_layers, plan_layers
-from hf_distca.patches.masks import distca_mask
-from hf_distca.patches.register import register
+from hf_distca.plan import ATTENTION_NAME
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_distca.config import DistCAConfig
+
+# transformers and its users are imported as late as possible: `register` is first called in the middle of imports.
 
 
-def prepare_model(model: PreTrainedModel, config: DistCAConfig, *, ping_pong: bool) -> None:
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    from hf_distca.patches.attention import distca_attention
+
+    return distca_attention(*args, **kwargs)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Any:
+    from hf_distca.patches.attention import distca_mask
+
+    return distca_mask(*args, **kwargs)
+
+
+def register(attention: Callable[..., Any] = _attention, mask: Callable[..., Any] = _mask) -> None:
+    """Register the attention function and its mask function; further calls are harmless.
+
+    By default `distca_attention` and `distca_mask` are imported at their first call.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask)
+
+
+def prepare_model(model: "PreTrainedModel", config: "DistCAConfig", *, ping_pong: bool) -> None:
     """Change a model in place so that it runs planned steps as the settings say.
 
     Args:
@@ -21,6 +46,12 @@ def prepare_model(model: PreTrainedModel, config: DistCAConfig, *, ping_pong: bo
     Raises:
         ValueError: the model lacks the modules that a setting changes.
     """
+    from hf_distca.models.decoder import mixing_layers
+    from hf_distca.patches.attention import distca_attention, distca_mask
+    from hf_distca.patches.chunked_mlp import chunk_mlps
+    from hf_distca.patches.head import plan_head
+    from hf_distca.patches.layers import plan_layers
+
     register(distca_attention, distca_mask)  # already imported: register them directly
     if ping_pong or mixing_layers(model):
         plan_layers(model)

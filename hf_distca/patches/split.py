@@ -1,9 +1,10 @@
-"""Splitting of a module's arguments by rows, and joining of its results.
+"""Splitting of a module's arguments by rows, joining of its results, and the thread's state of each part.
 
 The parts of a decoder layer's rows are two nano-batches; the parts of a mixing module's rows are documents.
 """
 
 from collections import UserDict
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from hf_distca.patches.masks import DeferredMask
+from hf_distca.patches.attention import DeferredMask
 
 Sizes = tuple[int, ...]
 """Rows of each part, in row order."""
@@ -132,6 +133,59 @@ def join_states(value: Any, parts: tuple[Any, ...]) -> None:
     if isinstance(value, UserDict):
         for key in parts[0].data:
             value[key] = tuple(torch.cat(each, 2) for each in zip(*(part.data[key] for part in parts), strict=True))
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """Settings that contexts such as `torch.autocast` and `torch.no_grad` make for a thread.
+
+    Two nano-batches of a layer share a thread: each restores its own settings when it goes on.
+    """
+
+    device_type: str
+    autocast: bool
+    autocast_dtype: torch.dtype
+    grad: bool
+    default_dtype: torch.dtype
+    saved_tensors: Any
+
+    @staticmethod
+    def now(device_type: str) -> "ThreadState":
+        """Return the current state."""
+        return ThreadState(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True),
+        )
+
+    def inside(self) -> "ThreadState":
+        """Return the state of a nano-batch that is about to pause; self is the state around its layer.
+
+        Raises:
+            ValueError: a checkpoint or offloading context inside the layer is open: it would also take the other
+                nano-batch's saved tensors.
+        """
+        inside = ThreadState.now(self.device_type)
+        if inside.saved_tensors != self.saved_tensors:
+            raise ValueError(
+                "a decoder layer has a checkpoint, or a context that handles saved tensors, around its attention, and "
+                "ping-pong cannot pause inside it; put it around the whole layer, or set ping_pong=False"
+            )
+        return inside
+
+    def restore(self) -> None:
+        """Restore the thread's state, except for saved-tensor hooks, which are the same across a pause."""
+        if torch.is_autocast_enabled(self.device_type) != self.autocast:
+            torch.set_autocast_enabled(self.device_type, self.autocast)
+        if torch.get_autocast_dtype(self.device_type) != self.autocast_dtype:
+            torch.set_autocast_dtype(self.device_type, self.autocast_dtype)
+        if torch.is_grad_enabled() != self.grad:
+            torch.set_grad_enabled(self.grad)
+        if torch.get_default_dtype() != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
 
 
 def _described(value: Any) -> str:

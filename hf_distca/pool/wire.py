@@ -102,11 +102,11 @@ class Channel:
         Raises:
             AuthenticationError: the other end has another token or is another service.
             ProtocolError: it is of another version, or something else.
-            LinkLost: it is gone.
+            PeerLeft: it is gone.
         """
         greeting = _GREETING + b"%d " % VERSION
         ours = greeting + secrets.token_bytes(32)
-        with self._losses("the handshake"):
+        with self._losses("the handshake", lost=PeerLeft):
             self._framed.send_bytes(ours)
             theirs = self._framed.recv_bytes(100)
             if not theirs.startswith(greeting):
@@ -201,7 +201,8 @@ class Channel:
             self._timeouts[direction] = timeout_s
 
     @contextlib.contextmanager
-    def _losses(self, what: str) -> Iterator[None]:
+    def _losses(self, what: str, lost: type[LinkLost] = LinkLost) -> Iterator[None]:
+        """Raise LinkLost for what ends a connection, and `lost` where the peer broke it."""
         try:
             yield
         except LinkLost:
@@ -213,7 +214,8 @@ class Channel:
                 self._ended_because or "the peer closed the connection"
             ) from error
         except OSError as error:
-            raise LinkLost(self._ended_because or f"{what} failed: {error}") from error
+            by_peer = isinstance(error, BrokenPipeError | ConnectionResetError) and not self._ended_because
+            raise (lost if by_peer else LinkLost)(self._ended_because or f"{what} failed: {error}") from error
 
 
 def is_within_host(own: str, other: str) -> bool:

@@ -167,7 +167,8 @@ class Simulation:
     Attributes:
         tokens_per_rank: the most rows of a rank.
         best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
-        best_planned: name of the fastest planned strategy on as many GPUs.
+        best_planned: name of the strategy that plans by default; or of the fastest planned strategy on as many GPUs,
+            where that is at least 2 % faster.
         load: loads of plain packing, of `best_plain` and of `best_planned`.
         imbalance: core attention of the busiest rank over the mean, with plain packing; mean over steps.
         over_packing: `best_planned` compared with plain packing.

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.advice import advice
+from hf_distca.sim.advice import NOT_WORTH, advice
 from hf_distca.sim.figures import Gain, RankLoad, Simulation, WayFigures
 from hf_distca.sim.lengths import histogram
-from hf_distca.sim.ways import PLAIN, Setup, StepTime, Way, ways_to_train
+from hf_distca.sim.ways import CHOSEN, PLAIN, Setup, StepTime, Way, ways_to_train
 
 IntArray = NDArray[np.int64]
 Memory = Callable[[Way, int, MicroBatchPlan | None], tuple[int | None, int | None]]
@@ -63,10 +63,12 @@ def simulate(
         (way for way in ways if way.document_layout is None),
         key=lambda way: (figures[way].documents_cut, figures[way].step_seconds),
     )
-    planned = min(
-        (way for way in ways if way.document_layout is not None and not way.servers),
-        key=lambda way: figures[way].step_seconds,
-    )
+    on_same_gpus = [way for way in ways if way.document_layout is not None and not way.servers]
+    fastest = min(on_same_gpus, key=lambda way: figures[way].step_seconds)
+    default = next(way for way in on_same_gpus if way.name == CHOSEN)
+    # Users change a setting only where it pays.
+    pays = figures[default].step_seconds / figures[fastest].step_seconds >= NOT_WORTH
+    planned = fastest if pays else default
     packed = next(way for way in ways if way.name == PLAIN)
     lengths = np.concatenate(every)
     by_plain, by_plan = figures[plain], figures[planned]

@@ -20,7 +20,6 @@ else:  # a subclass names the trainer's arguments
     _Arguments = object
 
 
-
 @dataclass
 class DistCAArguments(DistCAConfig, _Arguments):
     """Settings of `DistCAConfig` for the arguments of any trainer; a base class to put first.

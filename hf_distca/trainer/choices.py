@@ -11,11 +11,9 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import raised_together
 from hf_distca.measure.device import query_rows
 from hf_distca.measure.profile import measured_profile, name_of, with_links
-from hf_distca.patches.model import base_model, layers_by_kind
-from hf_distca.patches.weights import matrix_weights
+from hf_distca.models.shape import model_shape
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.model import ModelShape
 from hf_distca.sim.ways import Setup
 from hf_distca.units import AUTO
 
@@ -65,11 +63,8 @@ def choices_of(
 
 def setup_of(model: PreTrainedModel, settings: PlanSettings, profile: DeviceProfile, *, checkpointing: bool) -> Setup:
     """Return the training in the terms of a simulation: model shape, device, ranks and tokens."""
-    base, layers = base_model(model), layers_by_kind(model)
-    weights = matrix_weights(base, layers)
-    shape = ModelShape(layers, weights.hidden, weights.before, weights.after, weights.head, base.num_parameters())
     return Setup(
-        shape,
+        model_shape(model),
         profile,
         settings.ranks,
         settings.tokens_per_rank,
@@ -94,7 +89,7 @@ def _profile(
     profile = measured_profile(
         dispatcher.kernel,
         settings.dominant_kind,
-        matrix_weights(base_model(model), layers_by_kind(model)).hidden,
+        model_shape(model).hidden,
         dtype,
         device,
         queries=query_rows(device, settings.tokens_per_rank),

@@ -15,16 +15,16 @@ from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
 from hf_distca.collator.collation import DistCACollator
-from hf_distca.collator.documents import Columns
+from hf_distca.collator.documents import Columns, RankDocuments
 from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
 from hf_distca.collator.long_documents import fit_documents
-from hf_distca.collator.rank_documents import RankDocuments
+from hf_distca.collator.padding_free import CollatorWithLengths
+from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.padding_free import CollatorWithLengths
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.arguments import DistCAArguments
 
@@ -117,6 +117,15 @@ class PackedLoaders:
         return prepared
 
 
+def columns_of(trainer: Any) -> Columns:
+    """Return the columns to use: with `remove_unused_columns` only the columns that the trainer keeps."""
+    model_inputs: frozenset[str] | None = None
+    if trainer.args.remove_unused_columns:
+        trainer._set_signature_columns_if_needed()
+        model_inputs = frozenset(trainer._signature_columns or ())
+    return Columns(trainer.args.length_column_name, model_inputs)
+
+
 def is_stream(dataset: Any) -> bool:
     """Return whether a data set has no length, so that its documents are unknown before they come."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
@@ -144,10 +153,7 @@ def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: 
     others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())), in_world=True)
     if any(other[0] != others[0][0] for other in others):
         found = "; ".join(f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(others))
-        raise ValueError(
-            f"ranks were given different data sets ({found}). Every rank plans from the same documents in the same "
-            "order; give all ranks the whole data set, shuffled with one seed"
-        )
+        raise Data.DIFFERENT.error(found=found)
     return lengths, fingerprint
 
 

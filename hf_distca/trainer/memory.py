@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory.counter import MemoryCounter, Training, longest_documents
 from hf_distca.memory.model_state import Strategy
-from hf_distca.patches.model import base_model
-from hf_distca.patches.tensor_parallel import is_divided_at_load
+from hf_distca.models.decoder import base_model
+from hf_distca.models.tensor_parallel import is_divided_at_load
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.arguments import DistCAArguments
 

@@ -18,8 +18,9 @@ from hf_distca.dispatch.bound import BoundPlan, Ran
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
 from hf_distca.kernels.speed import peak_flops
-from hf_distca.patches.model import base_model, layers_by_kind
-from hf_distca.patches.weights import weights_met
+from hf_distca.models.decoder import base_model
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.shape import count_of, weights_met
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.metrics import loads_of
@@ -149,7 +150,7 @@ class ModelFlops:
         met = weights_met(base)
         head = getattr(base.get_output_embeddings(), "weight", None)
         if head is not None:
-            met[head] = float(getattr(head, "ds_numel", head.numel()))
+            met[head] = float(count_of(head))
         self.of_token = sum(count * (6.0 if weight.requires_grad else 4.0) for weight, count in met.items())
 
     def of(self, plan: MicroBatchPlan) -> float:
@@ -315,7 +316,6 @@ class EvaluationLoss:
         """Return the loss per target; None if there was no micro-batch. A collective."""
         total = sum(self._groups.all_gather(self._sum))
         return total / self._targets if self._targets else None
-
 
 
 logger = logging.getLogger(__name__)

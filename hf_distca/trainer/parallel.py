@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDi
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
-from hf_distca.patches.model import base_model
-from hf_distca.patches.tensor_parallel import is_divided_at_load
+from hf_distca.models.decoder import base_model
+from hf_distca.models.tensor_parallel import is_divided_at_load
 
 
 def join_on_cpu(args: Any) -> None:

@@ -17,9 +17,10 @@ from transformers import (
 from transformers.training_args import OptimizerNames
 
 from hf_distca.config import DistCAConfig
-from hf_distca.patches.model import base_model
-from hf_distca.patches.tensor_parallel import is_divided_at_load
-from hf_distca.refusal import Refusal, Rule
+from hf_distca.models.decoder import base_model
+from hf_distca.models.refusals import check_reentrant
+from hf_distca.models.tensor_parallel import is_divided_at_load
+from hf_distca.refusal import Refusal, Rule, check
 from hf_distca.trainer.parallel import DDP, asked_for, launched_processes, trained_towers
 
 PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
@@ -212,8 +213,10 @@ def _loading(name: str, allowed: tuple[Any, ...]) -> Rule[Given]:
     )
 
 
-PLACED = "plans already divide documents among ranks: a document may be as long as the tokens_per_rank of all ranks "
+PLACED = (
+    "plans already divide documents among ranks: a document may be as long as the tokens_per_rank of all ranks "
     "together"
+)
 ROWS_ARE_PLACED: tuple[Rule[Any], ...] = (
     Rule(
         "context parallelism (`cp_size`)",
@@ -321,7 +324,7 @@ SFT_ARGUMENTS: tuple[Rule[Any], ...] = (
         "gradient_checkpointing_kwargs={{'selective': True}} keeps attention's results through checkpoints",
         "keep_core_attention=True already does so for planned attention",
         "leave 'selective' out",
-        lambda args: (args.gradient_checkpointing_kwargs or {}).get("selective"),
+        lambda args: bool((args.gradient_checkpointing_kwargs or {}).get("selective")),
     ),
 )
 SFT_TRAINER: tuple[Rule[Any], ...] = (
@@ -518,6 +521,14 @@ TRAINER: tuple[Rule[Launched], ...] = (
     ),
 )
 """Trainers that cannot train exactly as launched."""
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
+    launched = Launched(trainer)
+    check(TRAINER, launched)
+    if launched.reentrant:
+        check_reentrant(launched.model)
 
 
 # A run, and resuming

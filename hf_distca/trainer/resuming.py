@@ -17,16 +17,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.loaders import PackedLoaders, is_stream
+from hf_distca.trainer.refusals import Resume, Run
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 """File that Trainer writes last into a checkpoint."""
@@ -57,12 +58,7 @@ def agreed_checkpoint(
     groups.raise_together(error, in_world=True)
     saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
     if saved_by not in (0, groups.ranks):
-        raise ValueError(
-            f"DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks, but {groups.ranks} ranks train "
-            f"now, and each rank needs its own shard. Train on {saved_by} ranks; or convert the checkpoint to a "
-            "universal checkpoint, which any number of ranks can load, and set "
-            '{"checkpoint": {"load_universal": true}} in DeepSpeed\'s configuration'
-        )
+        raise Resume.OTHER_SHARDS.error(checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks)
     return checkpoint
 
 
@@ -70,15 +66,9 @@ def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
     """Return the folder of a complete checkpoint."""
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if not checkpoint:
-        raise ValueError(
-            f"there is no checkpoint in {output_dir} to resume from; set output_dir to the folder of the earlier run, "
-            "or leave resume_from_checkpoint out"
-        )
+        raise Resume.NO_CHECKPOINT.error(folder=output_dir)
     if not (Path(checkpoint) / STATE_FILE).is_file():
-        raise ValueError(
-            f"{checkpoint} has no {STATE_FILE}: it is not a checkpoint, or training ended while it was being saved. "
-            "Remove it, and resume from the checkpoint before it"
-        )
+        raise Resume.INCOMPLETE.error(checkpoint=checkpoint, file=STATE_FILE)
     return str(checkpoint)
 
 
@@ -100,12 +90,7 @@ def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
             load = f"from_pretrained('{checkpoint}')"
             if (checkpoint / "adapter_config.json").is_file():
                 load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
-            raise ValueError(
-                f"{checkpoint} has no {' or '.join(names)}, which holds {state}: it was saved with "
-                "save_only_model=True or under another strategy, and training would start without that state. Load "
-                f"its weights with {load} and train without resume_from_checkpoint; or resume from a checkpoint that "
-                "was saved with save_only_model=False under the same strategy"
-            )
+            raise Resume.NO_STATE.error(checkpoint=checkpoint, files=" or ".join(names), state=state, load=load)
 
 
 def _loads_zero_shards(accelerator: Accelerator) -> bool:
@@ -119,8 +104,6 @@ def _zero_ranks(checkpoint: Path) -> int:
     found = [_ZERO_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*")]
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
-
-logger = logging.getLogger(__name__)
 
 FILE = "data_order.json"
 CAPACITY = "ranks * tokens_per_rank"
@@ -157,48 +140,39 @@ def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
     for name in mine:
         by_rank = [values[name] for values in gathered]
         if len(set(by_rank)) > 1:
-            raise ValueError(
-                f"{name} differs between ranks, so they would train on different micro-batches; its values by rank "
-                f"are {by_rank}. Start all ranks with the same arguments"
-            )
+            raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
 
 
-def packed_order(
-    args: DistCAArguments, settings: PlanSettings, lengths: NDArray[np.int64], fingerprint: str
-) -> DataOrder:
-    """Return the order of a data set with a length, packed into global micro-batches."""
-    whole = {LAYOUT: f"whole on {settings.ranks} ranks"} if settings.document_layout == "whole" else {}
+def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool) -> DataOrder:
+    """Return the order of a trainer's documents. A collective of the world for a data set with a length.
+
+    Args:
+        packs: whether hf_distca packs documents; else Trainer draws and divides the examples of a custom collator.
+    """
+    args, dataset, ranks = trainer.args, trainer.train_dataset, dispatcher.groups.ranks
+    if not packs:
+        return {
+            "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
+            **_drawn(args),
+            "train_dataset": f"{len(dataset)} examples" if hasattr(dataset, "__len__") else "a stream",
+        }
+    if is_stream(dataset):
+        return {
+            "ranks": ranks,
+            "tokens_per_rank": args.tokens_per_rank,
+            "long_documents": args.long_documents,
+            # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
+            "dataloader_num_workers": args.dataloader_num_workers,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "train_dataset": "a stream",
+        }
+    lengths, fingerprint = loaders.lengths(dataset)
     return {
-        CAPACITY: settings.ranks * args.tokens_per_rank,
-        **whole,
+        CAPACITY: ranks * args.tokens_per_rank,
+        **({LAYOUT: f"whole on {ranks} ranks"} if dispatcher.settings.document_layout == "whole" else {}),
         "long_documents": args.long_documents,
         **_drawn(args),
         "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
-    }
-
-
-def streamed_order(args: DistCAArguments, ranks: int) -> DataOrder:
-    """Return the order of a stream of which each rank packs its share.
-
-    The number of workers counts: streams of `datasets` shuffle differently in a worker process than in the rank
-    itself.
-    """
-    return {
-        "ranks": ranks,
-        "tokens_per_rank": args.tokens_per_rank,
-        "long_documents": args.long_documents,
-        "dataloader_num_workers": args.dataloader_num_workers,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "train_dataset": "a stream",
-    }
-
-
-def collated_order(args: DistCAArguments, ranks: int, dataset: Any) -> DataOrder:
-    """Return the order of examples that Trainer draws and divides, for a custom collator."""
-    return {
-        "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
-        **_drawn(args),
-        "train_dataset": f"{len(dataset)} examples" if hasattr(dataset, "__len__") else "a stream",
     }
 
 
@@ -294,10 +268,7 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments
 def _load(checkpoint: str) -> DataPlace:
     file = Path(checkpoint) / FILE
     if not file.is_file():
-        raise ValueError(
-            f"{checkpoint} has no {FILE}, which records the place in the training data: another trainer or an earlier "
-            "version saved the checkpoint. Set ignore_data_skip=True to begin a new pass over the data"
-        )
+        raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=FILE)
     return DataPlace(**json.loads(file.read_text()))
 
 
@@ -315,11 +286,7 @@ def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
             f"tokens_per_rank={least}"
         )
     if wrong:
-        raise ValueError(
-            "training cannot resume with these settings: it would skip some documents or repeat others. "
-            + "; ".join(wrong)
-            + ". Or set ignore_data_skip=True to begin a new pass over the data"
-        )
+        raise Resume.OTHER_ORDER.error(differences="; ".join(wrong))
 
 
 DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_distca.patches.register import ATTENTION_NAME
-from hf_distca.plan import PLAN_KEY
+from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
 from hf_distca.refusal import check
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.mixin import DistCAMixin

@@ -6,10 +6,12 @@ from typing import Any
 import datasets
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
-from hf_distca.patches.register import ATTENTION_NAME
+from hf_distca.collator.refusals import Data
+from hf_distca.plan import ATTENTION_NAME
+from hf_distca.refusal import check
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.refusals import named_arguments
+from hf_distca.trainer.refusals import LOADED_ALREADY, given_arguments
 
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns from which TRL's trainers make tokens and labels."""
@@ -69,23 +71,13 @@ class Tokenizing:
     def _check(self, first: Mapping[str, Any], name: str) -> None:
         """Raise unless an example is text and there is a tokenizer."""
         if chats := [column for column in CHATS if column in first]:
-            raise ValueError(
-                f"{name} has {', '.join(map(repr, chats))} and no 'input_ids', but chat templates and prompts are "
-                "applied by TRL's SFTTrainer only; use hf_distca.DistCASFTTrainer with DistCASFTConfig"
-            )
+            raise Data.CHATS.error(name=name, columns=", ".join(map(repr, chats)))
         if not isinstance(first.get(self._field), str):
-            raise ValueError(
-                f"{name} has neither tokens in 'input_ids' nor text in {self._field!r}; its columns are "
-                f"{sorted(first)}. Set dataset_text_field to the column with the text, or tokenize it: "
-                f"dataset.map(lambda e: tokenizer(e[{self._field!r}]), batched=True)"
-            )
+            raise Data.NO_TEXT.error(name=name, columns=sorted(first), field=self._field)
         if self.processing_class is None and self._model_name is not None:
             self.processing_class = AutoTokenizer.from_pretrained(self._model_name)
         if self.processing_class is None:
-            raise ValueError(
-                f"{name} has text in {self._field!r}, but no tokens in 'input_ids', and there is no tokenizer; pass "
-                "the model's tokenizer as processing_class"
-            )
+            raise Data.NO_TOKENIZER.error(name=name, field=self._field)
 
 
 def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
@@ -120,18 +112,14 @@ class DistCATrainer(DistCAMixin, Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Trainer's own __init__ names its arguments; the mixin's takes anything.
-        given = named_arguments(super(DistCAMixin, self).__init__, args, kwargs)
+        arguments = given_arguments(type(self), super(DistCAMixin, self).__init__, args, kwargs)
+        given = dict(arguments.named)
         settings, model = given.get("args"), given.get("model")
         if isinstance(settings, DistCAArguments):
             settings.serve_if_server()  # before a server loads anything
-            init_kwargs = getattr(settings, "model_init_kwargs", None)
+            check((LOADED_ALREADY,), arguments)
             if isinstance(model, str):
-                given["model"] = loaded_model(model, init_kwargs or {})
-            elif init_kwargs is not None:
-                raise ValueError(
-                    f"model_init_kwargs={init_kwargs!r} would have no effect, because the model is already loaded; "
-                    "pass the model's name as model, or leave model_init_kwargs out"
-                )
+                given["model"] = loaded_model(model, getattr(settings, "model_init_kwargs", None) or {})
             if given.get("data_collator") is None:
                 _tokenize_data(given, settings, model if isinstance(model, str) else None)
         super().__init__(**given)

@@ -7,7 +7,7 @@ import torch
 import hf_distca
 from hf_distca.cli.main import main
 from hf_distca.planner.micro_batch import plan_micro_batch
-from tests.models import small_model
+from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
 
 KEYS = [

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator
+from hf_distca.collator.documents import RankDocuments
 from hf_distca.collator.lengths import document_lengths
 from hf_distca.collator.long_documents import fit_documents
-from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalMicroBatch
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings

@@ -15,7 +15,7 @@ from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
-from tests.models import (
+from tests.models_and_batches import (
     SMALL_LLAMA4,
     in_nodes,
     in_stages,

@@ -16,7 +16,7 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.schedule import Kept, KernelCall, Phase, Transfer
 from hf_distca.planner.settings import PlanSettings
-from tests.models import relative_error
+from tests.models_and_batches import relative_error
 
 CPU = torch.device("cpu")
 KIND = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from hf_distca.patches.kinds import attention_kinds, decoder_attentions
+from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -24,7 +24,7 @@ from tests.counting import (
     fake_group,
     without_numbers,
 )
-from tests.models import in_nodes, in_stages
+from tests.models_and_batches import in_nodes, in_stages
 
 CPU = torch.device("cpu")
 RANKS, RANK, BLOCK = 4, 1, 16
@@ -67,7 +67,7 @@ def small_plan(
     settings = PlanSettings(
         RANKS,
         sum(LENGTHS) // RANKS,
-        attention_kinds(model, decoder_attentions(model)),
+        tuple(layers_by_kind(model)),
         document_layout=layout,
         balance_block_size=BLOCK,
         row_overhead=MetaKernel.row_overhead,

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from hf_distca.dispatch.attention import disaggregated_attention
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.kernels import AttentionParams, TaskShapes
-from hf_distca.patches.kinds import attention_kinds, decoder_attentions
+from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.build import plan_placed
@@ -21,7 +21,7 @@ from hf_distca.planner.settings import PlanSettings
 from tests.counting import Counting, Sums, bound_plan, counted, empty_model, fake_group, without_numbers
 from tests.dispatch.test_equality import planned_step
 from tests.dispatch.test_launches import MODELS, SMALL
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
 CPU = torch.device("cpu")
 ON_RANKS = [[160, 96]] * 4
@@ -36,7 +36,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def made(model_type: str, turns: bool, on_ranks: list[list[int]]) -> tuple[torch.nn.Module, MicroBatchPlan]:
     model = empty_model(model_type, **{**SMALL, **MODELS[model_type]})
-    kinds = attention_kinds(model, decoder_attentions(model))
+    kinds = tuple(layers_by_kind(model))
     plan_layers(model)
     return model, plan_placed(on_ranks, PlanSettings(RANKS, 2048, kinds, balance_tolerance=0.3, ping_pong=turns))
 

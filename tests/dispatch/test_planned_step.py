@@ -13,7 +13,7 @@ from hf_distca.patches.head import plan_head
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
-from tests.models import (
+from tests.models_and_batches import (
     SMALL_KIND,
     in_nodes,
     random_documents,
@@ -189,7 +189,9 @@ def test_plan_for_other_nodes():
     settings = PlanSettings(1, 8, small_kinds())
     plan = plan_micro_batch([8], settings)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"on the nodes \(0,\), but the dispatcher's settings have the nodes None; use the same"):
+    with pytest.raises(
+        ValueError, match=r"on the nodes \(0,\), but the dispatcher's settings have the nodes None; use the same"
+    ):
         dispatcher.bind(in_nodes(plan, (0,)))
 
 

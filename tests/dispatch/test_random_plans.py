@@ -14,7 +14,14 @@ from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import NODES, passes_on, planned_step, steps_of
-from tests.models import in_nodes, random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import (
+    in_nodes,
+    random_documents,
+    reference_step,
+    relative_error,
+    small_kinds,
+    small_model,
+)
 
 ROWS = [[40, 17, 9, 33], [25, 3, 50, 21], [30, 30, 1, 28], [44, 2, 31, 20]]
 MODELS = {

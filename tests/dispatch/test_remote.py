@@ -25,7 +25,7 @@ from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.with_servers import plan_with_servers
 from tests.dispatch.test_equality import planned_step
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
 CPU = torch.device("cpu")
 LENGTHS = [120, 7, 64, 1, 33, 70]

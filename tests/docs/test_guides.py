@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_distca
 from hf_distca.cli.main import main
-from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.metrics import StepMeter
 
 ROOT = Path(__file__).parents[2]
 GUIDES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "guides").glob("*.md"))}

@@ -12,8 +12,7 @@ from transformers import Trainer
 import hf_distca
 from hf_distca.kernels import KERNEL_NAMES
 from hf_distca.trainer.arguments import REFUSED
-from hf_distca.trainer.meter import StepMeter
-from hf_distca.trainer.metrics import METRICS
+from hf_distca.trainer.metrics import METRICS, StepMeter
 from hf_distca.trainer.refusals import REFUSED_FUNCTIONS
 from tests.docs.reference import FOLDER, GROUPS, PAGES, UNITS
 

@@ -9,10 +9,11 @@ from transformers import AutoConfig
 from hf_distca.dispatch.arena import rounded_up
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.memory.core_attention import Use, bound_plan, count_core_attention, run_core_attention
+from hf_distca.memory.counter import count_by_layers
 from hf_distca.memory.live import LiveMemory, without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
-from hf_distca.memory.models import count_by_layers, model_after, model_of_config, repeated_layers, with_layers
 from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
@@ -20,7 +21,7 @@ from hf_distca.planner.schedule import IN_USE_IN_HOPS
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from tests.counting import Counting
-from tests.models import SMALL, small_kinds, small_model
+from tests.models_and_batches import SMALL, small_kinds, small_model
 
 TOKENS = 1024
 FLASH = counted_kernel("torch_varlen")

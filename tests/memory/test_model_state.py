@@ -4,8 +4,8 @@ from transformers import AutoConfig
 
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.model_state import ModelState, Parameters, model_state
-from hf_distca.memory.models import model_of_config
-from tests.models import SMALL, small_model
+from hf_distca.models.fake import model_of_config
+from tests.models_and_batches import SMALL, small_model
 
 LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32
 OUTSIDE = 2 * 64 * 32 + 32

@@ -9,15 +9,15 @@ from transformers import PreTrainedModel
 from hf_distca.memory.core_attention import Use
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.micro_batch import count_micro_batch
-from hf_distca.memory.models import model_after
 from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.models.fake import model_after
 from hf_distca.patches.chunked_mlp import chunk_mlps
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import planned_step
 from tests.dispatch.test_planned_step import dispatcher_of_all_ranks
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
 LENGTHS = [120, 7, 1, 33, 64]
 ROWS = 10

@@ -23,7 +23,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import CHUNK_BYTES, cut_rows, planned_step
-from tests.models import (
+from tests.models_and_batches import (
     exchanging,
     in_stages,
     random_documents,

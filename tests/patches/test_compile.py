@@ -14,7 +14,7 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import CHUNK_BYTES, planned_step
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
 BATCHES = [[40, 7, 33], [24, 30, 25], [50, 41], [12, 13]]
 CORE_ATTENTION = "core attention follows a plan"

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from hf_distca.patches.chunked_loss import apply_steps
-from hf_distca.patches.deferred_logits import DeferredLogits
+from hf_distca.patches.loss import DeferredLogits, apply_steps
 
 WEIGHT_VD = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]])
 HIDDEN_1TD = torch.tensor([[[1.0, 2.0], [3.0, -1.0], [0.0, 1.0], [2.0, 2.0]]])

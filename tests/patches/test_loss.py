@@ -13,13 +13,12 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.chunked_loss import ChunkedSum
-from hf_distca.patches.deferred_logits import DeferredLogits
 from hf_distca.patches.head import adapted_heads, plan_head
+from hf_distca.patches.loss import ChunkedSum, DeferredLogits
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import cut_rows
-from tests.models import random_documents, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, relative_error, small_kinds, small_model
 from tests.whole_logits import WholeLogits
 
 LENGTHS, ROWS, VOCABULARY = [40, 1, 23, 31], 40, 64
@@ -225,7 +224,7 @@ def test_without_labels_or_a_plan_logits_are_a_tensor():
 def told(monkeypatch) -> list[str]:
     """What is logged once."""
     messages: list[str] = []
-    for name in ("head", "deferred_logits"):
+    for name in ("head", "loss"):
         monkeypatch.setattr(logging.get_logger(f"hf_distca.patches.{name}"), "warning_once", messages.append)
     return messages
 

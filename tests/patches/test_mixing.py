@@ -7,13 +7,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, plan_settings
-from hf_distca.patches.kinds import decoder_attentions, is_attention
-from hf_distca.patches.layers import mixing_layers, plan_layers
-from hf_distca.patches.mixing import mixing_modules
+from hf_distca.models.decoder import decoder_attentions, is_attention, mixing_layers, mixing_modules
+from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import planned_step
-from tests.models import random_documents, reference_step, relative_error
+from tests.models_and_batches import random_documents, reference_step, relative_error
 from tests.survey.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("backward_thread")

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from transformers import DynamicCache
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.kinds import attention_kinds, decoder_attentions
+from hf_distca.models.kinds import layers_by_kind
 from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.split import join_results, join_states, split_argument
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.dispatch.test_equality import cut_rows, planned_step
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
 pytestmark = pytest.mark.usefixtures("backward_thread")
 
@@ -43,7 +43,7 @@ GLOBAL_HEADS = ({**GEMMA, "global_head_dim": 16, "num_global_key_value_heads": 1
 
 
 def _dispatcher(model=None, **options) -> Dispatcher:
-    kinds = small_kinds() if model is None else attention_kinds(model, decoder_attentions(model))
+    kinds = small_kinds() if model is None else tuple(layers_by_kind(model))
     settings = PlanSettings(
         ranks=dist.get_world_size(), tokens_per_rank=4096, kinds=kinds, balance_block_size=8, ping_pong=True
     )

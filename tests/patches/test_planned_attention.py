@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.patches.attention import distca_attention
-from hf_distca.patches.masks import DeferredMask, distca_mask
+from hf_distca.patches.attention import DeferredMask, distca_attention, distca_mask
 from hf_distca.planner.settings import PlanSettings
-from tests.models import small_kinds, small_model
+from tests.models_and_batches import small_kinds, small_model
 
 
 class LlamaAttention(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_distca.patches.thread_state import ThreadState
+from hf_distca.patches.split import ThreadState
 
 
 @pytest.mark.parametrize(

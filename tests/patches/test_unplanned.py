@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_distca.patches.masks import DeferredMask, distca_mask
-from tests.models import small_model
+from hf_distca.patches.attention import DeferredMask, distca_mask
+from tests.models_and_batches import small_model
 
 SINKS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
 

@@ -26,7 +26,7 @@ from hf_distca.pool.memory import Choice
 from hf_distca.pool.rank.pool import use_servers
 from tests.dispatch.test_equality import cut_rows
 from tests.logged import Messages
-from tests.models import random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 from tests.pool.servers import TOKEN, Fault, ServerProcess, alike, wait_until
 from tests.pool.transport.ends import TRANSPORTS, memory_of
 from tests.ranks import free_port

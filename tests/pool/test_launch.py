@@ -25,7 +25,7 @@ from hf_distca.pool import nixl as nixl_agent
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
 from hf_distca.pool.token import make_token, write_token
 from tests.launch import LOG, ROOT, launch
-from tests.models import small_kinds
+from tests.models_and_batches import small_kinds
 from tests.pool.servers import wait_until
 from tests.pool.transport.ends import needs_nixl
 from tests.ranks import free_port

@@ -18,7 +18,14 @@ from hf_distca.pool.rank.pool import use_servers
 from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
 from hf_distca.pool.wire import LinkLost
 from tests.dispatch.test_equality import planned_step
-from tests.models import SMALL_LLAMA4, random_documents, reference_step, relative_error, small_kinds, small_model
+from tests.models_and_batches import (
+    SMALL_LLAMA4,
+    random_documents,
+    reference_step,
+    relative_error,
+    small_kinds,
+    small_model,
+)
 from tests.pool.servers import TOKEN, Fault, ServerProcess, alike
 from tests.pool.transport.ends import TRANSPORTS, memory_of
 from tests.ranks import free_port

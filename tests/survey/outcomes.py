@@ -15,16 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.padding_free import CollatorWithLengths
-from hf_distca.patches.layers import decoder_layers
-from hf_distca.patches.model import plan_settings
+from hf_distca.models.decoder import decoder_layers
+from hf_distca.models.settings import plan_settings
 from hf_distca.plan import PLAN_KEY
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import cut_rows
-from tests.models import exchanging, random_documents, reference_step
+from tests.models_and_batches import exchanging, random_documents, reference_step
 from tests.survey.tiny import tiny_config
 
 LENGTHS = (40, 7, 33, 1, 26, 12, 1)

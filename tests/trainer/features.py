@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, TrainerCallback
 
-from tests.models import SMALL, small_model
+from tests.models_and_batches import SMALL, small_model
 from tests.trainer import liger
 from tests.trainer.launches import CHECKPOINTING
 
@@ -238,7 +238,12 @@ FEATURES: dict[str, Feature] = {
     ),
     "liger_kernel_config with a loss": Feature(
         {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
-        refused={"*": ("would replace the loss of planned steps", "remove 'cross_entropy' from liger_kernel_config")},
+        refused={
+            "*": (
+                "would replace the loss of planned steps",
+                "remove 'fused_linear_cross_entropy' from liger_kernel_config",
+            )
+        },
     ),
     "use_liger_kernel and mlp_chunk_rows": Feature(
         {"use_liger_kernel": True, "mlp_chunk_rows": 16},

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
 from tests.launch import results_of, run_launch
-from tests.models import random_documents
+from tests.models_and_batches import random_documents
 from tests.trainer.train_script import VOCABULARY, generated, make_model
 
 SCRIPT = Path(__file__).parent / "train_script.py"

@@ -10,7 +10,7 @@ import datasets
 from transformers import DataCollatorWithFlattening, training_args
 
 import hf_distca
-from tests.models import exchanging, random_documents, small_model
+from tests.models_and_batches import exchanging, random_documents, small_model
 from tests.trainer.train_script import allow_bf16
 
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31]

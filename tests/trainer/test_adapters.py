@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 
-from tests.models import random_documents, reference_step, small_model
+from tests.models_and_batches import random_documents, reference_step, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 LEARNING_RATE, STEPS = 0.3, 3

@@ -11,7 +11,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.choices import PROFILE_FILE, _kept, choices_of
-from tests.models import exchanging, small_model
+from tests.models_and_batches import exchanging, small_model
 
 CPU = torch.device("cpu")
 

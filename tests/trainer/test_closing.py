@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from tests.models import small_model
+from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import DistributedType
 
-from hf_distca.trainer.cpu_processes import join_on_cpu, shard_on_cpu, share_on_cpu
+from hf_distca.trainer.parallel import join_on_cpu, shard_on_cpu, share_on_cpu
 
 
 @pytest.fixture

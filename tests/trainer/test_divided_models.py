@@ -21,12 +21,12 @@ from transformers.distributed import DistributedConfig
 import hf_distca
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.model_state import Parameters
-from hf_distca.memory.models import model_of_config
-from hf_distca.patches.kinds import attention_kinds, decoder_attentions
-from hf_distca.patches.model import base_model
-from hf_distca.patches.tensor_parallel import config_on_a_rank
+from hf_distca.models.decoder import base_model
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.tensor_parallel import config_on_a_rank
 from hf_distca.trainer.memory import shards_of, tell_memory
-from tests.models import random_documents, reference_step, relative_error, small_model
+from tests.models_and_batches import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
 from tests.trainer.chats import tokenizer
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -92,7 +92,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"arguments": {"attention_servers": "external"}},
         r"='external' cannot .* \(tp_size=2\): .*servers=0,",
     ),
-    "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT makes .* set both to 1"),
+    "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT does not divide .* set both to 1"),
     "chats": (
         {"chats": True},
         r"losses are not tested with tensor parallelism \(tp_size=2\).* set tp_size=1, or train with DistCATrainer",
@@ -203,7 +203,7 @@ def _memory(trainer: Any) -> dict[str, Any]:
     logger.removeHandler(handler)
     base = base_model(trainer.model)
     alone = model_of_config(config_on_a_rank(base), torch.float32, without_numbers())
-    (kind,) = attention_kinds(alone, decoder_attentions(alone))
+    (kind,) = layers_by_kind(alone)
     return {
         "said": said,
         "heads": (kind.q_heads, kind.kv_heads),

@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments, training_args
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
-from tests.models import exchanging, random_documents
+from tests.models_and_batches import exchanging, random_documents
 from tests.ranks import RankPool
 from tests.trainer.features import FEATURES, SGD, Average, Example, Feature, Pad, whole
 from tests.trainer.features_page import ARGUMENTS, OTHERS, PAGE, page

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import hf_distca
-from tests.models import exchanging, random_documents
+from tests.models_and_batches import exchanging, random_documents
 from tests.ranks import own_processes
 from tests.trainer.features import adapted, plain
 from tests.trainer.launches import CHECKPOINTING

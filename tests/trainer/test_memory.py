@@ -6,7 +6,7 @@ import peft
 import pytest
 
 from hf_distca.trainer.memory import checkpointing_of, strategy_of, tell_memory
-from tests.models import small_model
+from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import make_trainer
 
 

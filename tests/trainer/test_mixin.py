@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import hf_distca
 from hf_distca.trainer.refusals import named_arguments
-from tests.models import random_documents, reference_step, small_model
+from tests.models_and_batches import random_documents, reference_step, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 

@@ -23,7 +23,7 @@ from hf_distca.trainer.parallel import (
     trained_towers,
     whole_weights,
 )
-from tests.models import random_documents, small_model
+from tests.models_and_batches import random_documents, small_model
 from tests.trainer.features import with_frozen_tower, with_tower
 from tests.trainer.small_trainers import make_trainer
 

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 import hf_distca
-from hf_distca.patches.kinds import decoder_attentions
-from tests.models import small_model
+from hf_distca.models.decoder import decoder_attentions
+from tests.models_and_batches import small_model
 from tests.ranks import RankPool
 from tests.survey.tiny import tiny_config
 from tests.trainer.features import with_tower

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, Process
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import hf_distca
-from tests.models import SMALL, exchanging, small_model
+from tests.models_and_batches import SMALL, exchanging, small_model
 from tests.trainer.chats import chats, prompts, tokenizer
 
 FOLLOWED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm")

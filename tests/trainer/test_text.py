@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_distca import DistCATrainer, DistCATrainingArguments
-from tests.models import small_model
+from tests.models_and_batches import small_model
 from tests.trainer.chats import chats, prompts, tokenizer
 
 TEXTS = ["w1 w2 w3", "w4 [end]", "w5", "w6 w7 w8 w9"]

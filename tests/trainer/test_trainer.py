@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.integration_utils import rewrite_logs
 
 from hf_distca.trainer.metrics import PREFIX
-from tests.models import random_documents, reference_step, small_model
+from tests.models_and_batches import random_documents, reference_step, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 LENGTHS_OF_TWO = [100, 60, 90, 70]

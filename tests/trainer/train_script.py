@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 
 import hf_distca
 from tests.logged import Messages
-from tests.models import exchanging, random_documents, small_model
+from tests.models_and_batches import exchanging, random_documents, small_model
 from tests.trainer.chats import tokenizer
 from tests.whole_logits import WholeLogits
 

@@ -227,7 +227,7 @@ def test_metadata_of_nobody_is_refused(memory):
             ("metadata", "", "metadata"),
             ("metadata", "?", "not base64"),
             ("metadata", peer.metadata[:200], "metadata"),
-            ("name", "another", "another name"),
+            ("name", "another", "different names"),
         ):
             with pytest.raises(MismatchError, match=message):
                 choose(far, memory, replace(peer, **{name: value}))

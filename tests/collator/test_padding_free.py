@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
+from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths, filler_batch
 from hf_distca.collator.streams import StreamPacker
-from hf_distca.dispatch.padding_free import CollatorWithLengths, batch_document_lengths, filler_batch
 from tests.counting import Counting
 
 TWO = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_distca.patches.layers import decoder_layers, mixing_layers
+from hf_distca.models.decoder import decoder_layers, mixing_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 
 SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)

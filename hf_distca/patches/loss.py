@@ -1,25 +1,177 @@
-"""Logits that are computed on demand, and only the part that is needed.
+"""Loss of a planned step: logits are computed on demand, and cross entropy chunk by chunk.
 
-A model's own code scales and caps logits and passes them to `torch.nn.functional.cross_entropy`. Element-wise changes
-are recorded, and cross entropy is computed chunk by chunk. Any other function gets a real tensor.
+A model's own code scales and caps logits and passes them to `torch.nn.functional.cross_entropy`. `DeferredLogits`
+records element-wise changes, and `ChunkedSum` computes cross entropy over chunks of rows, without a tensor of rows ×
+vocabulary. Any other function gets a real tensor.
+
+The result is exact for any head and for element-wise changes of logits (soft caps, scalings, casts).
+`torch.nn.functional.linear_cross_entropy` supports only plain linear heads. In bfloat16 it also sums the loss and the
+head's gradient in bfloat16, unlike the model's own loss (torch 2.13: 10.19 for 10.43).
+
+Shape suffixes: T rows, C rows of a chunk, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from hf_distca.patches.chunked_loss import Step
-from hf_distca.patches.uncompiled import uncompiled
+from hf_distca.patches.modules import uncompiled
 
 logger = logging.get_logger(__name__)
 
 REASON = "logits of a planned step are deferred"
 """Reason of the break in compiled code."""
+Step = Callable[[Tensor], Tensor]
+"""Element-wise change of logits: [C, V] to [C, V]."""
+
+
+def apply_steps(logits: Tensor, steps: Sequence[Step]) -> Tensor:
+    """Apply steps to logits, one after another."""
+    for step in steps:
+        logits = step(logits)
+    return logits
+
+
+def rows_of_chunk(chunk_bytes: int, vocabulary: int) -> int:
+    """Return the most rows whose float32 logits take at most `chunk_bytes`; at least one."""
+    return max(1, chunk_bytes // (4 * vocabulary))
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedSum:
+    """Sum of the cross entropies of rows, computed chunk by chunk.
+
+    Attributes:
+        targets: [T] int64; rows whose target is `ignore_index` do not count.
+        steps: changes of the head's logits before the cross entropy.
+        rows: most rows of a chunk.
+    """
+
+    targets: Tensor
+    ignore_index: int
+    steps: Sequence[Step]
+    rows: int
+
+    def of_linear(self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        """Return the sum for a linear head.
+
+        The gradients are computed in the forward, and the backward can run once.
+
+        Returns:
+            Scalar, in the dtype that `torch.nn.functional.cross_entropy` gives.
+        """
+        if torch.is_grad_enabled():
+            loss: Tensor = _OfLinear.apply(hidden_TD, weight_VD, bias_V, self)
+            return loss
+        return self.with_gradients(hidden_TD, weight_VD, bias_V, (False, False, False))[0]
+
+    def of_head(self, forward: Callable[[Tensor], Tensor], hidden_TD: Tensor) -> Tensor:
+        """Return the sum for any head; the backward recomputes each chunk's logits.
+
+        Args:
+            forward: the head's forward: [C, D] to [C, V].
+
+        Returns:
+            Scalar, in the dtype that `torch.nn.functional.cross_entropy` gives.
+        """
+
+        def of_chunk(hidden_CD: Tensor, target_C: Tensor) -> Tensor:
+            logits_CV = apply_steps(forward(hidden_CD), self.steps)
+            return functional.cross_entropy(logits_CV, target_C, ignore_index=self.ignore_index, reduction="sum")
+
+        chunks = zip(hidden_TD.split(self.rows), self.targets.split(self.rows), strict=True)
+        if torch.is_grad_enabled():
+            return torch.stack([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+        return torch.stack([of_chunk(*chunk) for chunk in chunks]).sum()
+
+    @torch.no_grad()
+    def with_gradients(
+        self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Return the sum for a linear head, and its gradients.
+
+        The head's gradients are added up in at least float32.
+
+        Args:
+            needs: whether the gradients of hidden states, weight and bias are needed.
+        """
+        summed = torch.promote_types(weight_VD.dtype, torch.float32)
+        hidden_grad_TD = torch.empty_like(hidden_TD) if needs[0] else None
+        weight_grad_VD = torch.zeros_like(weight_VD, dtype=summed) if needs[1] else None
+        bias_grad_V = torch.zeros_like(bias_V, dtype=summed) if bias_V is not None and needs[2] else None
+        hidden_TD, weight_VD = _as_autocast(hidden_TD), _as_autocast(weight_VD)  # once, not with each chunk
+        bias_V = None if bias_V is None else _as_autocast(bias_V)
+        losses = []
+        for start in range(0, len(hidden_TD), self.rows):
+            chunk = slice(start, start + self.rows)
+            logits_CV = functional.linear(hidden_TD[chunk], weight_VD, bias_V)
+            loss, grad_CV = self._of_logits(logits_CV, self.targets[chunk], any(needs))
+            losses.append(loss)
+            if hidden_grad_TD is not None:
+                hidden_grad_TD[chunk] = grad_CV @ weight_VD
+            if weight_grad_VD is not None and grad_CV.dtype == summed:
+                weight_grad_VD.addmm_(grad_CV.T, hidden_TD[chunk])
+            elif weight_grad_VD is not None:
+                weight_grad_VD += grad_CV.T @ hidden_TD[chunk]
+            if bias_grad_V is not None:
+                bias_grad_V += grad_CV.sum(0, dtype=summed)
+            del logits_CV, grad_CV  # free before the next chunk
+        return torch.stack(losses).sum(), (hidden_grad_TD, weight_grad_VD, bias_grad_V)
+
+    def _of_logits(self, logits_CV: Tensor, target_C: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
+        """Return the sum of a chunk and, if needed, its gradient [C, V] with respect to the head's logits."""
+        with torch.set_grad_enabled(gradient):
+            changed_CV = apply_steps(logits_CV.requires_grad_(gradient), self.steps)
+        grad_CV = functional.log_softmax(changed_CV.detach(), dim=-1)
+        loss = functional.nll_loss(grad_CV, target_C, ignore_index=self.ignore_index, reduction="sum")
+        if not gradient:
+            return loss, grad_CV
+        # Overwrite log_softmax by softmax minus one at the target.
+        counts_C1 = (target_C != self.ignore_index)[:, None]
+        targets_C1 = torch.where(counts_C1, target_C[:, None], 0)
+        grad_CV.exp_().scatter_add_(1, targets_C1, -counts_C1.to(grad_CV.dtype)).mul_(counts_C1)
+        if changed_CV is not logits_CV:
+            (grad_CV,) = torch.autograd.grad(changed_CV, logits_CV, grad_CV.to(changed_CV.dtype))
+        return loss, grad_CV.to(logits_CV.dtype)
+
+
+class _OfLinear(torch.autograd.Function):
+    """Autograd function of `ChunkedSum.of_linear`: its backward only scales the forward's gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, chunked_sum: ChunkedSum
+    ) -> Tensor:
+        loss, ctx.gradients = chunked_sum.with_gradients(hidden_TD, weight_VD, bias_V, ctx.needs_input_grad[:3])
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "the backward of a loss computed in chunks ran a second time, but the first backward freed the "
+                "gradients; set loss_chunk_bytes=0 to use retain_graph=True"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*(None if gradient is None else gradient.mul_(grad) for gradient in gradients), None)
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype that autocast gives a linear layer."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device_type))
+    return x
 
 
 class Head(Protocol):

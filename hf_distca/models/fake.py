@@ -1,7 +1,6 @@
-"""Models of fake tensors, from a config or as a copy, and counts of deep models from shallow ones."""
+"""Models of fake tensors, from a config or as a copy, and configs of shallower models."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +8,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_distca.memory.live import Part
-from hf_distca.patches.kinds import attention_reaches
-from hf_distca.patches.layers import decoder_layers
-from hf_distca.patches.model import base_model
-from hf_distca.patches.register import ATTENTION_NAME
+from hf_distca.models.decoder import base_model, decoder_layers
+from hf_distca.models.kinds import attention_reaches
+from hf_distca.plan import ATTENTION_NAME
 
 
 def model_of_config(config: PreTrainedConfig, dtype: torch.dtype, mode: FakeTensorMode) -> PreTrainedModel:
@@ -74,20 +71,3 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return shallow
-
-
-def count_by_layers(
-    count: Callable[[PreTrainedConfig], dict[Part, int]], config: PreTrainedConfig, period: int | None
-) -> dict[Part, int]:
-    """Return peak bytes by part of a model whose layers repeat every `period` layers, counted on shallow models.
-
-    The peak is near the end of the forward, when each layer holds what it keeps for its backward. Bytes therefore grow
-    linearly with the number of layers.
-    """
-    depth = config.get_text_config(decoder=True).num_hidden_layers
-    if period is None:
-        return count(config)
-    few = 2 if period == 1 else period
-    less, more = (count(with_layers(config, layers)) for layers in (few, few + period))
-    steps = (depth - few) / period
-    return {part: round(less.get(part, 0) + steps * (more[part] - less.get(part, 0))) for part in more}

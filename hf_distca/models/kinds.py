@@ -1,17 +1,16 @@
 """Kinds of attention of a transformers model, read from its config and its attention modules."""
 
-import inspect
+from collections import Counter
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_distca.kernels import AttentionParams
-from hf_distca.patches.tensor_parallel import kind_on_a_rank
+from hf_distca.models.decoder import base_model, decoder_attentions, hands_on
+from hf_distca.models.tensor_parallel import kind_on_a_rank
 from hf_distca.plan import AttentionKind
 
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""Name under which transformers' modules look up their attention function."""
 ROWWISE = ("moe", "mlp", "sparse", "dense")
 """Types of layers that compute each row independently."""
 MIXING = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
@@ -25,91 +24,61 @@ class Reach(NamedTuple):
     chunk: int | None = None
 
 
-def decoder_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the attention layers of a model's decoder by name."""
-    of_decoder = _attentions(model.get_decoder())  # leave out towers for images or sound
-    return of_decoder or _attentions(model)  # in some models get_decoder() returns another module
-
-
-def _attentions(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if is_attention(module)}
-
-
-def is_attention(module: nn.Module) -> bool:
-    """Return whether a module is a decoder's attention layer whose core attention a plan can move."""
-    return is_named_attention(module) and calls_interface(module)
-
-
-def is_named_attention(module: nn.Module) -> bool:
-    """Return whether a module is named as transformers names a decoder's attention layers."""
-    return type(module).__name__.endswith(("Attention", "MLA")) and hasattr(module, "layer_idx")
-
-
-def calls_interface(module: nn.Module) -> bool:
-    """Return whether a module computes attention through transformers' AttentionInterface."""
-    forwards = (vars(cls).get("forward") for cls in type(module).__mro__)
-    return any(
-        INTERFACE in inspect.unwrap(forward).__code__.co_names for forward in forwards if inspect.isroutine(forward)
-    )
-
-
-def attention_kinds(model: PreTrainedModel, attentions: dict[str, nn.Module]) -> tuple[AttentionKind, ...]:
-    """Return the distinct kinds of attention of a model's layers, in layer order.
+def layers_by_kind(model: nn.Module) -> Counter[AttentionKind]:
+    """Return the number of attention layers of each kind, in layer order.
 
     Under tensor parallelism a kind has the heads of one rank.
 
+    Args:
+        model: a transformers model, or a PEFT model around one.
+
     Raises:
-        ValueError: there is no layer, a layer's type is unknown, or tensor parallelism cannot divide its heads.
-            Unknown types, such as attention to chosen rows, would be wrong for documents cut across ranks.
+        ValueError: a layer's type is unknown, or tensor parallelism cannot divide its heads. Unknown types, such as
+            attention to chosen rows, would be wrong for documents cut across ranks.
     """
+    model = base_model(model)
     config = model.config.get_text_config(decoder=True)
     reaches = attention_reaches(config)
-    kinds: dict[AttentionKind, None] = {}
-    for module in attentions.values():
+    kinds: Counter[AttentionKind] = Counter()
+    for module in decoder_attentions(model).values():
         layer: Any = module.layer_idx
         own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
         kind = _kind(own, module, reaches[(layer or 0) % len(reaches)])
-        kinds[kind_on_a_rank(kind, model, module)] = None
-    if not kinds:
-        raise ValueError(
-            f"{type(model).__name__} has no attention layers that can be found by transformers' names: a class "
-            "...Attention with a layer_idx. Train it with stock attention and transformers' Trainer"
-        )
-    return tuple(kinds)
+        kinds[kind_on_a_rank(kind, model, module)] += 1
+    return kinds
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """Return the type of each decoder layer; empty if the config names none."""
+    types: list[str] | None = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return types or []
 
 
 def attention_reaches(config: PreTrainedConfig) -> list[Reach]:
     """Return the reach of each layer's attention, or a single reach that all layers share.
 
     Raises:
-        ValueError: a layer's type is unknown, see `attention_kinds`.
+        ValueError: a layer's type is unknown, see `layers_by_kind`.
     """
     config = config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
-    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    if layer_types is None:
+    types = layer_types(config)
+    if not types:
         return [Reach(window)]
     everywhere = ("full_attention", "attention", "hybrid", "linear_attention", "conv", *ROWWISE)
     known = dict.fromkeys(everywhere, Reach())
     known |= dict.fromkeys(("sliding_attention", "hybrid_sliding"), Reach(window))
     known["chunked_attention"] = Reach(chunk=getattr(config, "attention_chunk_size", None))
-    unknown = sorted(set(layer_types) - set(known))
+    unknown = sorted(set(types) - set(known))
     if unknown:
         raise ValueError(
             f"{type(config).__name__} has layers of type {unknown}, but a planned step is exact only for layers of "
             f"the types {sorted(known)}. Choose a model with these types only, or train this model with stock "
             "attention and transformers' Trainer"
         )
-    return [known[layer_type] for layer_type in layer_types]
-
-
-def hands_on(module: nn.Module, name: str) -> bool:
-    """Return whether an attention layer's forward names an argument of the attention function."""
-    forward: Any = next(vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
-    constants = inspect.unwrap(forward).__code__.co_consts
-    return any(name in (constant if isinstance(constant, tuple) else (constant,)) for constant in constants)
+    return [known[layer_type] for layer_type in types]
 
 
 def _kind(config: PreTrainedConfig, module: nn.Module, reach: Reach) -> AttentionKind:

@@ -8,7 +8,7 @@ import torch
 
 import hf_distca
 from hf_distca import DistCAConfig, plan_settings
-from tests.models import small_model
+from tests.models_and_batches import small_model
 
 CUDA = torch.device("cuda")
 GEMMA2 = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 50.0, "sliding_window": 24}

@@ -10,12 +10,12 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from hf_distca import DistCAConfig, plan_settings
 from hf_distca.kernels.cpu import CpuKernel
+from hf_distca.models.kinds import layers_by_kind
+from hf_distca.models.tensor_parallel import config_on_a_rank, ranks_of_share
 from hf_distca.patches.attention import attention_chunk, distca_attention
-from hf_distca.patches.kinds import attention_kinds, decoder_attentions
-from hf_distca.patches.tensor_parallel import config_on_a_rank, ranks_of_share
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
-from tests.models import SMALL_LLAMA4, small_model
+from tests.models_and_batches import SMALL_LLAMA4, small_model
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -68,7 +68,7 @@ def test_kinds_are_those_that_the_layers_have(model_type, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "distca", attend)
     model(input_ids=torch.arange(3, 11)[None])
     assert list(found) == expected
-    assert list(attention_kinds(model, decoder_attentions(model))) == expected
+    assert list(layers_by_kind(model)) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_config_that_does_not_say_how_many_heads():
     model = small_model()
     model.config = PreTrainedConfig()
     with pytest.raises(ValueError, match=r"has no num_attention_heads, .*; train this model with stock"):
-        attention_kinds(model, decoder_attentions(model))
+        layers_by_kind(model)
 
 
 def test_row_bytes_by_kind():
@@ -138,7 +138,7 @@ def shared_by_two(model_type: str, whole_heads: bool, **config: Any) -> Any:
 def test_a_rank_that_shares_a_model_has_its_part_of_the_heads(whole_heads):
     model = shared_by_two("llama", whole_heads, num_hidden_layers=11)
     expected = AttentionKind(None, 4, 2, 8, 8) if whole_heads else AttentionKind(None, 2, 1, 8, 8)
-    assert attention_kinds(model, decoder_attentions(model)) == (expected,)
+    assert tuple(layers_by_kind(model)) == (expected,)
 
 
 @pytest.mark.parametrize(("whole_heads", "heads"), [(False, (2, 1)), (True, (4, 2))])

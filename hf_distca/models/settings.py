@@ -1,0 +1,105 @@
+"""Settings of plans for a model: its kinds of attention, a document layout and a kernel."""
+
+import logging
+
+import torch
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from hf_distca.config import DistCAConfig
+from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
+from hf_distca.models.decoder import base_model, decoder_layers, mixing_layers, mixing_modules
+from hf_distca.models.kinds import attention_params, layers_by_kind
+from hf_distca.models.refusals import check_layers, check_model
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.units import AUTO
+
+logger = logging.getLogger(__name__)
+
+
+def plan_settings(
+    model: PreTrainedModel,
+    config: DistCAConfig,
+    *,
+    ranks: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    ranks_per_node: int | tuple[int, ...] = 1,
+) -> PlanSettings:
+    """Return the settings of plans for a model, after checking that the model can be planned.
+
+    With `config.attention_kernel="auto"` the kernel is chosen here, and rank 0 logs the choice.
+
+    Args:
+        model: A model that was loaded with `attn_implementation="distca"`.
+        config: Settings for packing and balancing.
+        ranks: Number of ranks that train together.
+        device: Device of this rank.
+        dtype: Dtype of core attention. None takes the model's. Under autocast give autocast's dtype.
+        ranks_per_node: Number of ranks that share a node, used where `config.ranks_per_node` is "auto".
+
+    Raises:
+        ValueError: The model cannot be planned, has no layers for `config.ping_pong`, the kernel does not support its
+            attention, or the nodes do not add up to the number of ranks.
+        ImportError: The package of the kernel is not installed.
+    """
+    check_model(model)
+    model = base_model(model)
+    ping_pong = config.ping_pong is not False
+    if config.ping_pong is True:
+        check_layers(model)
+    elif ping_pong:
+        ping_pong = bool(decoder_layers(model))
+    layout = document_layout(model, config)
+    dtype = model.dtype if dtype is None else dtype
+    kinds = tuple(layers_by_kind(model))
+    needs = [Need(dtype, kind.dim_qk, kind.dim_v, attention_params(model.config, kind)) for kind in kinds]
+    kernel = _kernel(config.attention_kernel, device, needs)
+    planning = config.planning(ranks, ranks_per_node)
+    return PlanSettings(
+        **{**planning, "document_layout": layout, "ping_pong": ping_pong and planning["ping_pong"]},
+        kinds=kinds,
+        bytes_per_value=dtype.itemsize,
+        row_overhead=kernel.row_overhead,
+        gather_cost=kernel.gather_cost,
+        kernel=kernel.name,
+    )
+
+
+def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
+    """Return the document layout for a model: "whole" if the model mixes along the row without attention.
+
+    Raises:
+        ValueError: the setting cuts documents of such a model.
+    """
+    mixing = mixing_layers(model)
+    if not mixing:
+        return config.planned_layout
+    (module, *_) = mixing_modules(mixing[0])
+    if config.document_layout not in (AUTO, "whole"):
+        raise ValueError(
+            f"document_layout={config.document_layout!r} cuts documents, but {type(module).__name__} in "
+            f"{type(model).__name__} mixes the rows of a document other than by attention, and would be wrong for a "
+            "document that is cut. Set document_layout='whole', which 'auto' means for this model"
+        )
+    if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.info(
+            "each document stays whole on one rank (document_layout='whole'), because %s in %s mixes the rows of a "
+            "document other than by attention",
+            type(module).__name__,
+            type(model).__name__,
+        )
+    return "whole"
+
+
+def _kernel(name: str, device: torch.device, needs: list[Need]) -> Kernel:
+    """Return the kernel of this name; for "auto", rank 0 logs the choice and why faster kernels are unavailable."""
+    if name != "auto":
+        return get_kernel(name, device, needs)
+    choice = choose_kernel(device, needs)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        level = logging.WARNING if choice.passed_over else logging.INFO
+        reasons = "".join(f"\n- {reason}" for reason in choice.passed_over.values())
+        faster = f"; faster here, but not to be had:{reasons}" if reasons else ""
+        logger.log(level, "core attention is computed by kernel %r%s", choice.kernel.name, faster)
+    return choice.kernel

@@ -1,0 +1,39 @@
+"""What all changed modules share: a subclass with the name of their class, and methods that are not traced.
+
+Core attention of a planned step changes with every plan. If torch.compile traced it, each micro-batch would compile it
+again, in dozens of pieces. Each call is therefore one break between compiled graphs. Projections and position
+embedding are before the break; output projection, norms and MLP follow it.
+
+A layer whose nano-batches take turns is not traced as a whole. The modules inside may be compiled, attention included:
+they pause only inside core attention, where nothing is traced. The compiler's per-thread state is therefore the same
+in both nano-batches.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(reason: str) -> Callable[[Function], Function]:
+    """Decorate a function that compiled code calls without tracing it.
+
+    Args:
+        reason: shown by TORCH_LOGS=graph_breaks.
+    """
+    decorator: Callable[[Function], Function] = torch.compiler.disable(reason=reason)
+    return decorator
+
+
+def subclass(cls: type[nn.Module], *before: type, **members: Any) -> type[nn.Module]:
+    """Return a subclass with its base's name, by which PEFT, accelerate and checkpoints find modules.
+
+    Args:
+        before: bases that precede the class.
+    """
+    return type(
+        cls.__name__, (*before, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **members}
+    )

@@ -48,3 +48,8 @@ def check(rules: Iterable[Rule[Subject]], subject: Subject) -> None:
     for rule in rules:
         if rule.when(subject):
             raise rule.error(subject)
+
+
+def entries(table: type) -> tuple[Refusal, ...]:
+    """Return the entries of a table whose code raises each of them by its name."""
+    return tuple(entry for entry in vars(table).values() if isinstance(entry, Refusal))

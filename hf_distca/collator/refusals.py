@@ -58,9 +58,8 @@ class Data:
     UNKNOWN_COLUMNS = Refusal(
         "columns besides `input_ids`, `labels`, `attention_mask` and the length, if the model takes them or "
         "`remove_unused_columns=False`",
-        "the data set has the columns {unknown}",
-        "a packed batch cannot carry: {unknown}; it carries 'input_ids', optionally 'labels', an 'attention_mask' of "
-        "ones and {length!r}",
+        "the data set has columns that a packed batch cannot carry: {unknown}",
+        "it carries only 'input_ids', and optionally 'labels', an 'attention_mask' of ones and {length!r}",
         "remove the others with dataset.remove_columns({unknown}), or set remove_unused_columns=True to drop columns "
         "that the model does not take",
     )

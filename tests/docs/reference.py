@@ -8,11 +8,26 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from string import Formatter
 from typing import Any, get_args
 
 import hf_distca
 from hf_distca.cli.main import TOOLS
+from hf_distca.collator.refusals import Data
+from hf_distca.refusal import Refusal, entries
 from hf_distca.trainer.metrics import METRICS, PREFIX
+from hf_distca.trainer.refusals import (
+    ARGUMENTS,
+    GIVEN,
+    LOADED_ALREADY,
+    LOSES_DEEPSPEED,
+    NOT_CONNECTED,
+    SFT_ARGUMENTS,
+    SFT_TRAINER,
+    TRAINER,
+    Resume,
+    Run,
+)
 from hf_distca.units import Bytes, Servers, Switch, Tokens, Tolerance
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
@@ -138,6 +153,64 @@ def settings_page() -> str:
     return "".join(parts)
 
 
+REFUSALS_TOP = """\
+# What is refused
+
+<!-- Written by `python -m tests.docs.reference` from hf_distca/trainer/refusals.py and hf_distca/collator/refusals.py. -->
+
+hf_distca raises an error for everything that would train wrongly or differently than asked. Every rank raises it, before
+training begins. The message says what was found, why it cannot work and what to set. This page lists all conditions;
+[Feature compatibility](features.md) and [Model compatibility](compatibility.md) show which were tested.
+
+## Models
+
+A model that is refused here still trains with stock attention (`attn_implementation="sdpa"`) and transformers'
+`Trainer`.
+
+| condition | why | instead |
+| --- | --- | --- |
+| attention dropout (`attention_dropout`, GPT-2's `attn_pdrop`) | ranks cannot draw the same dropped weights | load the model with 0 |
+| layers that compute a mask of their own (Doge) | a plan cannot express the mask | stock attention |
+| text models that are not causal (PaliGemma, BERT) | a plan has only earlier rows | `is_decoder=True` where it exists |
+| attention to an encoder (Whisper) | a plan has only earlier rows | stock attention |
+| no attention interface (models with attention code of their own) | the plan cannot reach attention | stock attention |
+| keywords are dropped on the way to attention (StableLM, Nemotron) | the plan cannot reach attention | stock attention |
+| no `position_ids` (decoders of BART, Marian, Pegasus) | positions would not restart with each document | stock attention |
+| positions counted from the padding token (RoBERTa) | positions would not restart with each document | stock attention |
+| biases added to attention scores (Inkling) | a plan does not exchange them | stock attention |
+| indexers, n-gram embeddings, layers of unknown types | results would be wrong in packed rows | stock attention |
+| a loss without transformers' loss function (`GPT2ForTokenClassification`) | ranks with different numbers of targets would have no exact loss | stock attention |
+
+## Layouts and checkpointing
+
+| condition | why | instead |
+| --- | --- | --- |
+| `document_layout="joint"` or `"fixed"` with state space layers, linear attention or convolutions | these layers would be wrong for a document that is cut | `"auto"` or `"whole"` |
+| checkpoints that begin inside a decoder layer with such a module | the module would run again without its plan | checkpoint whole layers |
+| reentrant checkpoints of layers that share keys and values (Gemma 3n, Gemma 4) | gradients are lost, also without hf_distca | `use_reentrant=False` |
+
+## Adapters
+
+| condition | why | instead |
+| --- | --- | --- |
+| prompt tuning, prefix tuning, p-tuning | they put tokens before a row of many documents | LoRA |
+| aLoRA | it looks for tokens in the whole row | LoRA |
+| AdaLoRA, ShadowPEFT | they add to the loss of every micro-batch | LoRA |
+| Lily | it averages over all rows of a rank | LoRA |
+| Poly | packed rows carry no `task_ids` | LoRA |
+"""
+REFUSALS: dict[str, tuple[Refusal, ...]] = {
+    "Arguments": ARGUMENTS,
+    "Arguments of the trainer": (*GIVEN, LOADED_ALREADY),
+    "With TRL": (*SFT_ARGUMENTS, *SFT_TRAINER),
+    "Launch and model": (LOSES_DEEPSPEED, NOT_CONNECTED, *(rule for rule in TRAINER if rule not in GIVEN)),
+    "Data": entries(Data),
+    "Runs": entries(Run),
+    "Resuming": entries(Resume),
+}
+"""Sections of the page that are tables of the code."""
+
+
 def metrics_page() -> str:
     """Return the page of all logged figures."""
     parts = [METRICS_TOP]
@@ -162,7 +235,20 @@ def cli_page() -> str:
     return "".join(parts)
 
 
-PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "cli.md": cli_page}
+def refusals_page() -> str:
+    """Return the page of everything that is refused."""
+    parts = [REFUSALS_TOP]
+    for title, refusals in REFUSALS.items():
+        parts.append(f"\n## {title}\n\n| condition | why | instead |\n| --- | --- | --- |\n")
+        parts += [
+            f"| {entry.condition} | {_prose(_template(entry.reason))} | {_prose(_template(entry.remedy))} |\n"
+            for entry in refusals
+            if entry.condition
+        ]
+    return "".join(parts)
+
+
+PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "cli.md": cli_page, "refusals.md": refusals_page}
 
 
 def _own_fields() -> Iterator[dataclasses.Field[Any]]:
@@ -223,6 +309,11 @@ def _description(text: str) -> str:
             )
         )
     return "\n\n".join(blocks)
+
+
+def _template(text: str) -> str:
+    """A format string as text, with an ellipsis for each value."""
+    return "".join(part + ("" if name is None else "…") for part, name, _, _ in Formatter().parse(text))
 
 
 def _prose(text: str) -> str:

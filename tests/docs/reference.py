@@ -153,52 +153,7 @@ def settings_page() -> str:
     return "".join(parts)
 
 
-REFUSALS_TOP = """\
-# What is refused
-
-<!-- Written by `python -m tests.docs.reference` from hf_distca/trainer/refusals.py and hf_distca/collator/refusals.py. -->
-
-hf_distca raises an error for everything that would train wrongly or differently than asked. Every rank raises it, before
-training begins. The message says what was found, why it cannot work and what to set. This page lists all conditions;
-[Feature compatibility](features.md) and [Model compatibility](compatibility.md) show which were tested.
-
-## Models
-
-A model that is refused here still trains with stock attention (`attn_implementation="sdpa"`) and transformers'
-`Trainer`.
-
-| condition | why | instead |
-| --- | --- | --- |
-| attention dropout (`attention_dropout`, GPT-2's `attn_pdrop`) | ranks cannot draw the same dropped weights | load the model with 0 |
-| layers that compute a mask of their own (Doge) | a plan cannot express the mask | stock attention |
-| text models that are not causal (PaliGemma, BERT) | a plan has only earlier rows | `is_decoder=True` where it exists |
-| attention to an encoder (Whisper) | a plan has only earlier rows | stock attention |
-| no attention interface (models with attention code of their own) | the plan cannot reach attention | stock attention |
-| keywords are dropped on the way to attention (StableLM, Nemotron) | the plan cannot reach attention | stock attention |
-| no `position_ids` (decoders of BART, Marian, Pegasus) | positions would not restart with each document | stock attention |
-| positions counted from the padding token (RoBERTa) | positions would not restart with each document | stock attention |
-| biases added to attention scores (Inkling) | a plan does not exchange them | stock attention |
-| indexers, n-gram embeddings, layers of unknown types | results would be wrong in packed rows | stock attention |
-| a loss without transformers' loss function (`GPT2ForTokenClassification`) | ranks with different numbers of targets would have no exact loss | stock attention |
-
-## Layouts and checkpointing
-
-| condition | why | instead |
-| --- | --- | --- |
-| `document_layout="joint"` or `"fixed"` with state space layers, linear attention or convolutions | these layers would be wrong for a document that is cut | `"auto"` or `"whole"` |
-| checkpoints that begin inside a decoder layer with such a module | the module would run again without its plan | checkpoint whole layers |
-| reentrant checkpoints of layers that share keys and values (Gemma 3n, Gemma 4) | gradients are lost, also without hf_distca | `use_reentrant=False` |
-
-## Adapters
-
-| condition | why | instead |
-| --- | --- | --- |
-| prompt tuning, prefix tuning, p-tuning | they put tokens before a row of many documents | LoRA |
-| aLoRA | it looks for tokens in the whole row | LoRA |
-| AdaLoRA, ShadowPEFT | they add to the loss of every micro-batch | LoRA |
-| Lily | it averages over all rows of a rank | LoRA |
-| Poly | packed rows carry no `task_ids` | LoRA |
-"""
+BY_HAND = "<!-- The sections below are written by `python -m tests.docs.reference` from tables in the code. -->\n"
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
     "Arguments": ARGUMENTS,
     "Arguments of the trainer": (*GIVEN, LOADED_ALREADY),
@@ -237,11 +192,12 @@ def cli_page() -> str:
 
 def refusals_page() -> str:
     """Return the page of everything that is refused."""
-    parts = [REFUSALS_TOP]
+    by_hand, _, _ = (FOLDER / "refusals.md").read_text().partition(BY_HAND)
+    parts = [by_hand, BY_HAND]
     for title, refusals in REFUSALS.items():
         parts.append(f"\n## {title}\n\n| condition | why | instead |\n| --- | --- | --- |\n")
         parts += [
-            f"| {entry.condition} | {_prose(_template(entry.reason))} | {_prose(_template(entry.remedy))} |\n"
+            f"| {entry.condition} | {_message(entry.reason)} | {_message(entry.remedy)} |\n"
             for entry in refusals
             if entry.condition
         ]
@@ -311,9 +267,17 @@ def _description(text: str) -> str:
     return "\n\n".join(blocks)
 
 
-def _template(text: str) -> str:
-    """A format string as text, with an ellipsis for each value."""
-    return "".join(part + ("" if name is None else "…") for part, name, _, _ in Formatter().parse(text))
+CODE = re.compile(
+    r"--[a-z_]+|(?!hf_distca\b)[\w.]+\((?:[^()]|\([^()]*\))*\)|\w+=(?:'[^']*'|\{[^}]*\}|[\w.]+)|'[^' ]+'"
+    r"|(?!hf_distca\b)[A-Za-z][\w.]*_[\w.*]*\w|\*\*kwargs"
+)
+"""What is code in a message."""
+
+
+def _message(text: str) -> str:
+    """A part of a message as Markdown, with an ellipsis for each value."""
+    plain = "".join(part + ("" if name is None else "…") for part, name, _, _ in Formatter().parse(text))
+    return CODE.sub(lambda code: f"`{code[0]}`", plain)
 
 
 def _prose(text: str) -> str:

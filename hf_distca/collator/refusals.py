@@ -40,13 +40,13 @@ class Data:
     EMPTY = Refusal(
         "an empty data set",
         "the data set is empty",
-        "there is nothing to plan",
+        "training needs documents",
         "give at least one document",
     )
     NO_LENGTH = Refusal(
         "",
         "{kind} has no length",
-        "its documents cannot be planned in advance",
+        "documents are planned in advance",
         "use StreamPacker for a stream, or a data set with a length",
     )
     NO_TOKENS = Refusal(
@@ -112,7 +112,7 @@ class Data:
         "a document of more tokens than fit, with `long_documents='error'`",
         "{count} of {documents} documents are longer than {limit_name} = {limit} tokens, such as document {longest} "
         "with {length}",
-        "there is no place for them",
+        "a document must fit",
         f"raise tokens_per_rank, use more ranks, or set long_documents: {CUT}",
     )
     LONG_IN_STREAM = Refusal(

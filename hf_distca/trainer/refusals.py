@@ -49,8 +49,9 @@ def _only(name: str, allowed: tuple[Any, ...], reason: str) -> Rule[Any]:
 def _ligers_loss(name: str) -> Rule[Any]:
     return Rule(
         f"`liger_kernel_config` with `{name!r}`",
-        f"liger_kernel_config={{{{{name!r}: True}}}} would replace the loss of planned steps",
-        "that loss is exact across ranks and already avoids whole logits (loss_chunk_bytes)",
+        f"liger_kernel_config={{{{{name!r}: True}}}} is set",
+        "it would replace the loss of planned steps, which is exact across ranks and already avoids whole logits "
+        "(loss_chunk_bytes)",
         f"remove {name!r} from liger_kernel_config",
         lambda args: bool(_liger(args).get(name)),
     )
@@ -86,8 +87,8 @@ ARGUMENTS: tuple[Rule[Any], ...] = (
     *map(_ligers_loss, LIGERS_LOSSES),
     Rule(
         "`mlp_chunk_rows` with Liger's MLPs",
-        "mlp_chunk_rows={0.mlp_chunk_rows} computes MLPs in chunks",
-        "use_liger_kernel replaces these MLPs",
+        "mlp_chunk_rows={0.mlp_chunk_rows} is set",
+        "it would have no effect: use_liger_kernel replaces the MLPs that are computed in chunks",
         "set mlp_chunk_rows=0, or liger_kernel_config={{'swiglu': False, 'geglu': False}}",
         lambda args: (
             getattr(args, "use_liger_kernel", False)
@@ -99,15 +100,16 @@ ARGUMENTS: tuple[Rule[Any], ...] = (
 """Arguments that no trainer can follow, checked when they are made."""
 LOSES_DEEPSPEED: Rule[Any] = Rule(
     "`use_cpu` or `ACCELERATE_USE_CPU` with DeepSpeed",
-    "use_cpu (or ACCELERATE_USE_CPU) is set and DeepSpeed is configured",
-    "accelerate would train without DeepSpeed",
+    "DeepSpeed is configured",
+    "use_cpu (or ACCELERATE_USE_CPU) makes accelerate train without DeepSpeed",
     "leave use_cpu out: processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU without it",
     lambda args: launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu,
 )
 NOT_CONNECTED: Rule[Any] = Rule(
     "several processes that are not connected",
-    "several processes were launched (WORLD_SIZE), and they are not connected",
-    "each would train alone: LOCAL_RANK is not set, or no backend connects processes on CPUs",
+    "several processes were launched (WORLD_SIZE)",
+    "they are not connected, and each would train alone: LOCAL_RANK is not set, or no backend connects processes on "
+    "CPUs",
     "launch with accelerate launch or torchrun; on CPUs also set use_cpu=True or ddp_backend='gloo'",
     lambda args: launched_processes() > 1 and args.distributed_state.num_processes == 1,
 )
@@ -195,8 +197,8 @@ def _none(name: str, reason: str, remedy: str) -> Rule[Given]:
 def _batch_size(name: str) -> Rule[Given]:
     return Rule(
         f"`{name}` other than 1",
-        f"{name}={{0.args.{name}}} contradicts tokens_per_rank={{0.args.tokens_per_rank}}",
-        "a rank's batch is one packed row of up to tokens_per_rank tokens",
+        f"{name}={{0.args.{name}}} is set",
+        "a rank's batch is one packed row of up to tokens_per_rank={0.args.tokens_per_rank} tokens",
         "leave it at 1",
         lambda given: given.packs and getattr(given.args, name) != 1,
     )
@@ -206,8 +208,8 @@ def _loading(name: str, allowed: tuple[Any, ...]) -> Rule[Given]:
     """Return the rule of a field of `accelerator_config`, the recommended value first."""
     return Rule(
         f"`accelerator_config` with another `{name}` than {' or '.join(f'`{value!r}`' for value in allowed)}",
-        f"accelerator_config's {name}={{0.args.accelerator_config.{name}!r}} would be ignored",
-        "each rank reads the rows that its plan assigns, in an order drawn from the seed",
+        f"accelerator_config's {name}={{0.args.accelerator_config.{name}!r}} is set",
+        "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from the seed",
         f"set it to {allowed[0]!r}",
         lambda given: given.packs and getattr(given.args.accelerator_config, name) not in allowed,
     )
@@ -274,8 +276,8 @@ GIVEN: tuple[Rule[Given], ...] = (
     ),
     Rule(
         "`train_sampling_strategy` other than `'random'` and `'sequential'`",
-        "train_sampling_strategy={0.args.train_sampling_strategy!r} would be ignored",
-        "documents are packed by their lengths, and drawn at random or in order",
+        "train_sampling_strategy={0.args.train_sampling_strategy!r} is set",
+        "it would be ignored: documents are packed by their lengths, and drawn at random or in order",
         "set 'random' or 'sequential'",
         lambda given: given.packs and given.args.train_sampling_strategy not in ("random", "sequential"),
     ),
@@ -285,8 +287,8 @@ GIVEN: tuple[Rule[Given], ...] = (
     _loading("use_seedable_sampler", (True,)),
     Rule(
         "`dataloader_in_order=False`",
-        "dataloader_in_order=False lets ranks take micro-batches in different orders",
-        "ranks would then exchange rows of different micro-batches",
+        "dataloader_in_order=False is set",
+        "ranks would take micro-batches in different orders and exchange rows of different micro-batches",
         "set dataloader_in_order=True",
         lambda given: given.packs and not getattr(given.args, "dataloader_in_order", True),
     ),
@@ -302,8 +304,8 @@ GIVEN: tuple[Rule[Given], ...] = (
 """Arguments of a trainer that cannot train exactly, checked before accelerate and transformers see them."""
 LOADED_ALREADY: Rule[Given] = Rule(
     "`model_init_kwargs` with a loaded model",
-    "model_init_kwargs={0.args.model_init_kwargs!r} would have no effect",
-    "the model is already loaded",
+    "model_init_kwargs={0.args.model_init_kwargs!r} is set",
+    "it would have no effect, because the model is already loaded",
     "pass the model's name as model, or leave model_init_kwargs out",
     lambda given: (
         not isinstance(given.named.get("model"), str) and getattr(given.args, "model_init_kwargs", None) is not None
@@ -406,7 +408,10 @@ class Launched:
         return ", ".join(trained_towers(base_model(self.model))) if waits else ""
 
 
-NO_GRADIENT = "{0.towers} of {0.model_class} get no gradient from batches of text"
+NO_GRADIENT = (
+    "{0.towers} of {0.model_class} get no gradient from batches of text, so DDP would leave ranks with different "
+    "weights"
+)
 TRAINER: tuple[Rule[Launched], ...] = (
     Rule(
         "`torch_compile`, `--dynamo_backend`",
@@ -501,21 +506,21 @@ TRAINER: tuple[Rule[Launched], ...] = (
     Rule(
         "a model whose `forward` does not take `num_items_in_batch`",
         "{0.model.__class__.__name__} does not take num_items_in_batch",
-        "ranks with different numbers of targets would have no exact loss",
+        "ranks with different numbers of targets need it for an exact loss",
         "let its forward take **kwargs and pass them to self.loss_function",
         lambda it: not it.trainer.model_accepts_loss_kwargs,
     ),
     Rule(
         "under DDP, trained towers for images or sound with reentrant checkpoints",
-        f"{NO_GRADIENT}, and gradient_checkpointing_kwargs={{{{'use_reentrant': True}}}} is set",
-        "DDP would leave ranks with different weights",
+        "gradient_checkpointing_kwargs={{'use_reentrant': True}} is set",
+        NO_GRADIENT,
         "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
         lambda it: it.reentrant and it.towers != "",
     ),
     Rule(
         "under DDP, trained towers for images or sound with `ddp_find_unused_parameters=False`",
-        f"{NO_GRADIENT}, and ddp_find_unused_parameters=False is set",
-        "DDP would leave ranks with different weights",
+        "ddp_find_unused_parameters=False is set",
+        NO_GRADIENT,
         "freeze them (requires_grad_(False)), or leave ddp_find_unused_parameters unset",
         lambda it: it.args.ddp_find_unused_parameters is False and it.towers != "",
     ),
@@ -551,14 +556,14 @@ class Run:
     )
     NOT_WRAPPED = Refusal(
         "a model that was prepared by another Accelerator",
-        "{model} is not wrapped for {processes} ranks ({strategy})",
-        "each would train apart",
+        "{model} is to train on {processes} ranks ({strategy})",
+        "it is not wrapped, so each rank would train apart",
         "give the trainer a model that no Accelerator has prepared, and call train()",
     )
     LOST_PLAN = Refusal(
         "a model that drops the plan on the way to its layers",
-        "{model} did not pass {key} on to its decoder layers, so documents were not kept apart",
-        "this model cannot train with planned attention",
+        "{model} did not pass {key} on to its decoder layers",
+        "they need it to keep documents apart",
         "train it with transformers' Trainer and attn_implementation='sdpa'",
     )
     EARLY_EVALUATION = Refusal(
@@ -586,9 +591,9 @@ class Resume:
     )
     NO_STATE = Refusal(
         "a checkpoint without the state of the optimizer or of the learning rate, or of another strategy",
-        "{checkpoint} has no {files}, which holds {state}: it was saved with save_only_model=True or under another "
+        "{checkpoint} has no {files}, which holds {state}",
+        "training would start without that state: the checkpoint was saved with save_only_model=True or under another "
         "strategy",
-        "training would start without that state",
         "load its weights with {load} and train without resume_from_checkpoint; or resume from a checkpoint that was "
         "saved with save_only_model=False under the same strategy",
     )
@@ -609,6 +614,6 @@ class Resume:
     OTHER_ORDER = Refusal(
         "settings by which documents would come in another order than before",
         "settings differ from those of the checkpoint: {differences}",
-        "training would skip some documents or repeat others",
+        "the other documents must come in the same order as before: training would skip some or repeat others",
         "set them as they were, or set ignore_data_skip=True to begin a new pass over the data",
     )

@@ -268,16 +268,20 @@ def _description(text: str) -> str:
 
 
 CODE = re.compile(
-    r"--[a-z_]+|(?!hf_distca\b)[\w.]+\((?:[^()]|\([^()]*\))*\)|\w+=(?:'[^']*'|\{[^}]*\}|[\w.]+)|'[^' ]+'"
-    r"|(?!hf_distca\b)[A-Za-z][\w.]*_[\w.*]*\w|\*\*kwargs"
+    r"(?<!\w)(?:--[a-z_]+|(?!hf_distca\b)[\w.]+\((?:[^()]|\([^()]*\))*\)|\w+=(?:'[^']*'|\{[^}]*\}|[\w.]+)|'[^' ]+'"
+    r"|(?!hf_distca\b)[A-Za-z][\w.]*_[\w.*]*\w|\*\*kwargs)"
 )
 """What is code in a message."""
 
 
 def _message(text: str) -> str:
     """A part of a message as Markdown, with an ellipsis for each value."""
-    plain = "".join(part + ("" if name is None else "…") for part, name, _, _ in Formatter().parse(text))
-    return CODE.sub(lambda code: f"`{code[0]}`", plain)
+    return CODE.sub(lambda code: f"`{code[0]}`", template(text))
+
+
+def template(text: str) -> str:
+    """A format string with an ellipsis for each value."""
+    return "".join(part + ("" if name is None else "…") for part, name, _, _ in Formatter().parse(text))
 
 
 def _prose(text: str) -> str:

@@ -90,16 +90,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "servers": (
         {"arguments": {"attention_servers": "external"}},
-        r"='external' cannot .* \(tp_size=2\): .*servers=0,",
+        r"='external' is set .* \(tp_size=2\), .*servers=0,",
     ),
-    "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT does not divide .* set both to 1"),
+    "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1, but PEFT does not divide .* set both to 1"),
     "chats": (
         {"chats": True},
-        r"losses are not tested with tensor parallelism \(tp_size=2\).* set tp_size=1, or train with DistCATrainer",
+        r"with tensor parallelism, .*TRL's losses are not tested with it; set tp_size=1, or train with DistCATrainer",
     ),
     "accumulation": (
         {"model": {"model_type": "qwen3"}, "arguments": {"gradient_accumulation_steps": 2}},
-        r"steps=2 gives \w*Qwen3ForCausalLM wrong gradients .* over the 2 ranks.* Set gradient_accumulation_steps=1",
+        r"steps=2 is set for \w*Qwen3ForCausalLM .*\(tp_size=2\), but .* set gradient_accumulation_steps=1",
     ),
     "pipeline": ({"divided": {"pp_size": 4}}, r"\(pp_size=4\) gives ranks different layers, .* set pp_size=1"),
     "context": (

@@ -38,8 +38,10 @@ def _step_of_a_bare_model(folder: str) -> tuple[str, bool]:
 
 def test_ranks_do_not_train_apart(rank_pools, tmp_path):
     for message, has_gradients in rank_pools[2].run(_step_of_a_bare_model, str(tmp_path)):
-        assert message.startswith("LlamaForCausalLM is not wrapped for 2 ranks")
-        assert "each would train apart" in message
+        assert message.startswith(
+            "LlamaForCausalLM is to train on 2 ranks (DistributedType.MULTI_CPU), but it is not wrapped"
+        )
+        assert "each rank would train apart" in message
         assert not has_gradients
 
 

@@ -112,7 +112,7 @@ def test_a_model_is_loaded_as_is_asked_for(tmp_path):
         (
             of_texts("stored", "body"),
             {},
-            r"train_dataset has the columns \['body', 'source'\], but .* neither tokens .* nor text in 'text'; set data",
+            r"train_dataset has the columns \['body', 'source'\], but .* nor text in 'text'; set data",
         ),
         ([{"text": 3}], {}, "nor text in 'text'"),
         (chats(1), {}, "train_dataset has 'messages' and no 'input_ids', but .*; use hf_distca.DistCASFTTrainer"),

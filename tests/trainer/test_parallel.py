@@ -52,11 +52,6 @@ def test_one_rank_needs_no_wrapping(tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_torch_compile(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot compile planned attention.*layer\.mlp\.compile\(\)"):
-        make_trainer(str(tmp_path), torch_compile=True)
-
-
 def test_compiling_by_the_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
     with pytest.raises(ValueError, match="accelerate's --dynamo_backend at no"):

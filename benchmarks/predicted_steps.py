@@ -34,7 +34,7 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
-from hf_distca.sim.costs import Accuracy, DeviceProfile
+from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.ways import Setup, on_ranks, planned
 
@@ -78,7 +78,7 @@ class Calibration:
         links = Links(self.link, self.link)
         profile = DeviceProfile(
             "this CPU", "measured in the same round", "float32", KIND, self.forward, self.backward,
-            flops / self.token, np.inf, flops / self.token, links, links, Accuracy(1.0, 1.0, 0),
+            flops / self.token, np.inf, flops / self.token, links, links,
         )  # fmt: skip
         return Setup(model, profile, RANKS, tokens, checkpointing=False)
 

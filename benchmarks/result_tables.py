@@ -27,6 +27,7 @@ STEP_TIMES = {
     "step_time_4_ranks": "4",
     "step_time_100_mbit": "2, 100 Mbit/s",
     "step_time_420_mbit": "2, 420 Mbit/s",
+    "step_time_960_mbit": "2, 960 Mbit/s",
 }
 """Results of step_time.py: ranks, and the link between them where it is limited."""
 CORPORA = {"wlbllm": "pretraining mix", "prolong": "ProLong"}

@@ -262,7 +262,7 @@ GIVEN: tuple[Rule[Given], ...] = (
     ),
     _none(
         "model_init",
-        "the model that it makes when training begins would lack the changes for planned steps",
+        "it would replace the model when training begins, and the new model would lack the changes for planned steps",
         "make the model first and pass it as model",
     ),
     _batch_size("per_device_train_batch_size"),

@@ -339,7 +339,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "per_device_train_batch_size": Feature(
         {"per_device_train_batch_size": 4},
-        refused={"*": ("tokens_per_rank=160 tokens", "leave it at 1")},
+        refused={"*": ("one packed row of up to", "leave it at 1")},
     ),
     "auto_find_batch_size": Feature(
         {"auto_find_batch_size": True}, refused={"*": ("memory is set by tokens_per_rank", "leave it at False")}

@@ -11,10 +11,10 @@ from hf_distca.when_imported import when_imported
 
 if TYPE_CHECKING:
     from hf_distca.collator.collation import DistCACollator
+    from hf_distca.collator.padding_free import CollatorWithLengths
     from hf_distca.collator.sampler import GlobalBatchSampler
     from hf_distca.config import DistCAConfig
     from hf_distca.dispatch.dispatcher import Dispatcher
-    from hf_distca.dispatch.padding_free import CollatorWithLengths
     from hf_distca.models.settings import plan_settings
     from hf_distca.patches.layers import plan_layers
     from hf_distca.planner.settings import PlanSettings
@@ -44,7 +44,7 @@ __all__ = [
 
 # Imported on first use: torch and transformers take seconds, which `hf-distca --help` does not need.
 _MODULES = {
-    "CollatorWithLengths": "dispatch.padding_free",
+    "CollatorWithLengths": "collator.padding_free",
     "Dispatcher": "dispatch.dispatcher",
     "DistCAArguments": "trainer.arguments",
     "DistCACollator": "collator.collation",

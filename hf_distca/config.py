@@ -13,6 +13,24 @@ AS_LAUNCHED = "auto"
 LongDocuments = Literal["error", "truncate", "split"]
 SWITCHES = ("ping_pong",)
 """Settings that are on, off or "auto"."""
+POSITIVE = (
+    *("tokens_per_rank", "balance_block_size", "exchange_buffer_bytes"),
+    *("exchange_timeout", "attention_server_timeout"),
+)
+"""Settings that must be above 0."""
+NOT_NEGATIVE = {
+    "loss_chunk_bytes": "all logits at once",
+    "mlp_chunk_rows": "all rows at once",
+    "trace_steps": "no trace",
+}
+"""Settings that must be 0 or more, and the meaning of 0."""
+CHOICES = {
+    "long_documents": get_args(LongDocuments),
+    "document_layout": DOCUMENT_LAYOUTS,
+    "attention_kernel": KERNEL_NAMES,
+    "attention_server_transport": TRANSPORTS,
+}
+"""Settings with listed values."""
 
 
 @dataclass
@@ -200,35 +218,16 @@ class DistCAConfig:
 
     def __post_init__(self) -> None:
         read_values(self)
-        if self.attention_server_transport not in TRANSPORTS:
-            raise ValueError(
-                f"attention_server_transport must be one of {', '.join(TRANSPORTS)}, "
-                f"got {self.attention_server_transport!r}"
-            )
         self.ranks_per_node = _ranks_per_node(self.ranks_per_node)
-        for name in (
-            "tokens_per_rank",
-            "balance_block_size",
-            "exchange_buffer_bytes",
-            "exchange_timeout",
-            "attention_server_timeout",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.loss_chunk_bytes < 0:
-            raise ValueError(f"loss_chunk_bytes must be 0 (all logits at once) or more, got {self.loss_chunk_bytes}")
-        if self.mlp_chunk_rows < 0:
-            raise ValueError(f"mlp_chunk_rows must be 0 (all rows at once) or more, got {self.mlp_chunk_rows}")
-        if self.trace_steps < 0:
-            raise ValueError(f"trace_steps must be 0 (no trace) or more, got {self.trace_steps}")
-        choices = {
-            "long_documents": get_args(LongDocuments),
-            "document_layout": DOCUMENT_LAYOUTS,
-            "attention_kernel": KERNEL_NAMES,
+        expected = {name: "positive" for name in POSITIVE if getattr(self, name) <= 0}
+        expected |= {
+            name: f"0 ({meaning}) or more" for name, meaning in NOT_NEGATIVE.items() if getattr(self, name) < 0
         }
-        for name, valid in choices.items():
-            if getattr(self, name) not in valid:
-                raise ValueError(f"{name} must be one of {list(valid)}, got {getattr(self, name)!r}")
+        expected |= {
+            name: f"one of {list(valid)}" for name, valid in CHOICES.items() if getattr(self, name) not in valid
+        }
+        for name, values in expected.items():
+            raise ValueError(f"{name} must be {values}, got {getattr(self, name)!r}")
 
     @property
     def planned_layout(self) -> str:

@@ -16,18 +16,19 @@ WIRE = {"pool.messages", "pool.wire", "pool.token", "pool.listener"}
 ROWS = {"pool.memory", "pool.nixl", "pool.transport"}
 # What the files of a part may import besides those of the part itself. A file belongs to the longest name that fits.
 ALLOWED = {
+    "refusal": set(),
     "units": set(),
     "version": set(),
     "when_imported": set(),
     "plan": set(),
     "planner": {"plan"},
     "kernels": set(),
-    "config": {"kernels", "units"},
-    "collator": PLANNER,
-    "dispatch": PLANNER | {"kernels"},
+    "config": {"kernels", "refusal", "units"},
+    "collator": PLANNER | {"refusal"},
+    "dispatch": PLANNER | {"kernels", "collator.padding_free"},
     "dispatch.remote": PLANNER | {"kernels", "dispatch.recorder", "dispatch.rows"},
-    "models": PLANNER | {"kernels", "config", "units", "sim.model"},
-    "patches": DISPATCH | {"config", "models"},
+    "models": PLANNER | {"kernels", "config", "refusal", "units", "sim.model"},
+    "patches": DISPATCH | {"config", "models", "refusal"},
     "memory": DISPATCH | {"config", "models", "patches", "sim"},
     "pool": DISPATCH | ROWS | {"pool.token", "pool.child", "pool.directory", "pool.rank"},
     "pool.child": set(),
@@ -42,7 +43,7 @@ ALLOWED = {
     "pool.rank": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "pool.server": DISPATCH | WIRE | ROWS | {"pool.directory"},
     "trainer": DISPATCH
-    | {"config", "units", "collator", "models", "patches", "measure", "memory", "timeline", "sim"}
+    | {"config", "units", "refusal", "collator", "models", "patches", "measure", "memory", "timeline", "sim"}
     | {"pool.launch", "pool.rank"},
     "sim": PLANNER,
     "measure": DISPATCH | {"sim"},

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_distca.collator.documents import IGNORED_TARGET, TokenDocument
-from hf_distca.collator.rank_documents import PlannedDocuments
+from hf_distca.collator.documents import IGNORED_TARGET, PlannedDocuments, TokenDocument
+from hf_distca.collator.refusals import Data
 from hf_distca.plan import PLAN_KEY
 
 
@@ -26,7 +26,7 @@ class DistCACollator:
         >>> from torch.utils.data import DataLoader
         >>> from hf_distca.collator.lengths import document_lengths
         >>> from hf_distca.collator.long_documents import fit_documents
-        >>> from hf_distca.collator.rank_documents import RankDocuments
+        >>> from hf_distca.collator.documents import RankDocuments
         >>> from hf_distca.collator.sampler import GlobalBatchSampler
         >>> from hf_distca.planner.settings import PlanSettings
         >>> dataset = [{"input_ids": [11, 12, 13, 14]}, {"input_ids": [21, 22]}]
@@ -70,11 +70,7 @@ class DistCACollator:
             ValueError: `features` is not one planned micro-batch.
         """
         if len(features) != 1 or not isinstance(features[0], PlannedDocuments):
-            raise ValueError(
-                f"Got {len(features)} items of type {type(features[0]).__name__}; expected one "
-                "PlannedDocuments. Give the DataLoader RankDocuments as its data set and GlobalBatchSampler "
-                "as its batch_sampler."
-            )
+            raise Data.NOT_PLANNED.error(count=len(features), kind=type(features[0]).__name__)
         (planned,) = features
         held = list(planned.plan.held_by(self.rank))
         rows = [self._segment_rows(planned, *segment) for segment in held]

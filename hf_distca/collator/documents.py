@@ -1,11 +1,20 @@
-"""Read and check one document of a user's data set."""
+"""Read and check documents of a user's data set, and plan each global micro-batch of them."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import datasets
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from hf_distca.collator.refusals import Data
+from hf_distca.collator.sampler import GlobalMicroBatch
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
 
 IGNORED_TARGET = -100
 """Target of a row without loss, as everywhere in Hugging Face."""
@@ -52,21 +61,13 @@ class Columns:
         """Return the present columns that are used; raise ValueError if a packed batch cannot carry them."""
         present = list(present)
         if "input_ids" not in present:
-            raise ValueError(
-                f"The data set has no column 'input_ids'; its columns are {sorted(present)}. "
-                "Tokenize it first, for example dataset.map(lambda e: tokenizer(e['text']), batched=True)."
-            )
+            raise Data.NO_TOKENS.error(columns=sorted(present))
         known = {"input_ids", "labels", "attention_mask", self.length}
         if self.model_inputs is not None:
             present = [column for column in present if column in known | self.model_inputs]
         unknown = sorted(set(present) - known)
         if unknown:
-            raise ValueError(
-                f"The data set has columns that a packed batch cannot carry: {unknown}. Expected 'input_ids', "
-                f"optionally 'labels', an 'attention_mask' of ones and '{self.length}'. Remove the others with "
-                f"dataset.remove_columns({unknown}), or set remove_unused_columns=True to drop columns that the model "
-                "does not take."
-            )
+            raise Data.UNKNOWN_COLUMNS.error(unknown=unknown, length=self.length)
         return present
 
 
@@ -89,26 +90,18 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
     input_ids = _integers(example["input_ids"], name, "input_ids")
     length = len(input_ids)
     if length == 0:
-        raise ValueError(f"{name} is empty. Remove empty documents: dataset.filter(lambda e: e['input_ids']).")
+        raise Data.EMPTY_DOCUMENT.error(name=name, stated="")
     labels = input_ids
     if "labels" in used:
         labels = _integers(example["labels"], name, "labels")
         check_labels_length(len(labels), length, name)
     if "attention_mask" in used and np.shape(example["attention_mask"]) != (length,):
-        raise ValueError(
-            f"{name} has an attention_mask of shape {np.shape(example['attention_mask'])} for {length} input_ids, "
-            "but a packed document attends to itself, causally, and needs no other mask. Remove the column, or give "
-            "a 1 for each token."
-        )
+        raise Data.MASK.error(name=name, shape=np.shape(example["attention_mask"]), length=length)
     if "attention_mask" in used and not np.all(np.asarray(example["attention_mask"]) == 1):
-        raise ValueError(
-            f"{name} has an attention_mask with zeros, but documents are packed without padding. Tokenize with "
-            "padding=False; to leave a prompt out of the loss set its labels to -100."
-        )
+        raise Data.PADDED.error(name=name)
     if columns.length in used and int(example[columns.length]) != length:
-        raise ValueError(
-            f"{name} has {length} input_ids, but its column '{columns.length}' says "
-            f"{int(example[columns.length])}. Remove or recompute the column '{columns.length}'."
+        raise Data.WRONG_LENGTH.error(
+            name=name, length=length, column=columns.length, stated=int(example[columns.length])
         )
     targets = np.append(labels[1:], IGNORED_TARGET)
     return TokenDocument(input_ids, targets)
@@ -117,10 +110,7 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
 def check_labels_length(labels: int, length: int, name: str) -> None:
     """Raise ValueError if `labels` and `input_ids` differ in length; `name` is the example's name."""
     if labels != length:
-        raise ValueError(
-            f"{name} has {labels} labels for {length} input_ids. Give one label per token, not shifted, and -100 for "
-            "tokens without a loss; or remove the column 'labels'."
-        )
+        raise Data.LABELS.error(name=name, labels=labels, length=length)
 
 
 def fetch_documents(dataset: Any, indices: Sequence[int], columns: Columns) -> list[TokenDocument]:
@@ -137,7 +127,92 @@ def fetch_documents(dataset: Any, indices: Sequence[int], columns: Columns) -> l
 def _integers(values: Any, name: str, column: str) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{name} has '{column}' of shape {array.shape} and type {array.dtype}; expected one list of integers."
-        )
+        raise Data.NOT_INTEGERS.error(name=name, column=column, shape=array.shape, kind=array.dtype)
     return array.astype(np.int64)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedDocuments:
+    """A planned global micro-batch with the documents of which one rank holds rows.
+
+    Attributes:
+        plan: plan of all ranks. Its documents are the excerpts in order, then one-token fillers until every rank holds
+            a row: a rank without rows would be missing in every exchange.
+        excerpts: [excerpts] of dtype EXCERPT, the tokens of the data set behind each document of the plan.
+        documents: whole documents of which this rank holds rows, by their index in the data set.
+    """
+
+    plan: MicroBatchPlan
+    excerpts: NDArray[np.void]
+    documents: dict[int, TokenDocument]
+
+
+class RankDocuments(Dataset[PlannedDocuments]):
+    """Data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
+
+    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank. It reads only documents of which
+    this rank holds rows. With DataLoader workers, planning and reading happen there, ahead of the training step.
+
+    Args:
+        dataset: gives examples by index, as `token_document` expects them.
+        lengths: [documents] int64, from `document_lengths`.
+        settings: the same on every rank.
+
+    Raises:
+        ValueError: the data set has columns that packing would drop. On indexing: `token_document` refuses a document,
+            or its length differs from `lengths`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        lengths: NDArray[np.int64],
+        settings: PlanSettings,
+        rank: int,
+        columns: Columns = ANY_COLUMNS,
+    ):
+        if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
+            used = columns.used(dataset.column_names)
+            if left_out := sorted(set(dataset.column_names) - set(used)):
+                logger.info(
+                    "columns %s are ignored, because neither the model nor a packed batch takes them", left_out
+                )
+            # A long document as a Python list costs 100 times its array.
+            dataset = dataset.select_columns(used).with_format("numpy")
+        self.dataset = dataset
+        self.lengths = lengths
+        self.settings = settings
+        self.rank = rank
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
+        excerpts = micro_batch.excerpts
+        plan = self._plan(micro_batch)
+        held = {document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)}  # else a filler
+        indices = np.unique(excerpts["document"][sorted(held)]).tolist()
+        documents = fetch_documents(self.dataset, indices, self.columns)
+        for index, document in zip(indices, documents, strict=True):
+            if len(document.input_ids) != self.lengths[index]:
+                raise Data.CHANGED_LENGTH.error(
+                    index=index,
+                    length=len(document.input_ids),
+                    planned=self.lengths[index],
+                    column=self.columns.length,
+                )
+        return PlannedDocuments(plan, excerpts, dict(zip(indices, documents, strict=True)))
+
+    def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
+        lengths = micro_batch.lengths.tolist()
+        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many documents as ranks.
+        held = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
+        fillers = [1] * (self.settings.ranks - held)
+        settings = self.settings
+        if micro_batch.choices is not None:
+            settings = replace(settings, choices=micro_batch.choices)
+        return replace(plan_micro_batch(lengths + fillers, settings), fillers=len(fillers))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, check_labels_length, fetch_documents, token_document
+from hf_distca.collator.refusals import Data
 
 READ_BATCH = 1000
 """Number of documents read at once to compute lengths."""
@@ -35,12 +36,9 @@ def document_lengths(dataset: Any, columns: Columns = ANY_COLUMNS, progress: boo
         ValueError: the data set has no length or no document, or `token_document` refuses an example.
     """
     if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"{type(dataset).__name__} has no length, so its documents cannot be planned in advance. Use StreamPacker "
-            "for a stream, or a data set with a length."
-        )
+        raise Data.NO_LENGTH.error(kind=type(dataset).__name__)
     if len(dataset) == 0:
-        raise ValueError("The data set is empty; expected at least one document.")
+        raise Data.EMPTY.error()
     # With a transform, column_names lists the transform's inputs, not its outputs.
     if isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom":
         columns.used(dataset.column_names)
@@ -84,10 +82,7 @@ def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], columns: Colum
 def _given_lengths(dataset: datasets.Dataset, length_column: str) -> NDArray[np.int64]:
     lengths = np.asarray(dataset.select_columns([length_column]).with_format("numpy")[:][length_column])
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise ValueError(
-            f"The column '{length_column}' has the type {dataset.features[length_column]}; expected one integer per "
-            "document. Remove the column: lengths are then computed from input_ids."
-        )
+        raise Data.LENGTH_COLUMN.error(column=length_column, kind=dataset.features[length_column])
     _check_no_empty(lengths, 0)
     return lengths.astype(np.int64)
 
@@ -115,10 +110,7 @@ def _stored_lengths(dataset: datasets.Dataset, progress: bool) -> Iterator[NDArr
 
 def _check_no_empty(lengths: NDArray[Any], first: int) -> None:
     for index in np.flatnonzero(lengths <= 0)[:1]:
-        raise ValueError(
-            f"document {first + index} is empty (length {lengths[index]}). "
-            "Remove empty documents: dataset.filter(lambda e: e['input_ids'])."
-        )
+        raise Data.EMPTY_DOCUMENT.error(name=f"document {first + index}", stated=f" (length {lengths[index]})")
 
 
 def _stored_as_lists(dataset: datasets.Dataset) -> bool:

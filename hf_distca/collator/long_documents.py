@@ -6,6 +6,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_distca.collator.refusals import Data
+
 logger = logging.getLogger(__name__)
 
 LongDocuments = Literal["error", "truncate", "split"]
@@ -44,16 +46,19 @@ def fit_documents(lengths: NDArray[np.int64], limit: int, policy: LongDocuments,
         ValueError: a document is too long under the policy "error", or the limit or the policy is invalid.
     """
     if limit <= 0:
-        raise ValueError(f"{limit_name} is {limit}; expected at least one token.")
+        raise Data.LIMIT.error(limit_name=limit_name, limit=limit)
     if policy not in ("error", "truncate", "split"):
-        raise ValueError(f"The policy for long documents is {policy!r}; expected 'error', 'truncate' or 'split'.")
+        raise Data.POLICY.error(policy=policy)
     too_long = np.flatnonzero(lengths > limit)
     if len(too_long) and policy == "error":
         longest = int(np.argmax(lengths))
-        raise ValueError(
-            f"{len(too_long)} of {len(lengths)} documents are longer than {limit_name} = {limit} tokens; the longest, "
-            f"document {longest}, has {lengths[longest]}. Raise tokens_per_rank, use more ranks, or set "
-            "long_documents: 'truncate' keeps the first tokens of a long document, 'split' cuts it into excerpts."
+        raise Data.LONG.error(
+            count=len(too_long),
+            documents=len(lengths),
+            limit_name=limit_name,
+            limit=limit,
+            longest=longest,
+            length=lengths[longest],
         )
     if len(too_long) and policy == "truncate":
         warn_truncated(len(too_long), int((lengths[too_long] - limit).sum()), limit, limit_name)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
 from hf_distca.planner.settings import Choices
 
@@ -75,14 +76,11 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         choices: Callable[[], Choices | None] = lambda: None,
     ):
         if len(excerpts) == 0:
-            raise ValueError(
-                "There are no documents, so no micro-batch can be formed; expected at least one document."
-            )
+            raise Data.NO_DOCUMENTS.error()
         lengths: NDArray[np.int64] = excerpts["stop"] - excerpts["start"]
         if lengths.max() > capacity:
-            raise ValueError(
-                f"A document has {lengths.max()} tokens, but a micro-batch holds at most {capacity}. Apply "
-                "fit_documents with this capacity first."
+            raise Data.OVER_CAPACITY.error(
+                document=int(lengths.argmax()), length=int(lengths.max()), capacity=capacity
             )
         self.excerpts = excerpts
         self.capacity = capacity

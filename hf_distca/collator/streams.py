@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hf_distca.collator.collation import excerpt_document, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, TokenDocument, token_document
 from hf_distca.collator.long_documents import LongDocuments, cut_documents, fit_documents, warn_truncated
+from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import pack_in_order
 
 
@@ -50,7 +51,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         columns: Columns = ANY_COLUMNS,
     ):
         if not 0 <= rank < ranks:
-            raise ValueError(f"The rank is {rank} of {ranks}; expected one from 0 to {ranks - 1}.")
+            raise Data.RANK.error(rank=rank, ranks=ranks, last=ranks - 1)
         # Checks the limit and the policy before the first document is read.
         fit_documents(np.zeros(0, np.int64), tokens_per_rank, long_documents, "tokens_per_rank")
         self._splits_itself = isinstance(dataset, datasets.IterableDataset)
@@ -82,11 +83,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
             document = token_document(example, name, self.columns)
             length = len(document.input_ids)
             if length > limit and self.long_documents == "error":
-                raise ValueError(
-                    f"{name} has {length} tokens, but a streamed document must fit into {limit_name} = {limit}. Raise "
-                    "tokens_per_rank, use a data set with a length (its documents may span ranks), or set "
-                    "long_documents to 'truncate' or 'split'."
-                )
+                raise Data.LONG_IN_STREAM.error(name=name, length=length, limit=limit)
             if length > limit and self.long_documents == "truncate":
                 truncated += 1
                 dropped += length - limit

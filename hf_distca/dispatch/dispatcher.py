@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from hf_distca.collator.padding_free import FILLER_LENGTHS, TOLD_BY_PLAN, batch_document_lengths, filler_batch
 from hf_distca.dispatch.backends import EXCHANGE_CTAS
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups, RankMesh
-from hf_distca.dispatch.padding_free import FILLER_LENGTHS, TOLD_BY_PLAN, batch_document_lengths, filler_batch
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.remote import RemoteWorkers
 from hf_distca.kernels import Kernel, get_kernel

@@ -10,37 +10,14 @@ from transformers import TrainingArguments
 
 from hf_distca.config import DistCAConfig
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
-from hf_distca.trainer.cpu_processes import join_on_cpu, shard_on_cpu
+from hf_distca.refusal import check
+from hf_distca.trainer.parallel import join_on_cpu, shard_on_cpu
+from hf_distca.trainer.refusals import ARGUMENTS, LIGERS_LOSSES, LOSES_DEEPSPEED, NOT_CONNECTED
 
 if TYPE_CHECKING:
     _Arguments = TrainingArguments
 else:  # a subclass names the trainer's arguments
     _Arguments = object
-
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "label_smoothing_factor": ((0.0,), "targets of packed documents are already shifted, and it shifts again"),
-    "average_tokens_across_devices": ((True,), "ranks hold different numbers of targets"),
-    "auto_find_batch_size": ((False,), "memory is set by tokens_per_rank"),
-    "dataloader_drop_last": ((False,), "it would drop documents"),
-    "use_cache": ((False,), "training has no use for cached keys and values"),
-    "label_names": ((None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
-    "packing": ((False,), "documents are packed by their lengths, and stay apart"),
-    "eval_packing": ((None, False), "documents are packed by their lengths, and stay apart"),
-    "padding_free": ((False,), "documents are always packed without padding"),
-    "pad_to_multiple_of": ((None,), "documents are packed without padding"),
-    "activation_offloading": (
-        (False,),
-        "it copies saved activations on a CUDA stream that does not wait for exchanges of rows. To save memory use "
-        "gradient_checkpointing, and under FSDP activation_checkpointing_offload",
-    ),
-}
-"""Trainer arguments with restricted values: name to (allowed values, reason).
-
-The first allowed value is the recommended one. The last five arguments are TRL's.
-"""
-LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
-"""Liger kernels that replace the loss of a model, or of all of transformers."""
-LIGERS_MLPS = ("swiglu", "geglu")
 
 
 @dataclass
@@ -85,33 +62,13 @@ class DistCAArguments(DistCAConfig, _Arguments):
             self.attention_server_launch = launch
             if launch.serves_on is not None:
                 return  # a server only calls `serve_if_server` with its arguments
+        check((LOSES_DEEPSPEED,), self)
         join_on_cpu(self)
         behind: Any = super(DistCAConfig, self)  # the arguments of the trainer
         behind.__post_init__()
-        for name, (values, why) in REFUSED.items():
-            value = getattr(self, name, values[0])
-            if value not in values:
-                raise ValueError(f"{name}={value!r} cannot be used here: {why}; leave it at {values[0]!r}")
-        if getattr(self, "use_liger_kernel", False):
-            self._leave_out_ligers_loss()
-
-    def _leave_out_ligers_loss(self) -> None:
-        """Restrict Liger, which is applied when training starts, to kernels of layers."""
-        wanted: dict[str, Any] = self.liger_kernel_config or {}
-        for name in LIGERS_LOSSES:
-            if wanted.get(name):
-                raise ValueError(
-                    f"liger_kernel_config={{{name!r}: True}} would replace the loss of planned steps. That loss is "
-                    f"exact across ranks and already avoids whole logits (loss_chunk_bytes); remove {name!r} from "
-                    "liger_kernel_config"
-                )
-        if self.mlp_chunk_rows and any(wanted.get(name, True) for name in LIGERS_MLPS):
-            raise ValueError(
-                f"mlp_chunk_rows={self.mlp_chunk_rows} would have no effect: use_liger_kernel replaces the MLPs that "
-                "are computed in chunks; set mlp_chunk_rows=0, or liger_kernel_config={'swiglu': False, 'geglu': "
-                "False}"
-            )
-        self.liger_kernel_config = {**wanted, **dict.fromkeys(LIGERS_LOSSES, False)}
+        check(ARGUMENTS, self)
+        if getattr(self, "use_liger_kernel", False):  # applied when training starts: to kernels of layers only
+            self.liger_kernel_config = {**(self.liger_kernel_config or {}), **dict.fromkeys(LIGERS_LOSSES, False)}
 
     def serve_if_server(self) -> None:
         """Serve until training ends if this process is an attention server of its launch; else return at once.
@@ -130,6 +87,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
         self.serve_if_server()
         behind: Any = super()
         device: torch.device = behind._setup_devices
+        check((NOT_CONNECTED,), self)
         shard_on_cpu(self)
         return device
 

@@ -1,18 +1,38 @@
-"""Build a dispatcher from a model and its settings, for the trainer and for custom training loops."""
+"""Build a dispatcher for the trainer and for custom training loops, and the parts of the trainer."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import RankMesh, mesh_ranks, raised_together
 from hf_distca.dispatch.nodes import ranks_per_node
-from hf_distca.models.decoder import base_model
+from hf_distca.models.decoder import base_model, mixing_layers
 from hf_distca.models.settings import plan_settings
+from hf_distca.patches.head import adapted_heads
+from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.prepare import prepare_model
+from hf_distca.pool.launch import TOKEN_FILE, open_pool
+from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.choices import choices_of
+from hf_distca.trainer.learned_costs import LearnedCosts
+from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, columns_of
+from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
+from hf_distca.trainer.metrics import AttentionTime, ModelFlops, Remedies, StepMeter
+from hf_distca.trainer.parallel import (
+    allow_for_towers,
+    data_parallel_mesh,
+    dtype_of_computation,
+    gather_whole_layers,
+    gathers_parameters,
+)
+from hf_distca.trainer.refusals import check_trainer
+from hf_distca.trainer.resuming import DataProgress, check_agreement
+from hf_distca.trainer.tracing import StepTracer
 
 
 def is_checkpointed(model: PreTrainedModel) -> bool:
@@ -73,4 +93,96 @@ def make_dispatcher(
     dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=again, folder=folder))
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong)
+    return dispatcher
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a trainer with planned core attention.
+
+    Attributes:
+        pool: dedicated attention servers; None without servers.
+        mixes: whether the model has layers that mix the rows of a document other than by attention.
+        tracer: None without a trace.
+    """
+
+    dispatcher: Dispatcher
+    pool: Pool | None
+    mixes: bool
+    learned_costs: LearnedCosts
+    meter: StepMeter
+    remedies: Remedies
+    tracer: StepTracer | None
+    loaders: PackedLoaders
+    progress: DataProgress
+    upcoming: UpcomingBatches
+
+    @property
+    def callbacks(self) -> list[TrainerCallback]:
+        """Parts that the trainer calls back, in this order."""
+        return [self.meter, self.learned_costs, *([self.tracer] if self.tracer else []), self.progress]
+
+
+def make_parts(trainer: Trainer) -> Parts:
+    """Check a trainer with model and accelerator, prepare its model, and build its parts. A collective of the world.
+
+    Raises:
+        ValueError: on every rank, if any rank's trainer or model cannot train exactly, or if arguments differ.
+    """
+    args: Any = trainer.args
+    model: Any = trainer.model
+    with raised_together(args.exchange_timeout):
+        check_trainer(trainer)
+        allow_for_towers(model, trainer.accelerator)
+    mixes = bool(mixing_layers(model))
+    dispatcher = _trainers_dispatcher(trainer, mixes=mixes)
+    check_agreement(args, dispatcher)
+    pool = None
+    if args.attention_servers != 0:
+        pool = open_pool(
+            dispatcher,
+            args.attention_server_launch,
+            address=args.attention_server_address,
+            token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
+            ranks_serve=args.ranks_serve,
+            timeout_s=args.attention_server_timeout,
+            transport=args.attention_server_transport,
+        )
+    tell_memory_on_gpu(model, dispatcher, args, trainer.accelerator)
+    learned_costs = LearnedCosts(dispatcher)
+    flops = None
+    if args.device.type == "cuda":  # peaks of other devices are unknown
+        flops = ModelFlops(model, shared_by=max(args.world_size // dispatcher.groups.ranks, 1))
+    return Parts(
+        dispatcher,
+        pool,
+        mixes,
+        learned_costs,
+        StepMeter(dispatcher, pool, AttentionTime(model), processes=args.world_size, flops=flops, costs=learned_costs),
+        Remedies(args, ping_pong=dispatcher.settings.ping_pong),
+        StepTracer(dispatcher, args) if args.trace_steps else None,
+        PackedLoaders(args, dispatcher, lambda: columns_of(trainer)),
+        DataProgress(),
+        UpcomingBatches(dispatcher),
+    )
+
+
+def _trainers_dispatcher(trainer: Trainer, *, mixes: bool) -> Dispatcher:
+    """Prepare a trainer's model under its strategy and return its dispatcher."""
+    args: Any = trainer.args
+    model: Any = trainer.model
+    accelerator = trainer.accelerator
+    dispatcher = make_dispatcher(
+        model,
+        args,
+        args.device,
+        dtype=dtype_of_computation(model, args, accelerator),
+        mesh=data_parallel_mesh(accelerator),
+        checkpointing=checkpointing_of(args, accelerator) is not None,
+        folder=Path(str(args.output_dir)),
+    )
+    if gathers_parameters(accelerator):
+        planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or mixes
+        layers = plan_layers(model) if planned else []
+        gather_whole_layers(model, [*layers, *adapted_heads(model)])
     return dispatcher

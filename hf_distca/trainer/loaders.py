@@ -1,6 +1,7 @@
-"""Data loaders of a trainer, which give a rank its rows of each global micro-batch."""
+"""Data loaders of a trainer, which give a rank its rows of each global micro-batch, one micro-batch ahead."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -14,15 +15,17 @@ from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
 from hf_distca.collator.collation import DistCACollator
-from hf_distca.collator.documents import Columns
+from hf_distca.collator.documents import Columns, RankDocuments
 from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
 from hf_distca.collator.long_documents import fit_documents
-from hf_distca.collator.rank_documents import RankDocuments
+from hf_distca.collator.padding_free import CollatorWithLengths
+from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.collator.streams import StreamPacker
+from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.padding_free import CollatorWithLengths
+from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 from hf_distca.trainer.arguments import DistCAArguments
 
 
@@ -114,6 +117,15 @@ class PackedLoaders:
         return prepared
 
 
+def columns_of(trainer: Any) -> Columns:
+    """Return the columns to use: with `remove_unused_columns` only the columns that the trainer keeps."""
+    model_inputs: frozenset[str] | None = None
+    if trainer.args.remove_unused_columns:
+        trainer._set_signature_columns_if_needed()
+        model_inputs = frozenset(trainer._signature_columns or ())
+    return Columns(trainer.args.length_column_name, model_inputs)
+
+
 def is_stream(dataset: Any) -> bool:
     """Return whether a data set has no length, so that its documents are unknown before they come."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
@@ -141,10 +153,7 @@ def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: 
     others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())), in_world=True)
     if any(other[0] != others[0][0] for other in others):
         found = "; ".join(f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(others))
-        raise ValueError(
-            f"ranks were given different data sets ({found}). Every rank plans from the same documents in the same "
-            "order; give all ranks the whole data set, shuffled with one seed"
-        )
+        raise Data.DIFFERENT.error(found=found)
     return lengths, fingerprint
 
 
@@ -183,3 +192,56 @@ class PlannedLoader:
         batches = iter(self._loader)
         while planned := self._dispatcher.plan_batches(list(islice(batches, 1))):
             yield planned[0]
+
+
+class UpcomingBatches:
+    """Fetch and bind one micro-batch ahead.
+
+    With dedicated servers nothing is bound ahead: a plan is made for the servers that are present when it is bound.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._plans: deque[MicroBatchPlan] = deque()  # plans of this step that have not begun
+        self._loader: Iterator[dict[str, Any]] | None = None
+        self._fetched: list[dict[str, Any]] = []  # batches for the next step
+        self._bound: tuple[MicroBatchPlan, BoundPlan] | None = None
+
+    def fetch(self, loader: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+        """Return the next `count` batches of a loader, fewer at its end.
+
+        Batches carry their plans. From now on the loader's next batch is fetched ahead.
+        """
+        if loader is not self._loader:
+            self._loader, self._fetched = loader, []
+        batches = [*self._fetched, *islice(loader, count - len(self._fetched))]
+        self._fetched = []
+        return batches
+
+    def end(self) -> None:
+        """Forget all upcoming batches, so that the processes of an unfinished loader stop."""
+        self._plans.clear()
+        self._loader, self._fetched, self._bound = None, [], None
+
+    def begin_step(self, batches: Sequence[dict[str, Any]]) -> None:
+        """Note the micro-batches of an optimizer step, in the order in which they run."""
+        self._plans = deque(batch[PLAN_KEY] for batch in batches)
+
+    def bind(self, plan: MicroBatchPlan) -> BoundPlan:
+        """Return a plan bound to this rank; a plan bound ahead is handed out once."""
+        if self._plans and self._plans[0] is plan:
+            self._plans.popleft()
+        if self._bound is not None and self._bound[0] is plan:
+            bound, self._bound = self._bound[1], None
+            return bound
+        return self._dispatcher.bind(plan)
+
+    def bind_next(self) -> None:
+        """Bind the plan of the next micro-batch if it is known or can be fetched."""
+        if self._dispatcher.remote is not None:
+            return
+        if not self._plans and self._loader is not None and not self._fetched:
+            self._fetched = list(islice(self._loader, 1))
+        upcoming = [*self._plans, *(batch[PLAN_KEY] for batch in self._fetched)]
+        if upcoming:
+            self._bound = upcoming[0], self._dispatcher.bind(upcoming[0])

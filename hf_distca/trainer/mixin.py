@@ -12,54 +12,29 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from hf_distca.collator.documents import Columns
 from hf_distca.collator.streams import StreamPacker
-from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import raised_together
-from hf_distca.models.decoder import mixing_layers
-from hf_distca.patches.head import adapted_heads
-from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
-from hf_distca.pool.launch import TOKEN_FILE, open_pool
-from hf_distca.pool.rank.pool import Pool
-from hf_distca.trainer.ahead import UpcomingBatches
+from hf_distca.refusal import check
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.assembly import make_dispatcher
-from hf_distca.trainer.attention_time import AttentionTime
-from hf_distca.trainer.checkpoints import agreed_checkpoint
-from hf_distca.trainer.cpu_processes import share_on_cpu
-from hf_distca.trainer.data_order import (
-    CAPACITY,
-    DataOrder,
-    DataPlace,
-    DataProgress,
-    agreed_place,
-    check_agreement,
-    collated_order,
-    packed_order,
-    streamed_order,
-)
-from hf_distca.trainer.disk import disk_errors_named
-from hf_distca.trainer.evaluation import EvaluationLoss, check_can_evaluate
-from hf_distca.trainer.learned_costs import LearnedCosts
-from hf_distca.trainer.loaders import PackedLoaders, PlannedLoader, is_stream, lengths_read_on_host
-from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
-from hf_distca.trainer.meter import StepMeter
-from hf_distca.trainer.metrics import PREFIX
-from hf_distca.trainer.model_flops import ModelFlops
+from hf_distca.trainer.assembly import make_parts
+from hf_distca.trainer.loaders import PlannedLoader, is_stream, lengths_read_on_host
+from hf_distca.trainer.metrics import PREFIX, EvaluationLoss
 from hf_distca.trainer.parallel import (
-    allow_for_towers,
-    data_parallel_mesh,
-    dtype_of_computation,
     forget_evaluation,
-    gather_whole_layers,
-    gathers_parameters,
     is_wrapped,
+    prepares_with_optimizer,
+    share_on_cpu,
     whole_weights,
 )
-from hf_distca.trainer.refusals import check_arguments, check_kind, check_trainer, named_arguments
-from hf_distca.trainer.remedies import Remedies
-from hf_distca.trainer.tracing import StepTracer
+from hf_distca.trainer.refusals import GIVEN, Run, given_arguments
+from hf_distca.trainer.resuming import (
+    CAPACITY,
+    DataPlace,
+    agreed_checkpoint,
+    agreed_place,
+    data_order,
+    disk_errors_named,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -94,93 +69,23 @@ class DistCAMixin(_Trainer):
     model: PreTrainedModel
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        check_kind(type(self))
-        given = named_arguments(super().__init__, args, kwargs)
-        check_arguments(given)
-        share_on_cpu(given["args"], given.get("model"))
-        self._packs = given.get("data_collator") is None
+        given = given_arguments(type(self), super().__init__, args, kwargs)
+        if isinstance(given.args, DistCAArguments):
+            given.args.serve_if_server()  # a server's arguments are incomplete
+        check(GIVEN, given)
+        share_on_cpu(given.args, given.named.get("model"))
+        self._packs = given.packs
         super().__init__(*args, **kwargs)
-        with raised_together(self.args.exchange_timeout):
-            check_trainer(self)
-            allow_for_towers(self.model, self.args, self.accelerator)
-        self.dispatcher = self._make_dispatcher()
-        check_agreement(self.args, self.dispatcher)
-        self.pool = self._open_pool()
-        tell_memory_on_gpu(self.model, self.dispatcher, self.args, self.accelerator)
-        self._learned_costs = LearnedCosts(self.dispatcher)
-        self.meter = self._make_meter()
-        self._remedies = Remedies(self.args, ping_pong=self.dispatcher.settings.ping_pong)
-        self.add_callback(self.meter)
-        self.add_callback(self._learned_costs)
-        self._tracer: StepTracer | None = None
-        if self.args.trace_steps:
-            self._tracer = StepTracer(self.dispatcher, self.args)
-            self.add_callback(self._tracer)
-        self._loaders = PackedLoaders(self.args, self.dispatcher, self._columns)
-        self._progress = DataProgress()
-        self.add_callback(self._progress)
-        self._upcoming = UpcomingBatches(self.dispatcher)
+        self._parts = parts = make_parts(self)
+        self.dispatcher, self.pool, self.meter = parts.dispatcher, parts.pool, parts.meter
+        for callback in parts.callbacks:
+            self.add_callback(callback)
         self._planned_by_loader = self._packs and not is_stream(self.train_dataset)
         self._ended: Iterator[Any] | None = None
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
         self._evaluation = EvaluationLoss(self.dispatcher.groups)
 
-    # Assembly
-
-    def _make_dispatcher(self) -> Dispatcher:
-        args = self.args
-        dtype = dtype_of_computation(self.model, args, self.accelerator)
-        mesh = data_parallel_mesh(self.accelerator)
-        self._mixes = bool(mixing_layers(self.model))
-        checkpointing = checkpointing_of(args, self.accelerator) is not None
-        dispatcher = make_dispatcher(
-            self.model,
-            args,
-            args.device,
-            dtype=dtype,
-            mesh=mesh,
-            checkpointing=checkpointing,
-            folder=Path(str(args.output_dir)),
-        )
-        if gathers_parameters(self.accelerator):
-            planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or self._mixes
-            layers = plan_layers(self.model) if planned else []
-            gather_whole_layers(self.model, [*layers, *adapted_heads(self.model)])
-        return dispatcher
-
-    def _make_meter(self) -> StepMeter:
-        args, processes = self.args, self.args.world_size
-        attention = AttentionTime(self.model)
-        flops = None
-        if args.device.type == "cuda":  # peaks of other devices are unknown
-            flops = ModelFlops(self.model, shared_by=max(processes // self.dispatcher.groups.ranks, 1))
-        return StepMeter(
-            self.dispatcher, self.pool, attention, processes=processes, flops=flops, costs=self._learned_costs
-        )
-
-    def _open_pool(self) -> Pool | None:
-        args = self.args
-        if args.attention_servers == 0:
-            return None
-        return open_pool(
-            self.dispatcher,
-            args.attention_server_launch,
-            address=args.attention_server_address,
-            token_file=args.attention_server_token_file or f"{args.output_dir}/{TOKEN_FILE}",
-            ranks_serve=args.ranks_serve,
-            timeout_s=args.attention_server_timeout,
-            transport=args.attention_server_transport,
-        )
-
     # Data
-
-    def _columns(self) -> Columns:
-        """Return the columns to use: with remove_unused_columns only the columns that the trainer keeps."""
-        model_inputs: frozenset[str] | None = None
-        if self.args.remove_unused_columns:
-            self._set_signature_columns_if_needed()
-            model_inputs = frozenset(self._signature_columns or ())
-        return Columns(self.args.length_column_name, model_inputs)
 
     def _get_dataloader(
         self,
@@ -200,8 +105,8 @@ class DistCAMixin(_Trainer):
                 )
         shuffle = is_training and self.args.train_sampling_strategy != "sequential"
         # The place has no capacity before training begins.
-        capacity = int(self._progress.place.order.get(CAPACITY, 0)) if is_training else 0
-        return self._loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
+        capacity = int(self._parts.progress.place.order.get(CAPACITY, 0)) if is_training else 0
+        return self._parts.loaders.loader(dataset, shuffle=shuffle, capacity=capacity)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return a loader of planned micro-batches of the evaluation data: this rank's rows."""
@@ -213,11 +118,11 @@ class DistCAMixin(_Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **kwargs: Any
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
-        if self._tracer is not None:
-            self._tracer.begin_step(self.state.global_step + 1)
+        if self._parts.tracer is not None:
+            self._parts.tracer.begin_step(self.state.global_step + 1)
         batches = self._planned_batches(epoch_iterator, num_batches)
         batches, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
-        self._upcoming.begin_step(batches)
+        self._parts.upcoming.begin_step(batches)
         return batches, targets
 
     def _planned_batches(self, epoch_iterator: Iterator[Any], num_batches: int) -> list[dict[str, Any]]:
@@ -226,7 +131,7 @@ class DistCAMixin(_Trainer):
         if self.pool is not None:
             self.pool.refresh()
         if self._planned_by_loader:
-            return self._upcoming.fetch(epoch_iterator, num_batches)
+            return self._parts.upcoming.fetch(epoch_iterator, num_batches)
         batches = self.dispatcher.plan_batches(list(islice(epoch_iterator, num_batches)), at_least=num_batches)
         if not batches:  # no rank has more in this epoch: ranks need not ask again
             self._ended = epoch_iterator
@@ -241,10 +146,10 @@ class DistCAMixin(_Trainer):
         """Move the inputs to the device and bind their plan to this rank."""
         inputs = super()._prepare_inputs(inputs)
         if isinstance(inputs.get(PLAN_KEY), MicroBatchPlan):
-            inputs = {**inputs, PLAN_KEY: self._upcoming.bind(inputs[PLAN_KEY])}
+            inputs = {**inputs, PLAN_KEY: self._parts.upcoming.bind(inputs[PLAN_KEY])}
             if self.model_wrapped.training:
                 self.meter.count(inputs[PLAN_KEY])
-                self._learned_costs.count(inputs[PLAN_KEY].plan)
+                self._parts.learned_costs.count(inputs[PLAN_KEY].plan)
         return inputs
 
     # Training
@@ -259,11 +164,7 @@ class DistCAMixin(_Trainer):
         """
         if self.is_deepspeed_enabled and self.deepspeed is not None:
             if self.state.global_step:
-                raise ValueError(
-                    "train() was called a second time under DeepSpeed, whose engine and optimizer serve one call "
-                    f"only. Train all epochs in one call; or make a new {type(self).__name__} with the same model, "
-                    "whose optimizer starts anew"
-                )
+                raise Run.SECOND_TRAINING.error(trainer=type(self).__name__)
             # The engine of an evaluation cannot train.
             self.model_wrapped, self.deepspeed = self.model, None
         forget_evaluation(self.model_wrapped, self.accelerator)
@@ -271,11 +172,12 @@ class DistCAMixin(_Trainer):
             with self.dispatcher.groups.failures.told():
                 groups = self.dispatcher.groups
                 checkpoint = agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
-                self._progress.begin(agreed_place(self._data_order(), checkpoint, self.args, groups))
-                self._learned_costs.resume(None if checkpoint is None else Path(checkpoint))
+                order = data_order(self, self.dispatcher, self._parts.loaders, packs=self._packs)
+                self._parts.progress.begin(agreed_place(order, checkpoint, self.args, groups))
+                self._parts.learned_costs.resume(None if checkpoint is None else Path(checkpoint))
                 return super().train(checkpoint, *args, **kwargs)
         finally:
-            self._upcoming.end()
+            self._parts.upcoming.end()
             self._ended = None
             if self.pool is not None:
                 self.pool.close()
@@ -297,23 +199,23 @@ class DistCAMixin(_Trainer):
         if model is not self._wrapped:
             error = None
             if self.args.world_size > 1 and not is_wrapped(model, self.accelerator):
-                error = ValueError(
-                    f"{type(model).__name__} is not wrapped for {self.args.world_size} ranks "
-                    f"({self.accelerator.distributed_type}), so each would train apart; give the trainer a model that "
-                    "no Accelerator has prepared, and call train()"
+                error = Run.NOT_WRAPPED.error(
+                    model=type(model).__name__,
+                    processes=self.args.world_size,
+                    strategy=self.accelerator.distributed_type,
                 )
             self.dispatcher.groups.raise_together(error)
             self._wrapped = model
         self._section("forward")
         loss = super().training_step(model, *args, **kwargs)
         self._section("between")
-        self._upcoming.bind_next()
+        self._parts.upcoming.bind_next()
         return loss
 
     def _section(self, name: str) -> None:
         """Begin another section of the step in the trace, if there is a trace."""
-        if self._tracer is not None:
-            self._tracer.section(name)
+        if self._parts.tracer is not None:
+            self._parts.tracer.section(name)
 
     def compute_loss(
         self,
@@ -332,12 +234,8 @@ class DistCAMixin(_Trainer):
         )
         if self.model_wrapped.training:
             self._section("backward")
-        if plan.ran.attentions == 0 or (self._mixes and plan.ran.mixing == 0):
-            raise ValueError(
-                f"{type(self.model).__name__} did not pass {PLAN_KEY} on to its decoder layers, so documents were not "
-                "kept apart. This model cannot train with planned attention; train it with transformers' Trainer and "
-                "attn_implementation='sdpa'"
-            )
+        if plan.ran.attentions == 0 or (self._parts.mixes and plan.ran.mixing == 0):
+            raise Run.LOST_PLAN.error(model=type(self.model).__name__, key=PLAN_KEY)
         return result
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -346,7 +244,7 @@ class DistCAMixin(_Trainer):
             steps = self.meter.steps
             figures = self.meter.figures()
             if self.args.process_index == 0:
-                self._remedies.see(figures, steps)
+                self._parts.remedies.see(figures, steps)
             logs = {**logs, **{f"{PREFIX}{name}": figure for name, figure in figures.items()}}
         super().log(logs, *args, **kwargs)
 
@@ -372,7 +270,8 @@ class DistCAMixin(_Trainer):
         Raises:
             ValueError: before training, if FSDP, ZeRO-1 or ZeRO-2 prepares the model for training only.
         """
-        check_can_evaluate(self.model_wrapped, self.accelerator)
+        if prepares_with_optimizer(self.accelerator) and not is_wrapped(self.model_wrapped, self.accelerator):
+            raise Run.EARLY_EVALUATION.error()
         self._evaluation = EvaluationLoss(self.dispatcher.groups)
         with self.meter.paused():
             output = super().evaluation_loop(
@@ -407,26 +306,17 @@ class DistCAMixin(_Trainer):
 
     # Saving and resuming
 
-    def _data_order(self) -> DataOrder:
-        """Return everything that decides which documents each step trains on."""
-        ranks = self.dispatcher.groups.ranks
-        if not self._packs:
-            return collated_order(self.args, ranks, self.train_dataset)
-        if is_stream(self.train_dataset):
-            return streamed_order(self.args, ranks)
-        return packed_order(self.args, self.dispatcher.settings, *self._loaders.lengths(self.train_dataset))
-
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
         """Set up the state as Trainer does; return the first epoch and its completed micro-batches."""
         epochs, _ = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
-        place = self._progress.place
+        place = self._parts.progress.place
         if self.args.ignore_data_skip:
             place = DataPlace(place.order, epochs)
         elif place.steps == num_update_steps_per_epoch:
             place = DataPlace(place.order, place.epoch + 1)
-        self._progress.begin(place)
+        self._parts.progress.begin(place)
         if self.state.global_step >= max_steps and self.is_world_process_zero():
             logger.warning(
                 "nothing is left to train: the checkpoint is of step %s, and training ends at step %s. Raise "
@@ -440,8 +330,8 @@ class DistCAMixin(_Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with disk_errors_named(folder):
             if self.args.should_save:
-                self._progress.place.save(folder)
-                self._learned_costs.save(folder)
+                self._parts.progress.place.save(folder)
+                self._parts.learned_costs.save(folder)
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(

@@ -1,11 +1,13 @@
-"""Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open."""
+"""Adjustments for DDP, FSDP and DeepSpeed that transformers and accelerate leave open, also on CPUs."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
@@ -14,6 +16,57 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_distca.models.decoder import base_model
 from hf_distca.models.tensor_parallel import is_divided_at_load
+
+
+def join_on_cpu(args: Any) -> None:
+    """Connect the processes of a CPU launch over gloo; do nothing elsewhere.
+
+    Args:
+        args: trainer arguments that have not looked up the world yet; `ddp_backend` or `use_cpu` is set.
+    """
+    if launched_processes() == 1:
+        return
+    deepspeed = asked_for("DEEPSPEED", args.deepspeed)
+    if torch.accelerator.is_available():
+        return
+    if deepspeed:
+        args.ddp_backend = args.ddp_backend or "gloo"
+    else:
+        args.use_cpu = True
+
+
+def shard_on_cpu(args: Any) -> None:
+    """Let accelerate shard a model with FSDP among CPU processes, a case without a type of its own.
+
+    Args:
+        args: trainer arguments that have looked up the world; the type of `distributed_state` is set.
+    """
+    state: PartialState = args.distributed_state
+    if asked_for("FSDP", args.fsdp):
+        _count_as_gpus(state)
+
+
+def share_on_cpu(args: Any, model: Any) -> None:
+    """Let accelerate accept a model that a DistributedConfig divided among CPU processes at load."""
+    if is_divided_at_load(model):
+        _count_as_gpus(args.distributed_state)
+
+
+def _count_as_gpus(state: PartialState) -> None:
+    on_cpu = state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
+    if on_cpu and state.num_processes > 1:
+        state.distributed_type = DistributedType.MULTI_GPU
+
+
+def launched_processes() -> int:
+    """Return the number of launched processes, from the launcher's WORLD_SIZE."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def asked_for(name: str, argument: Any) -> bool:
+    """Return whether a strategy was requested, from accelerate or by a trainer argument."""
+    return bool(argument) or bool(parse_flag_from_env(f"ACCELERATE_USE_{name}"))
+
 
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
@@ -73,16 +126,13 @@ def forget_evaluation(model: nn.Module, accelerator: Accelerator) -> None:
             model.forward = vars(model).pop("_original_forward")
 
 
-def allow_for_towers(model: nn.Module, args: TrainingArguments, accelerator: Accelerator) -> None:
+def allow_for_towers(model: nn.Module, accelerator: Accelerator) -> None:
     """Let DDP and FSDP train a model with image or sound towers, which get no gradient from text.
 
     DDP is set to look for parameters without a gradient.
 
     Args:
         model: before it is wrapped.
-
-    Raises:
-        ValueError: the weights of ranks would diverge under DDP; names what to freeze or to set.
     """
     base: Any = base_model(model)
     if getattr(accelerator.state, "fsdp_plugin", None) is not None and base._no_split_modules:
@@ -91,22 +141,8 @@ def allow_for_towers(model: nn.Module, args: TrainingArguments, accelerator: Acc
         base._no_split_modules = {name for name in base._no_split_modules if name in names}
     if accelerator.distributed_type not in DDP or is_divided_at_load(model):
         return
-    towers = trained_towers(base)
-    if not towers:
-        return
-    checkpointing: Any = args.gradient_checkpointing_kwargs or {}
-    reentrant = args.gradient_checkpointing and checkpointing.get("use_reentrant")
-    if reentrant or args.ddp_find_unused_parameters is False:
-        setting, other = (
-            ("gradient_checkpointing_kwargs={'use_reentrant': True}", "set 'use_reentrant' to False")
-            if reentrant
-            else ("ddp_find_unused_parameters=False", "leave ddp_find_unused_parameters unset")
-        )
-        raise ValueError(
-            f"{', '.join(towers)} of {type(base).__name__} get no gradient from batches of text, so DDP with "
-            f"{setting} would leave ranks with different weights; freeze them (requires_grad_(False)), or {other}"
-        )
-    accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
+    if trained_towers(base):
+        accelerator.ddp_handler.find_unused_parameters = True  # Trainer leaves it off with gradient checkpointing
 
 
 def trained_towers(model: PreTrainedModel) -> list[str]:

@@ -1,46 +1,174 @@
-"""Refuse trainings that would not be exact, before any work starts."""
+"""Tables of what trainers refuse before any work starts: arguments, launch and model, a run, and resuming."""
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from accelerate.utils import DynamoBackend
-from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.training_args import OptimizerNames
 
+from hf_distca.config import DistCAConfig
+from hf_distca.models.decoder import base_model
 from hf_distca.models.refusals import check_reentrant
-from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.refused_parallelism import check_parallelism, check_rows_are_whole
+from hf_distca.models.tensor_parallel import is_divided_at_load
+from hf_distca.refusal import Refusal, Rule, check
+from hf_distca.trainer.parallel import DDP, asked_for, launched_processes, trained_towers
 
-NO_LOGITS = (
-    "needs the logits of whole documents, but the rows of a document lie on several ranks; leave it out and call "
-    "evaluate(), which reports the exact token-weighted loss"
-)
-REFUSED_FUNCTIONS = {
-    "compute_metrics": NO_LOGITS,
-    "preprocess_logits_for_metrics": NO_LOGITS,
-    "compute_loss_func": (
-        "would get targets that are already shifted; leave it out and use the model's own loss, which takes "
-        "shift_labels"
-    ),
-    "model_init": (
-        "would replace the model when training begins, and the new model would lack the changes for planned steps; "
-        "make the model first and pass it as model"
-    ),
-}
-"""Trainer arguments that must stay None, with reasons."""
 PADDING = (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding)
 """Collators of transformers that pad rows to one length."""
-LOADING: dict[str, tuple[Any, ...]] = {
-    "split_batches": (False,),
-    "dispatch_batches": (None, False),
-    "even_batches": (True,),
-    "use_seedable_sampler": (True,),
-}
-"""Fields of `accelerator_config` and the values that packed documents allow, the recommended value first."""
+LIGERS_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
+"""Liger kernels that replace the loss of a model, or of all of transformers."""
+LIGERS_MLPS = ("swiglu", "geglu")
+SUMMED_GRADIENTS = "replicated_with_grad_allreduce"
+"""Name in transformers for modules that stay whole inside divided attention, such as norms of Q and K."""
 
 
-def named_arguments(init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+# Arguments by themselves
+
+
+def _only(name: str, allowed: tuple[Any, ...], reason: str) -> Rule[Any]:
+    """Return the rule of a trainer argument with restricted values, the recommended value first."""
+    return Rule(
+        f"`{name}` other than {' and '.join(f'`{value!r}`' for value in allowed)}",
+        f"{name}={{0.{name}!r}} is set",
+        reason,
+        f"leave it at {allowed[0]!r}",
+        lambda args: getattr(args, name, allowed[0]) not in allowed,
+    )
+
+
+def _ligers_loss(name: str) -> Rule[Any]:
+    return Rule(
+        f"`liger_kernel_config` with `{name!r}`",
+        f"liger_kernel_config={{{{{name!r}: True}}}} is set",
+        "it would replace the loss of planned steps, which is exact across ranks and already avoids whole logits "
+        "(loss_chunk_bytes)",
+        f"remove {name!r} from liger_kernel_config",
+        lambda args: bool(_liger(args).get(name)),
+    )
+
+
+def _liger(args: Any) -> Mapping[str, Any]:
+    """Return the kernels that the user chose; none without Liger."""
+    return (args.liger_kernel_config or {}) if getattr(args, "use_liger_kernel", False) else {}
+
+
+PACKED = "documents are packed by their lengths, and stay apart"
+UNPADDED = "documents are always packed without padding"
+ARGUMENTS: tuple[Rule[Any], ...] = (
+    _only("label_smoothing_factor", (0.0,), "targets of packed documents are already shifted, and it shifts again"),
+    _only("average_tokens_across_devices", (True,), "ranks hold different numbers of targets"),
+    _only("auto_find_batch_size", (False,), "memory is set by tokens_per_rank"),
+    _only("dataloader_drop_last", (False,), "it would drop documents"),
+    _only("use_cache", (False,), "training has no use for cached keys and values"),
+    _only("label_names", (None, ["labels"]), "targets are the column 'labels', or every token where there is none"),
+    # The following arguments are TRL's.
+    _only("packing", (False,), PACKED),
+    _only("eval_packing", (None, False), PACKED),
+    _only("padding_free", (False,), UNPADDED),
+    _only("pad_to_multiple_of", (None,), UNPADDED),
+    Rule(
+        "`activation_offloading`",
+        "activation_offloading={0.activation_offloading!r} is set",
+        "it copies saved activations on a CUDA stream that does not wait for exchanges of rows",
+        "leave it at False; to save memory use gradient_checkpointing, and under FSDP "
+        "activation_checkpointing_offload",
+        lambda args: bool(getattr(args, "activation_offloading", False)),
+    ),
+    *map(_ligers_loss, LIGERS_LOSSES),
+    Rule(
+        "`mlp_chunk_rows` with Liger's MLPs",
+        "mlp_chunk_rows={0.mlp_chunk_rows} is set",
+        "it would have no effect: use_liger_kernel replaces the MLPs that are computed in chunks",
+        "set mlp_chunk_rows=0, or liger_kernel_config={{'swiglu': False, 'geglu': False}}",
+        lambda args: (
+            getattr(args, "use_liger_kernel", False)
+            and args.mlp_chunk_rows
+            and any(_liger(args).get(name, True) for name in LIGERS_MLPS)
+        ),
+    ),
+)
+"""Arguments that no trainer can follow, checked when they are made."""
+LOSES_DEEPSPEED: Rule[Any] = Rule(
+    "`use_cpu` or `ACCELERATE_USE_CPU` with DeepSpeed",
+    "DeepSpeed is configured",
+    "use_cpu (or ACCELERATE_USE_CPU) makes accelerate train without DeepSpeed",
+    "leave use_cpu out: processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU without it",
+    lambda args: launched_processes() > 1 and asked_for("DEEPSPEED", args.deepspeed) and args.use_cpu,
+)
+NOT_CONNECTED: Rule[Any] = Rule(
+    "several processes that are not connected",
+    "several processes were launched (WORLD_SIZE)",
+    "they are not connected, and each would train alone: LOCAL_RANK is not set, or no backend connects processes on "
+    "CPUs",
+    "launch with accelerate launch or torchrun; on CPUs also set use_cpu=True or ddp_backend='gloo'",
+    lambda args: launched_processes() > 1 and args.distributed_state.num_processes == 1,
+)
+
+# Arguments of a trainer, before it is built
+
+
+@dataclass(frozen=True)
+class Given:
+    """Arguments with which a trainer is about to be built.
+
+    Attributes:
+        trainer: its class.
+        named: arguments of its `__init__` by name.
+    """
+
+    trainer: type
+    named: Mapping[str, Any]
+
+    @property
+    def args(self) -> Any:
+        """Arguments of training."""
+        return self.named.get("args")
+
+    @property
+    def args_class(self) -> str:
+        """Name of the class of `args`."""
+        return type(self.args).__name__
+
+    @property
+    def collator(self) -> str:
+        """Name of the class of the collator."""
+        return type(self.named.get("data_collator")).__name__
+
+    @property
+    def packs(self) -> bool:
+        """Whether hf_distca packs documents; with a custom collator, the trainer makes the batches."""
+        return self.named.get("data_collator") is None
+
+    @property
+    def trl_trainer(self) -> str:
+        """Name of the TRL trainer that the class is based on; empty if there is none."""
+        names = (base.__name__ for base in self.trainer.__mro__ if base.__module__.split(".")[0] == "trl")
+        return next((name for name in names if name.endswith("Trainer")), "")
+
+    @property
+    def cp_size(self) -> int:
+        """Size of context parallelism."""
+        return 1 if self.args.parallelism_config is None else int(self.args.parallelism_config.cp_size)
+
+    @property
+    def sp_size(self) -> int:
+        """Size of sequence parallelism."""
+        return 1 if self.args.parallelism_config is None else int(self.args.parallelism_config.sp_size)
+
+
+def given_arguments(
+    trainer: type, init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Given:
     """Return the arguments of a trainer by name.
 
     Args:
@@ -58,122 +186,434 @@ def named_arguments(init: Callable[..., None], args: tuple[Any, ...], kwargs: Ma
         raise TypeError(
             f"{init.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass the others by name"
         )
-    return {**dict(zip(named, args, strict=False)), **kwargs}
+    return Given(trainer, {**dict(zip(named, args, strict=False)), **kwargs})
 
 
-def check_kind(trainer: type) -> None:
-    """Raise ValueError if a trainer class is a subclass of a TRL trainer other than SFTTrainer."""
-    for base in trainer.__mro__:
-        if base.__module__.split(".")[0] == "trl" and base.__name__.endswith("Trainer"):
-            if base.__name__ in ("SFTTrainer", "_BaseTrainer"):
-                return
-            raise ValueError(
-                f"{base.__name__} compares whole answers, but a plan spreads the rows of packed documents over ranks. "
-                f"Use {base.__name__} without DistCAMixin: attn_implementation='distca' then computes the same as "
-                "'sdpa'"
-            )
+def _none(name: str, reason: str, remedy: str) -> Rule[Given]:
+    """Return the rule of an argument of a trainer that must stay None."""
+    return Rule(f"`{name}`", f"{name} is given", reason, remedy, lambda given: given.named.get(name) is not None)
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a trainer with these named arguments can train exactly; called before it is built."""
-    args, packs = given.get("args"), given.get("data_collator") is None
-    if not isinstance(args, DistCAArguments):
-        raise ValueError(
-            f"args must be DistCATrainingArguments, got {type(args).__name__}. For a trainer with its own arguments "
-            "combine both classes in one dataclass: class MyArguments(hf_distca.DistCAArguments, SFTConfig)"
-        )
-    args.serve_if_server()  # a server's arguments are incomplete
-    for name, why in REFUSED_FUNCTIONS.items():
-        if given.get(name) is not None:
-            raise ValueError(f"{name} {why}")
-    for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
-        if packs and getattr(args, name) != 1:
-            raise ValueError(
-                f"{name}={getattr(args, name)} contradicts tokens_per_rank={args.tokens_per_rank}: a rank's batch is "
-                "one packed row of up to tokens_per_rank tokens; leave it at 1"
-            )
-    if isinstance(given.get("data_collator"), PADDING):
-        raise ValueError(
-            f"data_collator={type(given['data_collator']).__name__} pads documents, but hf_distca packs them without "
-            "padding. Leave data_collator out: each token then predicts the next, unless the data set has labels"
-        )
-    if packs and args.train_sampling_strategy not in ("random", "sequential"):
-        raise ValueError(
-            f"train_sampling_strategy={args.train_sampling_strategy!r} would be ignored: documents are packed by "
-            "their lengths, and drawn at random or in order; set 'random' or 'sequential'"
-        )
-    if packs:
-        _check_loading(args)
-    if args.parallelism_config is not None:  # before accelerate checks more
-        check_rows_are_whole(args.parallelism_config.cp_size, args.parallelism_config.sp_size)
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"one process sees {args.n_gpu} GPUs, which Trainer would use with DataParallel, but a rank is one "
-            "process with one GPU; start one process per GPU: accelerate launch --num_processes N script.py"
-        )
+def _batch_size(name: str) -> Rule[Given]:
+    return Rule(
+        f"`{name}` other than 1",
+        f"{name}={{0.args.{name}}} is set",
+        "a rank's batch is one packed row of up to tokens_per_rank={0.args.tokens_per_rank} tokens",
+        "leave it at 1",
+        lambda given: given.packs and getattr(given.args, name) != 1,
+    )
 
 
-def _check_loading(args: Any) -> None:
-    """Raise if arguments set how batches are made and divided, which plans decide."""
-    for name, values in LOADING.items():
-        value = getattr(args.accelerator_config, name)
-        if value not in values:
-            raise ValueError(
-                f"accelerator_config's {name}={value!r} would be ignored: each rank reads the rows that its plan "
-                f"assigns, in an order drawn from the seed; set it to {values[0]!r}"
-            )
-    if not getattr(args, "dataloader_in_order", True):
-        raise ValueError(
-            "dataloader_in_order=False lets ranks take micro-batches in different orders, so they would exchange rows "
-            "of different micro-batches; set dataloader_in_order=True"
-        )
+def _loading(name: str, allowed: tuple[Any, ...]) -> Rule[Given]:
+    """Return the rule of a field of `accelerator_config`, the recommended value first."""
+    return Rule(
+        f"`accelerator_config` with another `{name}` than {' or '.join(f'`{value!r}`' for value in allowed)}",
+        f"accelerator_config's {name}={{0.args.accelerator_config.{name}!r}} is set",
+        "it would be ignored: each rank reads the rows that its plan assigns, in an order drawn from the seed",
+        f"set it to {allowed[0]!r}",
+        lambda given: given.packs and getattr(given.args.accelerator_config, name) not in allowed,
+    )
+
+
+PLACED = (
+    "plans already divide documents among ranks: a document may be as long as the tokens_per_rank of all ranks "
+    "together"
+)
+ROWS_ARE_PLACED: tuple[Rule[Any], ...] = (
+    Rule(
+        "context parallelism (`cp_size`)",
+        "context parallelism (cp_size={0.cp_size}) divides documents among ranks",
+        PLACED,
+        "set cp_size=1, and raise dp_shard_size to shard the weights over the same ranks",
+        lambda sizes: sizes.cp_size > 1,
+    ),
+    Rule(
+        "sequence parallelism (`sp_size`)",
+        "sequence parallelism (sp_size={0.sp_size}) divides documents among ranks",
+        PLACED,
+        "set sp_size=1, and use ZeRO-3 to shard the weights over the same ranks",
+        lambda sizes: sizes.sp_size > 1,
+    ),
+)
+NO_LOGITS = "it needs the logits of whole documents, and the rows of a document lie on several ranks"
+EVALUATE = "leave it out and call evaluate(), which reports the exact token-weighted loss"
+GIVEN: tuple[Rule[Given], ...] = (
+    Rule(
+        "`DPOTrainer`, `RewardTrainer` and others with `DistCAMixin`",
+        "{0.trl_trainer} compares whole answers",
+        "a plan spreads the rows of packed documents over ranks",
+        "use {0.trl_trainer} without DistCAMixin: attn_implementation='distca' then computes the same as 'sdpa'",
+        lambda given: given.trl_trainer not in ("", "SFTTrainer", "_BaseTrainer"),
+    ),
+    Rule(
+        "`args` without the settings of hf_distca",
+        "args are {0.args_class}",
+        "hf_distca needs its settings, such as tokens_per_rank",
+        "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes in one dataclass: "
+        "class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
+        lambda given: not (isinstance(given.args, DistCAConfig) and isinstance(given.args, TrainingArguments)),
+    ),
+    _none("compute_metrics", NO_LOGITS, EVALUATE),
+    _none("preprocess_logits_for_metrics", NO_LOGITS, EVALUATE),
+    _none(
+        "compute_loss_func",
+        "it would get targets that are already shifted",
+        "leave it out and use the model's own loss, which takes shift_labels",
+    ),
+    _none(
+        "model_init",
+        "it would replace the model when training begins, and the new model would lack the changes for planned steps",
+        "make the model first and pass it as model",
+    ),
+    _batch_size("per_device_train_batch_size"),
+    _batch_size("per_device_eval_batch_size"),
+    Rule(
+        "a padding collator of transformers",
+        "data_collator={0.collator} pads documents",
+        "hf_distca packs them without padding",
+        "leave data_collator out: each token then predicts the next, unless the data set has labels",
+        lambda given: isinstance(given.named.get("data_collator"), PADDING),
+    ),
+    Rule(
+        "`train_sampling_strategy` other than `'random'` and `'sequential'`",
+        "train_sampling_strategy={0.args.train_sampling_strategy!r} is set",
+        "it would be ignored: documents are packed by their lengths, and drawn at random or in order",
+        "set 'random' or 'sequential'",
+        lambda given: given.packs and given.args.train_sampling_strategy not in ("random", "sequential"),
+    ),
+    _loading("split_batches", (False,)),
+    _loading("dispatch_batches", (None, False)),
+    _loading("even_batches", (True,)),
+    _loading("use_seedable_sampler", (True,)),
+    Rule(
+        "`dataloader_in_order=False`",
+        "dataloader_in_order=False is set",
+        "ranks would take micro-batches in different orders and exchange rows of different micro-batches",
+        "set dataloader_in_order=True",
+        lambda given: given.packs and not getattr(given.args, "dataloader_in_order", True),
+    ),
+    *ROWS_ARE_PLACED,
+    Rule(
+        "several GPUs in one process (DataParallel)",
+        "one process sees {0.args.n_gpu} GPUs, which Trainer would use with DataParallel",
+        "a rank is one process with one GPU",
+        "start one process per GPU: accelerate launch --num_processes N script.py",
+        lambda given: given.args.n_gpu > 1,
+    ),
+)
+"""Arguments of a trainer that cannot train exactly, checked before accelerate and transformers see them."""
+LOADED_ALREADY: Rule[Given] = Rule(
+    "`model_init_kwargs` with a loaded model",
+    "model_init_kwargs={0.args.model_init_kwargs!r} is set",
+    "it would have no effect, because the model is already loaded",
+    "pass the model's name as model, or leave model_init_kwargs out",
+    lambda given: (
+        not isinstance(given.named.get("model"), str) and getattr(given.args, "model_init_kwargs", None) is not None
+    ),
+)
+SFT_ARGUMENTS: tuple[Rule[Any], ...] = (
+    Rule(
+        "`DistCASFTTrainer` with other arguments than a `DistCASFTConfig`",
+        "args are {0.__class__.__name__}",
+        "DistCASFTTrainer needs the settings of hf_distca and of TRL's SFTConfig",
+        "replace them by a DistCASFTConfig with the same settings",
+        lambda args: (
+            not isinstance(args, DistCAConfig) or all(base.__name__ != "SFTConfig" for base in type(args).__mro__)
+        ),
+    ),
+    Rule(
+        "`gradient_checkpointing_kwargs={'selective': True}`",
+        "gradient_checkpointing_kwargs={{'selective': True}} keeps attention's results through checkpoints",
+        "keep_core_attention=True already does so for planned attention",
+        "leave 'selective' out",
+        lambda args: bool((args.gradient_checkpointing_kwargs or {}).get("selective")),
+    ),
+)
+SFT_TRAINER: tuple[Rule[Any], ...] = (
+    Rule(
+        "tensor parallelism with `DistCASFTTrainer`",
+        "DistCASFTTrainer runs with tensor parallelism, where each rank has a shard of the output head",
+        "TRL's losses are not tested with it",
+        "set tp_size=1, or train with DistCATrainer on input_ids and labels",
+        lambda trainer: trainer.get_tp_size() > 1,
+    ),
+    Rule(
+        "data sets with images in `DistCASFTTrainer`",
+        "the data set has images",
+        "plans divide only text among ranks, not pixels",
+        "train on text, or use trl.SFTTrainer with attn_implementation='sdpa'",
+        lambda trainer: trainer._is_vision_dataset,
+    ),
+)
+
+# Model and launch, once the trainer is built
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A trainer with its model and accelerator, as launched."""
+
+    trainer: Trainer
+
+    @property
+    def args(self) -> Any:
+        """Arguments of training."""
+        return self.trainer.args
+
+    @property
+    def model(self) -> Any:
+        """The model, before it is wrapped."""
+        return self.trainer.model
+
+    @property
+    def model_class(self) -> str:
+        """Name of the model's class, without adapters."""
+        return type(base_model(self.model)).__name__
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer in `optim`."""
+        return str(OptimizerNames(self.args.optim).value)
+
+    @property
+    def cp_size(self) -> int:
+        """Size of context parallelism."""
+        return int(self.trainer.get_cp_size())
+
+    @property
+    def sp_size(self) -> int:
+        """Size of sequence parallelism."""
+        return int(self.trainer.get_sp_size())
+
+    @property
+    def tp_size(self) -> int:
+        """Size of tensor parallelism."""
+        return int(self.trainer.get_tp_size())
+
+    @property
+    def divided(self) -> Any:
+        """DistributedConfig by which the model was divided when it was loaded; None if it was not."""
+        return self.model.config.distributed_config if is_divided_at_load(self.model) else None
+
+    @property
+    def reentrant(self) -> bool:
+        """Whether layers run in reentrant checkpoints."""
+        kwargs = self.args.gradient_checkpointing_kwargs or {}
+        return bool(self.args.gradient_checkpointing and kwargs.get("use_reentrant"))
+
+    @cached_property
+    def towers(self) -> str:
+        """Names of trained parts that get no gradient from text, if DDP would wait for their gradients."""
+        waits = self.trainer.accelerator.distributed_type in DDP and self.divided is None
+        return ", ".join(trained_towers(base_model(self.model))) if waits else ""
+
+
+NO_GRADIENT = (
+    "{0.towers} of {0.model_class} get no gradient from batches of text, so DDP would leave ranks with different "
+    "weights"
+)
+TRAINER: tuple[Rule[Launched], ...] = (
+    Rule(
+        "`torch_compile`, `--dynamo_backend`",
+        "torch.compile is set for the whole model",
+        "it cannot compile planned attention and decoder layers under ping-pong, which are most of the model",
+        "leave torch_compile=False and accelerate's --dynamo_backend at no; to compile modules inside the layers: "
+        "for layer in model.model.layers: layer.mlp.compile()",
+        lambda it: it.trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO,
+    ),
+    *ROWS_ARE_PLACED,
+    Rule(
+        "tensor parallelism without `DistributedConfig`, or by DeepSpeed",
+        "tensor parallelism of size {0.tp_size} is set",
+        "the model was not divided when it was loaded, or DeepSpeed divided it, which is not supported",
+        'load the model with from_pretrained(name, attn_implementation="distca", '
+        "distributed_config=transformers.distributed.DistributedConfig(tp_size=…, fsdp_size=…)), and launch without "
+        "--use_fsdp and --use_deepspeed",
+        lambda it: it.tp_size > 1 and it.divided is None,
+    ),
+    Rule(
+        "pipeline parallelism (`pp_size`)",
+        "pipeline parallelism (pp_size={0.divided.pp_size}) gives ranks different layers",
+        "ranks exchange core attention within the same layer",
+        "set pp_size=1, and raise fsdp_size to use the same ranks",
+        lambda it: it.divided is not None and it.divided.pp_size > 1,
+    ),
+    Rule(
+        "PEFT adapters with `tp_size` or `dp_replicate_size` above 1",
+        "adapters of PEFT train with tp_size={0.tp_size} and dp_replicate_size={0.divided.dp_replicate_size}",
+        "PEFT does not divide its adapters as the model's layers are divided",
+        "set both to 1, and raise fsdp_size to use the same ranks",
+        lambda it: (
+            it.divided is not None
+            and base_model(it.model) is not it.model
+            and max(it.tp_size, it.divided.dp_replicate_size) > 1
+        ),
+    ),
+    Rule(
+        "tensor parallelism with attention servers",
+        "attention_servers={0.args.attention_servers!r} is set with tensor parallelism (tp_size={0.tp_size})",
+        "servers serve one group of ranks, and ranks with different heads form separate groups",
+        "set attention_servers=0, or tp_size=1",
+        lambda it: it.tp_size > 1 and it.args.attention_servers != 0,
+    ),
+    Rule(
+        "`gradient_accumulation_steps` above 1 with tensor parallelism and norms of Q and K (Qwen3, Gemma 3)",
+        "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for {0.model_class} with tensor "
+        "parallelism (tp_size={0.tp_size})",
+        "after each micro-batch transformers sums the gradients of its norms over the ranks, including gradients that "
+        "it summed before",
+        "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use mlp_chunk_rows and "
+        "gradient_checkpointing",
+        lambda it: (
+            it.tp_size > 1
+            and it.args.gradient_accumulation_steps > 1
+            and SUMMED_GRADIENTS in it.model.tp_plan.values()
+        ),
+    ),
+    Rule(
+        "`fp16` on the CPU",
+        "fp16 mixed precision is set on the CPU",
+        "it needs loss scaling, which accelerate does on GPUs only: training would run in float32, or under FSDP in "
+        "float16 without scaling",
+        "set bf16=True, or leave out fp16 and bf16",
+        lambda it: it.trainer.accelerator.mixed_precision == "fp16" and it.args.device.type == "cpu",
+    ),
+    Rule(
+        "`optim='adafactor'` under FSDP2",
+        "optim='adafactor' is set under FSDP2",
+        "it fails in the first step: transformers' Adafactor mixes whole and sharded tensors",
+        "set another optimizer, such as optim='adamw_torch', or train under DDP",
+        lambda it: it.args.optim == OptimizerNames.ADAFACTOR and it.trainer.accelerator.is_fsdp2,
+    ),
+    Rule(
+        "`optim='adafactor'` under DeepSpeed",
+        "optim='adafactor' is set under DeepSpeed",
+        "it would silently train differently: its moments need the rows and columns of a weight, and ZeRO gives it "
+        "flat shards",
+        "set another optimizer, such as optim='adamw_torch', or train under DDP",
+        lambda it: it.args.optim == OptimizerNames.ADAFACTOR and it.trainer.is_deepspeed_enabled,
+    ),
+    Rule(
+        "`optimizers=…` under DeepSpeed",
+        "optimizers=… is given under DeepSpeed",
+        "transformers silently ignores it and makes its own from optim={0.optimizer!r} and lr_scheduler_type",
+        "set optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
+        lambda it: (
+            it.trainer.is_deepspeed_enabled
+            and (it.trainer.optimizer is not None or it.trainer.lr_scheduler is not None)
+        ),
+    ),
+    Rule(
+        "a model whose `forward` does not take `num_items_in_batch`",
+        "{0.model.__class__.__name__} does not take num_items_in_batch",
+        "ranks with different numbers of targets need it for an exact loss",
+        "let its forward take **kwargs and pass them to self.loss_function",
+        lambda it: not it.trainer.model_accepts_loss_kwargs,
+    ),
+    Rule(
+        "under DDP, trained towers for images or sound with reentrant checkpoints",
+        "gradient_checkpointing_kwargs={{'use_reentrant': True}} is set",
+        NO_GRADIENT,
+        "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
+        lambda it: it.reentrant and it.towers != "",
+    ),
+    Rule(
+        "under DDP, trained towers for images or sound with `ddp_find_unused_parameters=False`",
+        "ddp_find_unused_parameters=False is set",
+        NO_GRADIENT,
+        "freeze them (requires_grad_(False)), or leave ddp_find_unused_parameters unset",
+        lambda it: it.args.ddp_find_unused_parameters is False and it.towers != "",
+    ),
+)
+"""Trainers that cannot train exactly as launched."""
 
 
 def check_trainer(trainer: Trainer) -> None:
     """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
-    if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise ValueError(
-            "torch.compile of a whole model cannot compile planned attention and decoder layers under ping-pong, "
-            "which are most of the model. Leave torch_compile=False and accelerate's --dynamo_backend at no; to "
-            "compile modules inside the layers: for layer in model.model.layers: layer.mlp.compile()"
-        )
-    check_parallelism(trainer)
-    model: Any
-    if trainer.accelerator.mixed_precision == "fp16" and trainer.args.device.type == "cpu":
-        raise ValueError(
-            "fp16 mixed precision needs loss scaling, which accelerate does on GPUs only: on the CPU it would train "
-            "in float32, or under FSDP in float16 without scaling; set bf16=True, or leave out fp16 and bf16"
-        )
-    _check_optimizer(trainer)
-    checkpointing: Any = trainer.args.gradient_checkpointing_kwargs or {}
-    if trainer.args.gradient_checkpointing and checkpointing.get("use_reentrant"):
-        model = trainer.model
-        check_reentrant(model)
-    if not trainer.model_accepts_loss_kwargs:
-        raise ValueError(
-            f"{type(trainer.model).__name__} does not take num_items_in_batch, so ranks with different numbers of "
-            "targets would have no exact loss; let its forward take **kwargs and pass them to self.loss_function"
-        )
+    launched = Launched(trainer)
+    check(TRAINER, launched)
+    if launched.reentrant:
+        check_reentrant(launched.model)
 
 
-def _check_optimizer(trainer: Trainer) -> None:
-    """Raise if sharded weights would get a wrong optimizer, or another than the requested one."""
-    if trainer.args.optim == OptimizerNames.ADAFACTOR and trainer.accelerator.is_fsdp2:
-        raise ValueError(
-            "optim='adafactor' fails in the first step under FSDP2: transformers' Adafactor mixes whole and sharded "
-            "tensors; set another optimizer, such as optim='adamw_torch', or train under DDP"
-        )
-    if not trainer.is_deepspeed_enabled:
-        return
-    if trainer.args.optim == OptimizerNames.ADAFACTOR:
-        raise ValueError(
-            "optim='adafactor' silently trains differently under DeepSpeed: its moments need the rows and columns of "
-            "a weight, but ZeRO gives it flat shards; set another optimizer, such as optim='adamw_torch', or train "
-            "under DDP"
-        )
-    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
-        raise ValueError(
-            "optimizers=… would silently be ignored under DeepSpeed: transformers makes its own from "
-            f"optim={OptimizerNames(trainer.args.optim).value!r} and lr_scheduler_type; set optimizer_cls_and_kwargs, "
-            "or override create_optimizer and create_scheduler"
-        )
+# A run, and resuming
+
+
+class Run:
+    """What is refused when training or an evaluation begins."""
+
+    DIFFERENT_ARGUMENTS = Refusal(
+        "arguments that decide about micro-batches and differ between ranks",
+        "{name} differs between ranks: its values by rank are {by_rank}",
+        "all ranks must train on the same micro-batches",
+        "start all ranks with the same arguments",
+    )
+    SECOND_TRAINING = Refusal(
+        "a second `train()` under DeepSpeed",
+        "train() was called a second time under DeepSpeed",
+        "its engine and optimizer serve one call only",
+        "train all epochs in one call; or make a new {trainer} with the same model, whose optimizer starts anew",
+    )
+    NOT_WRAPPED = Refusal(
+        "a model that was prepared by another Accelerator",
+        "{model} is to train on {processes} ranks ({strategy})",
+        "it is not wrapped, so each rank would train apart",
+        "give the trainer a model that no Accelerator has prepared, and call train()",
+    )
+    LOST_PLAN = Refusal(
+        "a model that drops the plan on the way to its layers",
+        "{model} did not pass {key} on to its decoder layers",
+        "they need it to keep documents apart",
+        "train it with transformers' Trainer and attn_implementation='sdpa'",
+    )
+    EARLY_EVALUATION = Refusal(
+        "`evaluate()` before `train()` under FSDP, ZeRO-1 and ZeRO-2",
+        "evaluate() was called before train()",
+        "FSDP, ZeRO-1 and ZeRO-2 prepare a model only together with its optimizer",
+        "set eval_on_start=True to evaluate before the first training step",
+    )
+
+
+class Resume:
+    """What is refused when training resumes."""
+
+    NO_CHECKPOINT = Refusal(
+        "`resume_from_checkpoint=True` without a checkpoint",
+        "resume_from_checkpoint is set",
+        "there is no checkpoint in {folder}",
+        "set output_dir to the folder of the earlier run, or leave resume_from_checkpoint out",
+    )
+    INCOMPLETE = Refusal(
+        "an incomplete checkpoint",
+        "{checkpoint} is to be resumed",
+        "it has no {file}: it is not a checkpoint, or training ended while it was being saved",
+        "remove it, and resume from the checkpoint before it",
+    )
+    NO_STATE = Refusal(
+        "a checkpoint without the state of the optimizer or of the learning rate, or of another strategy",
+        "{checkpoint} has no {files}, which holds {state}",
+        "training would start without that state: the checkpoint was saved with save_only_model=True or under another "
+        "strategy",
+        "load its weights with {load} and train without resume_from_checkpoint; or resume from a checkpoint that was "
+        "saved with save_only_model=False under the same strategy",
+    )
+    OTHER_SHARDS = Refusal(
+        "a DeepSpeed checkpoint of another number of ranks",
+        "DeepSpeed saved the optimizer state in {checkpoint} on {saved_by} ranks and {ranks} ranks train now",
+        "each rank needs its own shard",
+        "train on {saved_by} ranks; or convert the checkpoint to a universal checkpoint, which any number of ranks "
+        'can load, and set {{"checkpoint": {{"load_universal": true}}}} in DeepSpeed\'s configuration',
+    )
+    NO_PLACE = Refusal(
+        "a checkpoint of another trainer",
+        "{checkpoint} is to be resumed",
+        "it has no {file}, which records the place in the training data: another trainer or an earlier version saved "
+        "it",
+        "set ignore_data_skip=True to begin a new pass over the data",
+    )
+    OTHER_ORDER = Refusal(
+        "settings by which documents would come in another order than before",
+        "settings differ from those of the checkpoint: {differences}",
+        "the other documents must come in the same order as before: training would skip some or repeat others",
+        "set them as they were, or set ignore_data_skip=True to begin a new pass over the data",
+    )

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_distca.plan import ATTENTION_NAME, PLAN_KEY
+from hf_distca.refusal import check
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.mixin import DistCAMixin
+from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER
 
 try:
     from trl import SFTConfig, SFTTrainer
@@ -57,32 +59,13 @@ class DistCASFTTrainer(DistCAMixin, SFTTrainer):
     """
 
     def __init__(self, model: Any, args: DistCASFTConfig, *others: Any, **kwargs: Any) -> None:
-        if not (isinstance(args, DistCAArguments) and isinstance(args, SFTConfig)):
-            raise ValueError(
-                f"args must be a DistCASFTConfig, got {type(args).__name__}; replace it by a DistCASFTConfig with the "
-                "same settings"
-            )
-        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
-        if checkpointing.get("selective"):
-            raise ValueError(
-                "gradient_checkpointing_kwargs={'selective': True} keeps attention's results through checkpoints, but "
-                "keep_core_attention=True already does so for planned attention; leave 'selective' out"
-            )
+        check(SFT_ARGUMENTS, args)
         if isinstance(model, str):
             chosen: Any = args.model_init_kwargs or {}
             args.model_init_kwargs = {"attn_implementation": ATTENTION_NAME, **chosen}
         self._targets: dict[str, list[float]] = defaultdict(list)
         super().__init__(model, args, *others, **kwargs)
-        if self.get_tp_size() > 1:
-            raise ValueError(
-                f"TRL's losses are not tested with tensor parallelism (tp_size={self.get_tp_size()}), where each rank "
-                "has a shard of the output head; set tp_size=1, or train with DistCATrainer on input_ids and labels"
-            )
-        if self._is_vision_dataset:
-            raise ValueError(
-                "the data set has images, but plans divide only text among ranks, not pixels; train on text, or use "
-                "trl.SFTTrainer with attn_implementation='sdpa'"
-            )
+        check(SFT_TRAINER, self)
 
     def compute_loss(
         self,

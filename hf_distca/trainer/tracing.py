@@ -13,7 +13,7 @@ from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.timeline.events import TRACED, Place, Zero, rank_trace
 from hf_distca.trainer.arguments import DistCAArguments
-from hf_distca.trainer.disk import disk_errors_named
+from hf_distca.trainer.resuming import disk_errors_named
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,99 @@
 """DistCATrainer: transformers' Trainer on packed documents with balanced core attention."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import Trainer
+import datasets
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
 
+from hf_distca.collator.refusals import Data
+from hf_distca.plan import ATTENTION_NAME
+from hf_distca.refusal import check
 from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.refusals import named_arguments
-from hf_distca.trainer.text import Tokenizing, loaded_model
+from hf_distca.trainer.refusals import LOADED_ALREADY, given_arguments
+
+CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+"""Columns from which TRL's trainers make tokens and labels."""
+
+
+def loaded_model(name: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    """Load a causal language model with planned attention, in float32 unless `init_kwargs` name a dtype.
+
+    Args:
+        name: a folder, or a name on the hub.
+    """
+    chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **init_kwargs}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **chosen)
+    return model
+
+
+class Tokenizing:
+    """Tokenize data sets of text; data sets of tokens stay as they are.
+
+    Args:
+        field: column with the text.
+        processing_class: tokenizer, or processor with a tokenizer; None loads the tokenizer of `model_name` if needed.
+
+    Attributes:
+        processing_class: the given or loaded tokenizer.
+    """
+
+    def __init__(self, args: TrainingArguments, field: str, processing_class: Any, model_name: str | None) -> None:
+        self._args, self._field, self._model_name = args, field, model_name
+        self.processing_class = processing_class
+
+    def tokens_of(self, dataset: Any, name: str) -> Any:
+        """Return the data set with a column `input_ids`.
+
+        Args:
+            dataset: with or without tokens; or a dict of data sets by name.
+            name: name of the trainer's argument, for errors.
+
+        Raises:
+            ValueError: the data set holds neither tokens nor text, or holds chats, or there is no tokenizer.
+        """
+        if isinstance(dataset, dict):
+            return {key: self.tokens_of(each, f"{name}[{key!r}]") for key, each in dataset.items()}
+        first = _first_example(dataset)
+        if not isinstance(first, Mapping) or "input_ids" in first:
+            return dataset
+        self._check(first, name)
+        if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+            dataset, first = datasets.Dataset.from_dict({self._field: [each[self._field] for each in dataset]}), {}
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        options: dict[str, Any] = {"batched": True, "remove_columns": list({self._field: None, **first})}
+        if isinstance(dataset, datasets.Dataset):
+            options["desc"] = f"Tokenizing {name}"
+        with self._args.main_process_first():
+            return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": self._field}, **options)
+
+    def _check(self, first: Mapping[str, Any], name: str) -> None:
+        """Raise unless an example is text and there is a tokenizer."""
+        if chats := [column for column in CHATS if column in first]:
+            raise Data.CHATS.error(name=name, columns=", ".join(map(repr, chats)))
+        if not isinstance(first.get(self._field), str):
+            raise Data.NO_TEXT.error(name=name, columns=sorted(first), field=self._field)
+        if self.processing_class is None and self._model_name is not None:
+            self.processing_class = AutoTokenizer.from_pretrained(self._model_name)
+        if self.processing_class is None:
+            raise Data.NO_TOKENIZER.error(name=name, field=self._field)
+
+
+def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
+    """Return the tokens of documents, each with an end-of-sequence token at its end."""
+    end = tokenizer.eos_token or ""
+    texts = [text if text.endswith(end) else text + end for text in batch[field]]
+    return {"input_ids": tokenizer(texts, verbose=False)["input_ids"]}  # not truncated: plans handle the length
+
+
+def _first_example(dataset: Any) -> Any:
+    """Return the first example if reading it does not consume it; else None."""
+    if isinstance(dataset, datasets.IterableDataset):
+        return next(iter(dataset), None)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
+        return dataset[0]
+    return None
 
 
 class DistCATrainer(DistCAMixin, Trainer):
@@ -26,18 +112,14 @@ class DistCATrainer(DistCAMixin, Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Trainer's own __init__ names its arguments; the mixin's takes anything.
-        given = named_arguments(super(DistCAMixin, self).__init__, args, kwargs)
+        arguments = given_arguments(type(self), super(DistCAMixin, self).__init__, args, kwargs)
+        given = dict(arguments.named)
         settings, model = given.get("args"), given.get("model")
         if isinstance(settings, DistCAArguments):
             settings.serve_if_server()  # before a server loads anything
-            init_kwargs = getattr(settings, "model_init_kwargs", None)
+            check((LOADED_ALREADY,), arguments)
             if isinstance(model, str):
-                given["model"] = loaded_model(model, init_kwargs or {})
-            elif init_kwargs is not None:
-                raise ValueError(
-                    f"model_init_kwargs={init_kwargs!r} would have no effect, because the model is already loaded; "
-                    "pass the model's name as model, or leave model_init_kwargs out"
-                )
+                given["model"] = loaded_model(model, getattr(settings, "model_init_kwargs", None) or {})
             if given.get("data_collator") is None:
                 _tokenize_data(given, settings, model if isinstance(model, str) else None)
         super().__init__(**given)

@@ -7,9 +7,9 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch.utils.data import DataLoader
 
 from hf_distca.collator.collation import DistCACollator
+from hf_distca.collator.documents import RankDocuments
 from hf_distca.collator.lengths import document_lengths
 from hf_distca.collator.long_documents import fit_documents
-from hf_distca.collator.rank_documents import RankDocuments
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings

@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from hf_distca.collator.documents import ANY_COLUMNS, TokenDocument, fetch_documents, token_document
+from hf_distca.collator.refusals import Data
+from tests.refused import refused
 
 
 def test_targets_are_the_next_tokens():
@@ -28,7 +30,7 @@ def test_a_filler_has_no_target():
 
 @pytest.mark.parametrize("input_ids", [[[1, 2]], [0.5], ["a"], 3])
 def test_input_ids_that_are_no_list_of_integers(input_ids):
-    with pytest.raises(ValueError, match=r"document 0 has 'input_ids' of shape .*; expected one list of integers"):
+    with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids"):
         token_document({"input_ids": input_ids}, "document 0", ANY_COLUMNS)
 
 

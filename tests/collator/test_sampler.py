@@ -2,12 +2,13 @@ import pickle
 import time
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch
+from tests.refused import refused
 
 
 def sampler_of(lengths, capacity, **options):
@@ -127,7 +128,7 @@ def test_a_million_documents_in_seconds():
 
 def test_no_documents_or_too_long_ones():
     excerpts = fit_documents(np.array([3, 9]), 9, "error", "limit")
-    with pytest.raises(ValueError, match="no documents"):
+    with refused(Data.NO_DOCUMENTS):
         GlobalBatchSampler(excerpts[:0], 9)
-    with pytest.raises(ValueError, match=r"has 9 tokens, but a micro-batch holds at most 8.* fit_documents"):
+    with refused(Data.OVER_CAPACITY, document=1, length=9, capacity=8):
         GlobalBatchSampler(excerpts, 8)

@@ -8,11 +8,26 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from string import Formatter
 from typing import Any, get_args
 
 import hf_distca
 from hf_distca.cli.main import TOOLS
+from hf_distca.collator.refusals import Data
+from hf_distca.refusal import Refusal, entries
 from hf_distca.trainer.metrics import METRICS, PREFIX
+from hf_distca.trainer.refusals import (
+    ARGUMENTS,
+    GIVEN,
+    LOADED_ALREADY,
+    LOSES_DEEPSPEED,
+    NOT_CONNECTED,
+    SFT_ARGUMENTS,
+    SFT_TRAINER,
+    TRAINER,
+    Resume,
+    Run,
+)
 from hf_distca.units import Bytes, Servers, Switch, Tokens, Tolerance
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
@@ -138,6 +153,19 @@ def settings_page() -> str:
     return "".join(parts)
 
 
+BY_HAND = "<!-- The sections below are written by `python -m tests.docs.reference` from tables in the code. -->\n"
+REFUSALS: dict[str, tuple[Refusal, ...]] = {
+    "Arguments": ARGUMENTS,
+    "Arguments of the trainer": (*GIVEN, LOADED_ALREADY),
+    "With TRL": (*SFT_ARGUMENTS, *SFT_TRAINER),
+    "Launch and model": (LOSES_DEEPSPEED, NOT_CONNECTED, *(rule for rule in TRAINER if rule not in GIVEN)),
+    "Data": entries(Data),
+    "Runs": entries(Run),
+    "Resuming": entries(Resume),
+}
+"""Sections of the page that are tables of the code."""
+
+
 def metrics_page() -> str:
     """Return the page of all logged figures."""
     parts = [METRICS_TOP]
@@ -162,7 +190,21 @@ def cli_page() -> str:
     return "".join(parts)
 
 
-PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "cli.md": cli_page}
+def refusals_page() -> str:
+    """Return the page of everything that is refused."""
+    by_hand, _, _ = (FOLDER / "refusals.md").read_text().partition(BY_HAND)
+    parts = [by_hand, BY_HAND]
+    for title, refusals in REFUSALS.items():
+        parts.append(f"\n## {title}\n\n| condition | why | instead |\n| --- | --- | --- |\n")
+        parts += [
+            f"| {entry.condition} | {_message(entry.reason)} | {_message(entry.remedy)} |\n"
+            for entry in refusals
+            if entry.condition
+        ]
+    return "".join(parts)
+
+
+PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "cli.md": cli_page, "refusals.md": refusals_page}
 
 
 def _own_fields() -> Iterator[dataclasses.Field[Any]]:
@@ -223,6 +265,23 @@ def _description(text: str) -> str:
             )
         )
     return "\n\n".join(blocks)
+
+
+CODE = re.compile(
+    r"(?<!\w)(?:--[a-z_]+|(?!hf_distca\b)[\w.]+\((?:[^()]|\([^()]*\))*\)|\w+=(?:'[^']*'|\{[^}]*\}|[\w.]+)|'[^' ]+'"
+    r"|(?!hf_distca\b)[A-Za-z][\w.]*_[\w.*]*\w|\*\*kwargs)"
+)
+"""What is code in a message."""
+
+
+def _message(text: str) -> str:
+    """A part of a message as Markdown, with an ellipsis for each value."""
+    return CODE.sub(lambda code: f"`{code[0]}`", template(text))
+
+
+def template(text: str) -> str:
+    """A format string with an ellipsis for each value."""
+    return "".join(part + ("" if name is None else "…") for part, name, _, _ in Formatter().parse(text))
 
 
 def _prose(text: str) -> str:

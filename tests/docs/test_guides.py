@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import shlex
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from transformers.distributed import DistributedConfig
 
 import hf_distca
 from hf_distca.cli.main import main
-from hf_distca.trainer.meter import StepMeter
+from hf_distca.trainer.metrics import StepMeter
+from tests.docs.reference import REFUSALS, template
 
 ROOT = Path(__file__).parents[2]
 GUIDES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "guides").glob("*.md"))}
@@ -88,7 +90,9 @@ def test_quotations_are_told_from_other_texts():
 
 @pytest.fixture(scope="module")
 def texts():
-    return [text for source in SOURCES for text in texts_of(source)]
+    """All strings of the code, and the messages of its tables of refusals."""
+    tables = [template(f"{entry.found}, but {entry.reason}; {entry.remedy}") for entry in chain(*REFUSALS.values())]
+    return [*tables, *(text for source in SOURCES for text in texts_of(source))]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -11,13 +11,12 @@ from transformers import Trainer
 
 import hf_distca
 from hf_distca.kernels import KERNEL_NAMES
-from hf_distca.trainer.arguments import REFUSED
-from hf_distca.trainer.meter import StepMeter
-from hf_distca.trainer.metrics import METRICS
-from hf_distca.trainer.refusals import REFUSED_FUNCTIONS
-from tests.docs.reference import FOLDER, GROUPS, PAGES, UNITS
+from hf_distca.trainer.metrics import METRICS, StepMeter
+from hf_distca.trainer.refusals import ARGUMENTS, GIVEN
+from tests.docs.reference import FOLDER, GROUPS, PAGES, REFUSALS, UNITS
 
 FIELDS = {field.name for field in dataclasses.fields(hf_distca.DistCATrainingArguments)}
+SFT_FIELDS = {field.name for field in dataclasses.fields(hf_distca.DistCASFTConfig)}
 OWN = {field.name for field in dataclasses.fields(hf_distca.DistCAConfig)}
 
 
@@ -70,14 +69,15 @@ def test_all_kernels_are_listed():
     assert {*table, "auto"} == set(KERNEL_NAMES)
 
 
-def test_all_refused_arguments_are_listed():
-    text = page("refusals.md")
-    assert not [name for name in (*REFUSED, *REFUSED_FUNCTIONS, "accelerator_config") if f"`{name}" not in text]
-
-
 def test_refused_arguments_exist():
-    rows = page("refusals.md").split("## Arguments of the trainer")[1].split("\n## ")[0]
-    arguments = set(re.findall(r"^\| `(\w+)[`=]", rows, re.M))
+    named = {name for rule in (*ARGUMENTS, *GIVEN) for name in re.findall(r"^`(\w+)[`=]", rule.condition)}
     init = set(inspect.signature(Trainer.__init__).parameters)
-    assert arguments
-    assert arguments <= FIELDS | init, arguments - FIELDS - init
+    known = FIELDS | SFT_FIELDS | init | {"DPOTrainer", "args"}
+    assert len(named) > 20
+    assert named <= known, named - known
+
+
+@pytest.mark.parametrize("title", REFUSALS)
+def test_a_case_is_in_one_table_only(title):
+    conditions = [entry.condition for entries in REFUSALS.values() for entry in entries if entry.condition]
+    assert not [entry.condition for entry in REFUSALS[title] if conditions.count(entry.condition) > 1]

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.padding_free import CollatorWithLengths
 from hf_distca.models.decoder import decoder_layers
 from hf_distca.models.settings import plan_settings
 from hf_distca.plan import PLAN_KEY

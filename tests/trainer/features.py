@@ -240,14 +240,14 @@ FEATURES: dict[str, Feature] = {
         {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
         refused={
             "*": (
-                "would replace the loss of planned steps",
+                "it would replace the loss of planned steps",
                 "remove 'fused_linear_cross_entropy' from liger_kernel_config",
             )
         },
     ),
     "use_liger_kernel and mlp_chunk_rows": Feature(
         {"use_liger_kernel": True, "mlp_chunk_rows": 16},
-        refused={"*": ("mlp_chunk_rows=16 would have no effect", "liger_kernel_config={'swiglu': False")},
+        refused={"*": ("it would have no effect: use_liger_kernel", "liger_kernel_config={'swiglu': False")},
     ),
     "torch_compile": Feature(
         {"torch_compile": True},
@@ -275,7 +275,7 @@ FEATURES: dict[str, Feature] = {
         given=lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)},
         refused={
             "fsdp2": ("Passing `optimizers` is not allowed", "You should subclass `Trainer`"),
-            **dict.fromkeys(ZERO, ("would silently be ignored under DeepSpeed", "set optimizer_cls_and_kwargs")),
+            **dict.fromkeys(ZERO, ("transformers silently ignores it", "set optimizer_cls_and_kwargs")),
         },
     ),
     "optimizer_cls_and_kwargs": Feature(
@@ -327,18 +327,19 @@ FEATURES: dict[str, Feature] = {
     ),
     "accelerator_config: dispatch_batches": Feature(
         {"accelerator_config": {"dispatch_batches": True}},
-        refused={"*": ("dispatch_batches=True would be ignored: each rank reads", "set it to None")},
+        refused={"*": ("dispatch_batches=True is set, but it would be ignored: each rank reads", "set it to None")},
     ),
     "accelerator_config: split_batches": Feature(
         {"accelerator_config": {"split_batches": True}},
-        refused={"*": ("split_batches=True would be ignored: each rank reads", "set it to False")},
+        refused={"*": ("split_batches=True is set, but it would be ignored: each rank reads", "set it to False")},
     ),
     "accelerator_config: even_batches": Feature(
         {"accelerator_config": {"even_batches": False}},
-        refused={"*": ("even_batches=False would be ignored: each rank reads", "set it to True")},
+        refused={"*": ("even_batches=False is set, but it would be ignored: each rank reads", "set it to True")},
     ),
     "per_device_train_batch_size": Feature(
-        {"per_device_train_batch_size": 4}, refused={"*": ("contradicts tokens_per_rank", "leave it at 1")}
+        {"per_device_train_batch_size": 4},
+        refused={"*": ("one packed row of up to", "leave it at 1")},
     ),
     "auto_find_batch_size": Feature(
         {"auto_find_batch_size": True}, refused={"*": ("memory is set by tokens_per_rank", "leave it at False")}

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerCallback
 
-from hf_distca.dispatch.padding_free import batch_document_lengths
+from hf_distca.collator.padding_free import batch_document_lengths
 from hf_distca.plan import PLAN_KEY
-from hf_distca.trainer.ahead import UpcomingBatches
+from hf_distca.trainer.loaders import UpcomingBatches
 from tests.trainer.small_trainers import make_trainer
 
 

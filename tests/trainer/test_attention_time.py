@@ -9,7 +9,7 @@ from hf_distca import DistCAConfig
 from hf_distca.models.settings import plan_settings
 from hf_distca.plan import Choice
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.trainer.attention_time import AttentionTime
+from hf_distca.trainer.metrics import AttentionTime
 from tests.models_and_batches import small_model
 
 

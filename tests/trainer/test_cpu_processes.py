@@ -4,7 +4,10 @@ import pytest
 import torch
 from accelerate import DistributedType
 
-from hf_distca.trainer.cpu_processes import join_on_cpu, shard_on_cpu, share_on_cpu
+from hf_distca.refusal import check
+from hf_distca.trainer.parallel import join_on_cpu, shard_on_cpu, share_on_cpu
+from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED
+from tests.refused import refused
 
 
 @pytest.fixture
@@ -41,8 +44,9 @@ def test_processes_without_a_gpu_join(launched, launch, use_cpu, backend):
 
 
 def test_deepspeed_that_accelerate_would_leave_out(launched):
-    with pytest.raises(ValueError, match=r"makes accelerate train without DeepSpeed, .*; leave use_cpu out"):
-        join_on_cpu(launched(strategy="DEEPSPEED", use_cpu=True))
+    with refused(LOSES_DEEPSPEED):
+        check((LOSES_DEEPSPEED,), launched(strategy="DEEPSPEED", use_cpu=True))
+    check((LOSES_DEEPSPEED,), launched(strategy="DEEPSPEED", use_cpu=True, processes=1))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +76,5 @@ def test_processes_on_cpus_share_a_model_that_was_divided_as_it_was_loaded(launc
 def test_processes_that_would_each_train_alone(launched):
     args = launched()
     args.distributed_state = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1)
-    with pytest.raises(
-        ValueError,
-        match=r"2 processes were launched \(WORLD_SIZE\), but they are not connected, and each would train alone",
-    ):
-        shard_on_cpu(args)
+    with refused(NOT_CONNECTED):
+        check((NOT_CONNECTED,), args)

@@ -4,7 +4,6 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-import hf_distca
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.model_state import Parameters
 from hf_distca.models.decoder import base_model
@@ -28,7 +26,6 @@ from hf_distca.models.tensor_parallel import config_on_a_rank
 from hf_distca.trainer.memory import shards_of, tell_memory
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
-from tests.trainer.chats import tokenizer
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 CHUNK_BYTES = 4 * 64 * 20  # logits of 20 rows
@@ -88,32 +85,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"num_key_value_heads": 1}},
         r"layers\.0\.self_attn has 1 key/value heads, which tensor parallelism cannot divide among 2 ranks. Load",
     ),
-    "servers": (
-        {"arguments": {"attention_servers": "external"}},
-        r"='external' cannot .* \(tp_size=2\): .*servers=0,",
-    ),
-    "adapters": ({"lora": True}, r"tp_size=2 and dp_replicate_size=1: PEFT does not divide .* set both to 1"),
-    "chats": (
-        {"chats": True},
-        r"losses are not tested with tensor parallelism \(tp_size=2\).* set tp_size=1, or train with DistCATrainer",
-    ),
-    "accumulation": (
-        {"model": {"model_type": "qwen3"}, "arguments": {"gradient_accumulation_steps": 2}},
-        r"steps=2 gives \w*Qwen3ForCausalLM wrong gradients .* over the 2 ranks.* Set gradient_accumulation_steps=1",
-    ),
     "pipeline": ({"divided": {"pp_size": 4}}, r"\(pp_size=4\) gives ranks different layers, .* set pp_size=1"),
-    "context": (
-        {"divided": None, "arguments": {"parallelism_config": {"cp_size": 2, "dp_shard_size": 2}}},
-        r"context parallelism \(cp_size=2\) divides documents .*; set cp_size=1, and raise dp_shard_size",
-    ),
-    "sequence": (
-        {"divided": None, "arguments": {"parallelism_config": {"sp_size": 2, "dp_shard_size": 2}}},
-        r"sequence parallelism \(sp_size=2\) divides documents .*; set sp_size=1, and use ZeRO-3",
-    ),
-    "whole model": (
-        {"divided": None, "arguments": {**SHARDED, "parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}},
-        r"of size 2 is set, but the model was not divided.*DistributedConfig\(tp_size=…, fsdp_size=…\)",
-    ),
     "other data": (
         {"lengths by rank": [LENGTHS, LENGTHS, LENGTHS, LENGTHS[:-1]]},
         r"different data sets \(rank 0: 12 documents, 621 tokens; .*rank 3: 11 documents, 590 tokens\)",
@@ -122,7 +94,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "other settings": ({"tokens_per_rank by rank": [160, 96, 160, 96]}, r"settings of plans differs between ranks"),
 }
 
-OF_CHATS = (partial(hf_distca.DistCASFTTrainer, processing_class=tokenizer()), hf_distca.DistCASFTConfig)
 SAVED = "tensor parallelism and FSDP2"
 EVALUATED_FIRST = (SAVED, "adapters")
 EXPERTS = ("experts", "experts and tensor parallelism", "experts of ranks that share a model")
@@ -232,20 +203,15 @@ def _refusals(folder: str) -> dict[str, str]:
     rank = torch.distributed.get_rank()
     messages = {}
     for name, (case, _) in REFUSALS.items():
-        divided, arguments = case.get("divided", TP_FSDP), {**case.get("arguments", {})}
-        if "parallelism_config" in arguments:
-            arguments["parallelism_config"] = ParallelismConfig(**arguments["parallelism_config"])
+        divided, arguments = case.get("divided", TP_FSDP), {}
         if "tokens_per_rank by rank" in case:
             arguments["tokens_per_rank"] = case["tokens_per_rank by rank"][rank]
         lengths = case.get("lengths by rank", [LENGTHS] * 4)[rank]
-        if case.get("chats"):
-            arguments["classes"] = OF_CHATS
         try:
-            model = divided_model(Path(folder) / name, divided) if divided else case_model(case, "distca")
             trainer = make_trainer(
                 f"{folder}/{name}",
                 lengths=lengths,
-                model=with_adapters(model, case),
+                model=divided_model(Path(folder) / name, divided),
                 save_strategy="no",
                 sharded=True,
                 **arguments,

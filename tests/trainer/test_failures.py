@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_distca.dispatch.failures import Failures
-from hf_distca.trainer.disk import disk_errors_named
+from hf_distca.trainer.resuming import disk_errors_named
 from tests.trainer.small_trainers import make_trainer
 
 

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hf_distca.collator.documents import Columns
-from hf_distca.dispatch.padding_free import CollatorWithLengths
+from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.planner.micro_batch import PlanSettings
-from hf_distca.trainer.evaluation import EvaluationLoss
 from hf_distca.trainer.loaders import PackedLoaders, agreed_lengths, is_dispatched, is_stream, lengths_read_on_host
+from hf_distca.trainer.metrics import EvaluationLoss
 from tests.trainer.small_trainers import make_trainer
 
 

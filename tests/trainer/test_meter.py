@@ -11,8 +11,7 @@ from hf_distca import DistCAConfig
 from hf_distca.models.settings import plan_settings
 from hf_distca.plan import Choice, ExchangeFigures, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.trainer.meter import StepMeter
-from hf_distca.trainer.model_flops import ModelFlops
+from hf_distca.trainer.metrics import ModelFlops, StepMeter
 from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
@@ -40,7 +39,7 @@ class Clock(TrainerCallback):
 
 def test_only_training_counts(tmp_path, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("hf_distca.trainer.meter.time", clock)
+    monkeypatch.setattr("hf_distca.trainer.metrics.time", clock)
     trainer = make_trainer(
         str(tmp_path),
         max_steps=5,
@@ -110,8 +109,8 @@ def test_model_flops_are_those_of_weights_and_pairs():
 
 @pytest.mark.parametrize(("peak", "mfu"), [(None, None), (100.0, 2 * 50.0 / (4.0 * 3 * 100.0))])
 def test_figures_of_devices(monkeypatch, peak, mfu):
-    monkeypatch.setattr("hf_distca.trainer.meter.peak_flops", lambda name: peak)
-    monkeypatch.setattr("hf_distca.trainer.meter.time", clock := Clock())
+    monkeypatch.setattr("hf_distca.trainer.metrics.peak_flops", lambda name: peak)
+    monkeypatch.setattr("hf_distca.trainer.metrics.time", clock := Clock())
     dispatcher = SimpleNamespace(
         settings=SimpleNamespace(nodes=None),
         recorder=SimpleNamespace(seconds=clock.seconds),
@@ -139,7 +138,7 @@ def test_figures_of_devices(monkeypatch, peak, mfu):
 
 
 def test_figures_of_plans_that_were_chosen(monkeypatch):
-    monkeypatch.setattr("hf_distca.trainer.meter.time", clock := Clock())
+    monkeypatch.setattr("hf_distca.trainer.metrics.time", clock := Clock())
     dispatcher = SimpleNamespace(
         settings=SimpleNamespace(nodes=None),
         recorder=SimpleNamespace(seconds=lambda kind: 0.0),

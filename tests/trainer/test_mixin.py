@@ -9,7 +9,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import hf_distca
-from hf_distca.trainer.refusals import named_arguments
+from hf_distca.trainer.refusals import given_arguments
 from tests.models_and_batches import random_documents, reference_step, small_model
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
@@ -152,13 +152,13 @@ class PackingArguments(hf_distca.DistCAArguments, TrainingArguments):
 
 
 def test_packing_of_the_trainers_own():
-    with pytest.raises(ValueError, match=r"packing=True cannot be used here.* leave it at False"):
+    with pytest.raises(ValueError, match=r"packing=True is set, but .* leave it at False"):
         PackingArguments(output_dir="out", use_cpu=True)
 
 
 def test_arguments_without_the_mixin(tmp_path):
     dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
-    with pytest.raises(ValueError, match=r"got ChatArguments. .* combine both classes in one dataclass"):
+    with pytest.raises(ValueError, match=r"args are ChatArguments, but .* combine both classes in one dataclass"):
         PlannedChatTrainer(small_model(), ChatArguments(output_dir=str(tmp_path), use_cpu=True), None, dataset)
 
 
@@ -176,7 +176,8 @@ class PlannedOpaque(hf_distca.DistCAMixin, Opaque):
 def test_arguments_by_position(tmp_path):
     def init(model: Any, args: Any = None, data_collator: Any = None, *, callbacks: Any = None) -> None: ...
 
-    assert named_arguments(init, (1, 2), {"callbacks": 3}) == {"model": 1, "args": 2, "callbacks": 3}
+    given = given_arguments(PlannedChatTrainer, init, (1, 2), {"callbacks": 3})
+    assert given.named == {"model": 1, "args": 2, "callbacks": 3}
     arguments = PlannedChatArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=4)
     dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
     # The collator is seen by position too: without one the batch size would be refused.

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from hf_distca import DistCAConfig
-from hf_distca.trainer.remedies import Remedies
+from hf_distca.trainer.metrics import Remedies
 
 FINE = {"imbalance_degree": 1.01, "exposed_exchange_share": 0.02, "ping_pong_share": 1.0}
 WRONG = {"imbalance_degree": 1.3, "exposed_exchange_share": 0.25, "ping_pong_share": 0.01}

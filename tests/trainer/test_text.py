@@ -107,12 +107,12 @@ def test_a_model_is_loaded_as_is_asked_for(tmp_path):
         (
             of_texts("stored"),
             {"processing_class": None},
-            "train_dataset has text in 'text', but no tokens .*; pass the model's tokenizer",
+            "train_dataset has text in 'text' and no tokens .*; pass the model's tokenizer",
         ),
         (
             of_texts("stored", "body"),
             {},
-            r"train_dataset has neither tokens .* nor text in 'text'; its columns are \['body', 'source'\]. Set data",
+            r"train_dataset has the columns \['body', 'source'\], but .* nor text in 'text'; set data",
         ),
         ([{"text": 3}], {}, "nor text in 'text'"),
         (chats(1), {}, "train_dataset has 'messages' and no 'input_ids', but .*; use hf_distca.DistCASFTTrainer"),
@@ -139,7 +139,7 @@ def test_what_gives_no_tokens_is_refused_in_the_constructor(tmp_path, data, chan
 )
 def test_collators_that_pad_are_refused_in_the_constructor(tmp_path, make):
     data = datasets.Dataset.from_dict({"input_ids": TOKENS})
-    with pytest.raises(ValueError, match=r"data_collator=DataCollator\w+ pads documents.*Leave data_collator out"):
+    with pytest.raises(ValueError, match=r"data_collator=DataCollator\w+ pads documents.*leave data_collator out"):
         trainer_of(tmp_path, data, data_collator=make())
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from hf_distca.collator.refusals import Data
+
 
 def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the lengths of the documents in a batch of a padding-free collator.
@@ -25,21 +27,12 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     """
     input_ids = batch["input_ids"]
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
-        raise ValueError(
-            f"input_ids has the shape {tuple(input_ids.shape)}; expected [1, tokens], with all documents packed into "
-            "one row. Use transformers' DataCollatorWithFlattening, or the collator of hf_distca."
-        )
+        raise Data.ROWS.error(shape=tuple(input_ids.shape))
     attention_mask = batch.get("attention_mask")
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has the shape {tuple(attention_mask.shape)} for input_ids of {tuple(input_ids.shape)}, "
-            "but packed documents attend to themselves, causally, and need no other mask. Leave attention_mask out."
-        )
+        raise Data.BATCH_MASK.error(mask=tuple(attention_mask.shape), shape=tuple(input_ids.shape))
     if attention_mask is not None and not bool((attention_mask == 1).all()):
-        raise ValueError(
-            "The batch has an attention_mask with zeros; expected no padding. Use a padding-free collator "
-            "such as transformers' DataCollatorWithFlattening."
-        )
+        raise Data.PADDED_BATCH.error()
     tokens = input_ids.shape[1]
     if batch.get("document_lengths") is not None:
         return _checked(tuple(batch["document_lengths"]), tokens, "document_lengths")
@@ -47,11 +40,7 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
         return _checked(tuple(batch["cu_seq_lens_q"].diff().tolist()), tokens, "cu_seq_lens_q")
     if batch.get("position_ids") is not None:
         return _lengths_by_position(batch["position_ids"], tokens)
-    raise ValueError(
-        f"The batch has only {sorted(batch)}, which do not show where documents begin. Expected position_ids that "
-        "restart at 0 with each document, or cu_seq_lens_q; DataCollatorWithFlattening(return_position_ids=True) "
-        "returns position_ids."
-    )
+    raise Data.NO_BOUNDARIES.error(fields=sorted(batch))
 
 
 class CollatorWithLengths:
@@ -103,32 +92,21 @@ def filler_batch(device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
 
 def _checked(lengths: tuple[int, ...], tokens: int, name: str) -> tuple[int, ...]:
     if sum(lengths) != tokens or any(length < 1 for length in lengths):
-        raise ValueError(
-            f"{name} gives document lengths {lengths[:10]}{'…' if len(lengths) > 10 else ''} with a sum of "
-            f"{sum(lengths)} for {tokens} tokens; expected positive lengths that sum to the tokens of the "
-            "batch."
-        )
+        shown = f"{lengths[:10]}{'…' if len(lengths) > 10 else ''}"
+        raise Data.WRONG_BOUNDARIES.error(name=name, lengths=shown, total=sum(lengths), tokens=tokens)
     return lengths
 
 
 def _lengths_by_position(position_ids: torch.Tensor, tokens: int) -> tuple[int, ...]:
     if position_ids.shape != (1, tokens):
-        raise ValueError(
-            f"position_ids has the shape {tuple(position_ids.shape)} for {tokens} tokens; expected [1, {tokens}]."
-        )
+        raise Data.POSITIONS_SHAPE.error(shape=tuple(position_ids.shape), tokens=tokens)
     positions_T = position_ids[0]
     starts = (positions_T == 0).nonzero().flatten()
     if tokens == 0 or positions_T[0] != 0:
-        raise ValueError(
-            f"position_ids begin with {positions_T[:5].tolist()}; expected 0 at the first token of each document, "
-            "including the first document (DataCollatorWithFlattening with position_ids_start=0)."
-        )
+        raise Data.POSITIONS_START.error(first=positions_T[:5].tolist())
     breaks = ((positions_T[1:] != positions_T[:-1] + 1) & (positions_T[1:] != 0)).nonzero().flatten()
     if len(breaks):
         at = int(breaks[0])
-        raise ValueError(
-            f"position_ids go from {int(positions_T[at])} to {int(positions_T[at + 1])} at row {at + 1}; "
-            "expected the next integer inside a document and 0 at the start of one."
-        )
+        raise Data.POSITIONS_GAP.error(before=int(positions_T[at]), after=int(positions_T[at + 1]), row=at + 1)
     ends = torch.cat([starts[1:], starts.new_tensor([tokens])])
     return tuple((ends - starts).tolist())

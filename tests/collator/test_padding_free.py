@@ -2,9 +2,11 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
+from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths, filler_batch
+from hf_distca.collator.refusals import Data
 from hf_distca.collator.streams import StreamPacker
-from hf_distca.dispatch.padding_free import CollatorWithLengths, batch_document_lengths, filler_batch
 from tests.counting import Counting
+from tests.refused import refused
 
 TWO = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
 
@@ -61,52 +63,37 @@ def test_the_filler_batch():
     }
 
 
-def test_two_rows():
-    with pytest.raises(ValueError, match=r"shape \(2, 3\); expected \[1, tokens\].*DataCollatorWithFlattening"):
-        batch_document_lengths({"input_ids": torch.zeros(2, 3, dtype=torch.long)})
+FAULTY = {
+    Data.ROWS: ({"input_ids": torch.zeros(2, 3, dtype=torch.long)}, {"shape": (2, 3)}),
+    Data.BATCH_MASK: (batch_of([0, 1, 2], attention_mask=torch.ones(1, 3, 3)), {"mask": (1, 3, 3)}),
+    Data.PADDED_BATCH: (batch_of([0, 1, 2], attention_mask=torch.tensor([[1, 1, 0]])), {}),
+    Data.POSITIONS_START: (batch_of([2, 3, 0]), {"first": [2, 3, 0]}),
+    Data.POSITIONS_GAP: (batch_of([0, 1, 3, 0]), {"before": 1, "after": 3, "row": 2}),
+    Data.POSITIONS_SHAPE: (
+        {"input_ids": torch.zeros(1, 3, dtype=torch.long), "position_ids": torch.zeros(3, 1, 3)},
+        {"shape": (3, 1, 3), "tokens": 3},
+    ),
+    Data.WRONG_BOUNDARIES: (
+        batch_of([0, 1, 0, 1], cu_seq_lens_q=torch.tensor([0, 2, 5])),
+        {"name": "cu_seq_lens_q", "lengths": "(2, 3)", "total": 5, "tokens": 4},
+    ),
+    Data.NO_BOUNDARIES: ({"input_ids": torch.zeros(1, 3, dtype=torch.long)}, {"fields": ["input_ids"]}),
+}
 
 
-def test_a_mask_of_another_shape():
-    mask = torch.ones(1, 3, 3)
-    with pytest.raises(ValueError, match=r"attention_mask has the shape \(1, 3, 3\) .*Leave attention_mask out"):
-        batch_document_lengths(batch_of([0, 1, 2], attention_mask=mask))
-
-
-def test_padding():
-    mask = torch.tensor([[1, 1, 0]])
-    with pytest.raises(ValueError, match="attention_mask with zeros; expected no padding"):
-        batch_document_lengths(batch_of([0, 1, 2], attention_mask=mask))
-    assert batch_document_lengths(batch_of([0, 1, 2], attention_mask=torch.ones(1, 3))) == (3,)
-
-
-def test_positions_that_start_elsewhere():
-    with pytest.raises(ValueError, match=r"begin with \[2, 3, 0\]; expected 0 at the first token"):
-        batch_document_lengths(batch_of([2, 3, 0]))
-
-
-def test_positions_with_a_gap():
-    with pytest.raises(ValueError, match="go from 1 to 3 at row 2"):
-        batch_document_lengths(batch_of([0, 1, 3, 0]))
-
-
-def test_positions_of_another_shape():
-    batch = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "position_ids": torch.zeros(3, 1, 3)}
-    with pytest.raises(ValueError, match=r"shape \(3, 1, 3\) for 3 tokens; expected \[1, 3\]"):
+@pytest.mark.parametrize("entry", FAULTY, ids=lambda entry: entry.condition)
+def test_faulty_batches(entry):
+    batch, values = FAULTY[entry]
+    with refused(entry, **values):
         batch_document_lengths(batch)
 
 
-def test_no_tokens():
-    with pytest.raises(ValueError, match="expected 0 at the first token"):
+def test_other_faults():
+    with refused(Data.POSITIONS_START, first=[]):
         batch_document_lengths(batch_of([]))
-
-
-def test_boundaries_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q gives document lengths \(2, 3\) with a sum of 5 for 4"):
-        batch_document_lengths(batch_of([0, 1, 0, 1], cu_seq_lens_q=torch.tensor([0, 2, 5])))
-    with pytest.raises(ValueError, match="document_lengths gives"):
+    with refused(Data.WRONG_BOUNDARIES, name="document_lengths"):
         batch_document_lengths(batch_of([0, 1], document_lengths=(2, 0)))
 
 
-def test_nothing_says_where_documents_begin():
-    with pytest.raises(ValueError, match=r"has only \['input_ids'\]"):
-        batch_document_lengths({"input_ids": torch.zeros(1, 3, dtype=torch.long)})
+def test_a_mask_of_ones_is_no_padding():
+    assert batch_document_lengths(batch_of([0, 1, 2], attention_mask=torch.ones(1, 3))) == (3,)

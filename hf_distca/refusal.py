@@ -1,0 +1,55 @@
+"""Entries of the tables that list what hf_distca refuses, and the one form of their messages.
+
+Each stage has one table: arguments, launch and resuming in `trainer/refusals.py`, data in `collator/refusals.py`.
+The reference page "What is refused" is written from the same tables.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A case that is refused. Texts are format strings; the values come from the case.
+
+    Attributes:
+        condition: the case as the reference page names it, in Markdown; empty for mistakes that the page leaves out.
+        found: what was found.
+        reason: why it cannot work.
+        remedy: what to set.
+    """
+
+    condition: str
+    found: str
+    reason: str
+    remedy: str
+
+    def error(self, *subject: Any, **values: Any) -> ValueError:
+        """Return the error with the message "found, but reason; remedy"."""
+        return ValueError(f"{self.found}, but {self.reason}; {self.remedy}".format(*subject, **values))
+
+
+@dataclass(frozen=True)
+class Rule(Refusal, Generic[Subject]):
+    """A refusal that recognizes its case by itself; `{0}` in its texts is the subject.
+
+    Attributes:
+        when: whether the subject is refused.
+    """
+
+    when: Callable[[Subject], bool]
+
+
+def check(rules: Iterable[Rule[Subject]], subject: Subject) -> None:
+    """Raise the error of the first rule that refuses a subject."""
+    for rule in rules:
+        if rule.when(subject):
+            raise rule.error(subject)
+
+
+def entries(table: type) -> tuple[Refusal, ...]:
+    """Return the entries of a table whose code raises each of them by its name."""
+    return tuple(entry for entry in vars(table).values() if isinstance(entry, Refusal))

@@ -1,0 +1,341 @@
+"""Save and resume a training: the checkpoint, the order of documents and the place in it.
+
+Trainer saves the number of steps and computes how many batches to skip. This skips the wrong documents if batches have
+changed, and restarts a pass if the number of its steps is unknown.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import Groups
+from hf_distca.trainer.arguments import DistCAArguments
+from hf_distca.trainer.loaders import PackedLoaders, is_stream
+from hf_distca.trainer.refusals import Resume, Run
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+"""File that Trainer writes last into a checkpoint."""
+OPTIMIZER, SCHEDULE = "the optimizer's state", "the learning rate's schedule"
+_ZERO_SHARD = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
+
+
+def agreed_checkpoint(
+    resume_from_checkpoint: str | bool | None, args: DistCAArguments, accelerator: Accelerator, groups: Groups
+) -> str | None:
+    """Return the folder of the checkpoint to resume from; None to begin anew. A collective.
+
+    Args:
+        resume_from_checkpoint: as Trainer.train takes it.
+
+    Raises:
+        ValueError: on every rank, if any rank finds no complete checkpoint with optimizer state. Also if DeepSpeed
+            cannot load that state on this number of ranks.
+    """
+    checkpoint, error, saved_by = None, None, 0
+    if resume_from_checkpoint:
+        try:
+            checkpoint = _found(resume_from_checkpoint, str(args.output_dir))
+            _check_state(Path(checkpoint), accelerator)
+            saved_by = _zero_ranks(Path(checkpoint)) if _loads_zero_shards(accelerator) else 0
+        except (ValueError, OSError) as caught:
+            error = caught
+    groups.raise_together(error, in_world=True)
+    saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
+    if saved_by not in (0, groups.ranks):
+        raise Resume.OTHER_SHARDS.error(checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks)
+    return checkpoint
+
+
+def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
+    """Return the folder of a complete checkpoint."""
+    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+    if not checkpoint:
+        raise Resume.NO_CHECKPOINT.error(folder=output_dir)
+    if not (Path(checkpoint) / STATE_FILE).is_file():
+        raise Resume.INCOMPLETE.error(checkpoint=checkpoint, file=STATE_FILE)
+    return str(checkpoint)
+
+
+def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
+    """Raise if the checkpoint lacks optimizer state or schedule.
+
+    Trainer would begin both anew without a warning.
+    """
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    needed = {OPTIMIZER: ["optimizer.pt"], SCHEDULE: ["scheduler.pt"]}
+    if deepspeed is not None:
+        needed[OPTIMIZER] = ["global_step*"]
+        if "scheduler" in deepspeed.deepspeed_config:  # DeepSpeed saves the schedule beside the optimizer
+            del needed[SCHEDULE]
+    elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
+        needed[OPTIMIZER] = ["optimizer_0", "optimizer.bin"]
+    for state, names in needed.items():
+        if not any(found for name in names for found in checkpoint.glob(name)):
+            load = f"from_pretrained('{checkpoint}')"
+            if (checkpoint / "adapter_config.json").is_file():
+                load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
+            raise Resume.NO_STATE.error(checkpoint=checkpoint, files=" or ".join(names), state=state, load=load)
+
+
+def _loads_zero_shards(accelerator: Accelerator) -> bool:
+    """Return whether DeepSpeed will load each rank's share of the optimizer state as that rank saved it."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and not plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
+
+
+def _zero_ranks(checkpoint: Path) -> int:
+    """Return the number of ranks of a ZeRO checkpoint whose shards this host holds; 0 without shards."""
+    found = [_ZERO_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*")]
+    return max((int(match[1]) + 1 for match in found if match), default=0)
+
+
+FILE = "data_order.json"
+CAPACITY = "ranks * tokens_per_rank"
+"""Setting that may grow on resume: micro-batches keep their old size, and still fit."""
+
+LAYOUT, CUTTING = "document_layout", "joint or fixed"
+"""Layout setting, and its value for layouts that cut documents: a run may resume with either."""
+
+DataOrder = dict[str, int | str]
+"""Everything that decides which documents a step trains on, by the names of the user's settings."""
+
+
+AGREED = (
+    "seed",
+    "long_documents",
+    "remove_unused_columns",
+    "length_column_name",
+    "num_train_epochs",
+    "max_steps",
+    "trace_steps",
+    "attention_servers",
+)
+"""Arguments that must be the same on all ranks, besides the order of documents.
+
+They decide which micro-batches come, and when. Ranks that differ would exchange rows of different micro-batches.
+"""
+
+
+def check_agreement(args: DistCAArguments, dispatcher: Dispatcher) -> None:
+    """Raise ValueError on every rank if ranks differ in micro-batches or order. A collective of the world."""
+    mine: dict[str, Any] = _drawn(args) | {name: getattr(args, name) for name in AGREED}
+    mine["settings of plans"] = dispatcher.settings
+    gathered = dispatcher.groups.all_gather(mine, in_world=True)
+    for name in mine:
+        by_rank = [values[name] for values in gathered]
+        if len(set(by_rank)) > 1:
+            raise Run.DIFFERENT_ARGUMENTS.error(name=name, by_rank=by_rank)
+
+
+def data_order(trainer: Any, dispatcher: Dispatcher, loaders: PackedLoaders, *, packs: bool) -> DataOrder:
+    """Return the order of a trainer's documents. A collective of the world for a data set with a length.
+
+    Args:
+        packs: whether hf_distca packs documents; else Trainer draws and divides the examples of a custom collator.
+    """
+    args, dataset, ranks = trainer.args, trainer.train_dataset, dispatcher.groups.ranks
+    if not packs:
+        return {
+            "ranks * per_device_train_batch_size": ranks * args.per_device_train_batch_size,
+            **_drawn(args),
+            "train_dataset": f"{len(dataset)} examples" if hasattr(dataset, "__len__") else "a stream",
+        }
+    if is_stream(dataset):
+        return {
+            "ranks": ranks,
+            "tokens_per_rank": args.tokens_per_rank,
+            "long_documents": args.long_documents,
+            # Streams of `datasets` shuffle differently in a worker process than in the rank itself.
+            "dataloader_num_workers": args.dataloader_num_workers,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "train_dataset": "a stream",
+        }
+    lengths, fingerprint = loaders.lengths(dataset)
+    return {
+        CAPACITY: ranks * args.tokens_per_rank,
+        **({LAYOUT: f"whole on {ranks} ranks"} if dispatcher.settings.document_layout == "whole" else {}),
+        "long_documents": args.long_documents,
+        **_drawn(args),
+        "train_dataset": f"{len(lengths)} documents of {lengths.sum()} tokens, fingerprint {fingerprint[:16]}",
+    }
+
+
+def _drawn(args: DistCAArguments) -> DataOrder:
+    """Return how documents are drawn from a data set with a length and divided into optimizer steps."""
+    strategy = args.train_sampling_strategy
+    if strategy != "sequential":
+        strategy = f"{strategy} with seed {args.seed if args.data_seed is None else args.data_seed}"
+    return {
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "train_sampling_strategy": strategy,
+    }
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """Place in the training data between two optimizer steps.
+
+    Attributes:
+        epoch: completed passes over the data.
+        steps: completed optimizer steps of the present pass.
+    """
+
+    order: DataOrder
+    epoch: int = 0
+    steps: int = 0
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the place into a checkpoint folder, and make the folder if needed."""
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+
+class DataProgress(TrainerCallback):
+    """Follow a run through its data."""
+
+    def __init__(self) -> None:
+        self.begin(DataPlace({}))
+
+    def begin(self, place: DataPlace) -> None:
+        """Set the place from which training is about to continue."""
+        self.place = place
+        self._in_pass = False
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Count a completed pass.
+
+        The pass is not counted in `on_epoch_end`, which is also called if training stops within a pass.
+        """
+        if self._in_pass:
+            self.place = replace(self.place, epoch=self.place.epoch + 1, steps=0)
+        self._in_pass = True
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Count a completed step."""
+        self.place = replace(self.place, steps=self.place.steps + 1)
+
+
+def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
+    """Return the place to train from: the checkpoint's, or the start. A collective.
+
+    Args:
+        order: requested order of documents.
+        checkpoint: folder; None to begin anew.
+        args: with `ignore_data_skip`, the checkpoint's place and order are ignored.
+
+    Returns:
+        The place, in the order of the checkpoint, whose micro-batches may be smaller than requested.
+
+    Raises:
+        ValueError: on every rank, if the remaining documents would come in another order than before; names the
+            settings and their required values.
+    """
+    place, error = DataPlace(order), None
+    if checkpoint is not None and not args.ignore_data_skip:
+        try:
+            place = _load(checkpoint)
+            _check_same(place.order, order, groups.ranks)
+        except (ValueError, OSError) as caught:
+            error = caught
+    groups.raise_together(error, in_world=True)
+    if place.order.get(CAPACITY) != order.get(CAPACITY) and groups.rank == 0:
+        logger.warning(
+            "%s is %s, but micro-batches still hold at most %s tokens, as in the checkpoint. To use larger ones set "
+            "ignore_data_skip=True, which begins a new pass over the data",
+            CAPACITY,
+            order[CAPACITY],
+            place.order[CAPACITY],
+        )
+    return place
+
+
+def _load(checkpoint: str) -> DataPlace:
+    file = Path(checkpoint) / FILE
+    if not file.is_file():
+        raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=FILE)
+    return DataPlace(**json.loads(file.read_text()))
+
+
+def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
+    stored, present = {LAYOUT: CUTTING, **stored}, {LAYOUT: CUTTING, **present}
+    wrong = [
+        f"{name} is {present.get(name)}, but must be {stored.get(name)}"
+        for name in {**stored, **present}
+        if name != CAPACITY and present.get(name) != stored.get(name)
+    ]
+    if CAPACITY in present and CAPACITY in stored and int(present[CAPACITY]) < int(stored[CAPACITY]):
+        least = -(-int(stored[CAPACITY]) // ranks)
+        wrong.append(
+            f"{CAPACITY} is {present[CAPACITY]}, but must be at least {stored[CAPACITY]}: with {ranks} ranks, "
+            f"tokens_per_rank={least}"
+        )
+    if wrong:
+        raise Resume.OTHER_ORDER.error(differences="; ".join(wrong))
+
+
+DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
+"""System errors of a disk that is full, over its quota or limit, read-only or broken."""
+
+_NUMBER_IN_RUST = re.compile(r"os error (\d+)")
+_PROBE_BYTES = 1 << 20
+
+
+@contextmanager
+def disk_errors_named(folder: Path) -> Iterator[None]:
+    """Name the file and the cause if writing into a folder fails because of the disk.
+
+    Raises:
+        OSError: the disk takes no more; `filename` is the file, or the folder if the file is unknown.
+    """
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "filename", None) is not None:
+            raise  # the file is named already
+        number = _number(error, folder)
+        if number not in DISK_ERRORS:
+            raise
+        remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
+        raise OSError(number, f"{os.strerror(number)}; {remedy}", str(_file(error, folder))) from error
+
+
+def _number(error: Exception, folder: Path) -> int:
+    """Return the system's error number behind an error; 0 if there is none."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    if match := _NUMBER_IN_RUST.search(str(error)):
+        return int(match[1])
+    try:  # torch.save reports "basic_ios::clear" or a wrong position: check whether the disk takes some bytes
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as refusal:
+        return refusal.errno or 0
+    return 0
+
+
+def _file(error: Exception, folder: Path) -> Path:
+    """Return the file being written, taken from the innermost call with a path inside the folder."""
+    found = folder
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, str | Path) and folder.absolute() in Path(value).absolute().parents:
+                found = Path(value)
+    return found

@@ -93,7 +93,7 @@ def test_all_ranks_end_and_another_launch_goes_on(rank_pools, whole, tmp_path, e
     newest = tmp_path / f"checkpoint-{last}"
     if end == "disk full":
         for error in rank_pools[2].run(_train, str(tmp_path), True):
-            assert f"{newest} has no trainer_state.json: it is not a checkpoint" in error
+            assert f"{newest} is to be resumed, but it has no trainer_state.json" in error
         newest.rename(tmp_path / "half")
         newest = tmp_path / f"checkpoint-{last - 1}"
     assert max(tmp_path.glob("checkpoint-*")) == newest

@@ -1,10 +1,15 @@
 """An exchange that hides nothing, to compare others with."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hf_distca import Dispatcher
-from hf_distca.dispatch.exchange import Exchange, Message, PendingRows
+from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer
 from hf_distca.dispatch.recorder import Recorder
+
+TRANSFERS = ("send", "forward", "return_forwarded", "return_received")
+"""Methods of a buffer that start a transfer."""
 
 
 class WaitingExchange(Exchange):
@@ -18,35 +23,29 @@ class WaitingExchange(Exchange):
         super().__init__(dispatcher.groups)
         self._recorder = dispatcher.recorder
 
-    def open(self, *args: Any, **kwargs: Any) -> "WaitingMessage":
-        """A message that is waited for when it is sent; all are sent so, those that `start` fills too."""
-        return WaitingMessage(super().open(*args, **kwargs), self._recorder)
+    def buffer(self, *args: Any, **kwargs: Any) -> "WaitingBuffer":
+        """A buffer whose transfers are waited for where they are started."""
+        return WaitingBuffer(super().buffer(*args, **kwargs), self._recorder)
 
 
-class WaitingMessage:
-    """A message whose rows have arrived when `send` or `pass_on` returns.
+class WaitingBuffer:
+    """A buffer whose rows have arrived when a transfer has been started.
 
     Args:
-        message: of an Exchange.
+        buffer: of an Exchange.
         recorder: told of the wait.
     """
 
-    def __init__(self, message: Message, recorder: Recorder) -> None:
-        self._message, self._recorder = message, recorder
+    def __init__(self, buffer: ExchangeBuffer, recorder: Recorder) -> None:
+        self._buffer, self._recorder = buffer, recorder
 
     def __getattr__(self, name: str) -> Any:
-        """Where rows lie, as the message has it."""
-        return getattr(self._message, name)
+        """What the buffer has; starts of transfers wait."""
+        found = getattr(self._buffer, name)
+        return partial(self._waited_for, found) if name in TRANSFERS else found
 
-    def send(self) -> PendingRows:
-        """Send it and wait."""
-        return self._waited_for(self._message.send())
-
-    def pass_on(self) -> PendingRows:
-        """Pass it on and wait."""
-        return self._waited_for(self._message.pass_on())
-
-    def _waited_for(self, pending: PendingRows) -> PendingRows:
+    def _waited_for(self, start: Callable[..., ExchangeBuffer], *args: Any) -> ExchangeBuffer:
+        started = start(*args)
         with self._recorder.span("wait", "at once"):
-            pending.wait()
-        return pending
+            started.wait()
+        return started

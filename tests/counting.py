@@ -42,10 +42,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
-from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Recorder
+from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.varlen import TorchVarlenKernel
 from hf_distca.models.decoder import base_model
@@ -367,7 +367,7 @@ def without_numbers(device: torch.device = META) -> Iterator[None]:
             stack.enter_context(patch("torch.is_autocast_enabled", lambda _device: False))
             stack.enter_context(patch("torch.get_autocast_dtype", lambda _device: torch.bfloat16))
         else:
-            stack.enter_context(patch("hf_distca.dispatch.index_buffer.host_bytes", _with_numbers))
+            stack.enter_context(patch("hf_distca.dispatch.rows.host_bytes", _with_numbers))
             if device.type == "cpu":  # host and device are one there: no numbers at all
                 stack.enter_context(patch("hf_distca.dispatch.bound.IndexBuffer", _NoNumbers))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -403,9 +403,8 @@ def bound_plan(
 ) -> BoundPlan:
     """The plan bound to one of the ranks of a fake group."""
     exchange = Exchange(SimpleNamespace(exchange=group, node=group, closed=False))
-    return BoundPlan(
-        plan, rank, device, exchange, MetaKernel(), Recorder(device), **{"keep_received": False, **options}
-    )
+    runtime = Runtime(device, exchange, MetaKernel(), Recorder(device), **options)
+    return BoundPlan.bind(plan, rank, runtime)
 
 
 def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:

@@ -26,7 +26,7 @@ ALLOWED = {
     "config": {"kernels", "refusal", "units"},
     "collator": PLANNER | {"refusal"},
     "dispatch": PLANNER | {"kernels", "collator.padding_free"},
-    "dispatch.remote": PLANNER | {"kernels", "dispatch.index_buffer", "dispatch.recorder", "dispatch.rows"},
+    "dispatch.remote": PLANNER | {"kernels", "dispatch.recorder", "dispatch.rows"},
     "models": PLANNER | {"kernels", "config", "refusal", "units", "sim.model"},
     "patches": DISPATCH | {"config", "models", "refusal"},
     "memory": DISPATCH | {"config", "models", "patches", "sim"},

@@ -16,7 +16,7 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import median_seconds, run_ranks
 from hf_distca.dispatch.backends import EXCHANGE_CTAS, exchange_options
-from hf_distca.dispatch.exchange import Exchange, Traffic
+from hf_distca.dispatch.exchange import Exchange, Route
 from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel
 
 BLOCKS = (1, 4, 8, 16, 32)
@@ -67,11 +67,11 @@ def _figures(setting: Setting, blocks: int, backend: str) -> dict[str, float | b
     peers = max(ranks - 1, 1)
     rows = setting.tokens // peers
     counts = [rows if ranks == 1 or other != rank else 0 for other in range(ranks)]
-    traffic = Traffic(counts, counts, crossing=True)
+    route = Route(counts, counts, crossing=True)
     column = torch.full((rows * peers, 2 * kv_heads, dim), float(rank), device=device).to(setting.dtype)
 
     def exchanged() -> torch.Tensor:
-        (received,) = exchange.start([column], traffic, "keys").wait()
+        (received,) = exchange.buffer("keys", route, [column]).send([column]).wait()
         return received
 
     expected = [float(other) for other, count in enumerate(counts) for _ in range(count)]
@@ -90,7 +90,7 @@ def _figures(setting: Setting, blocks: int, backend: str) -> dict[str, float | b
         kernel.backward(do, q, k, v, o, lse, shapes, params)
 
     def both() -> None:
-        pending = exchange.start([column], traffic, "keys")
+        pending = exchange.buffer("keys", route, [column]).send([column])
         attention()
         pending.wait()
 

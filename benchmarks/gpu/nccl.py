@@ -12,9 +12,8 @@ from benchmarks.gpu.kernel_accuracy import never_waiting
 from benchmarks.gpu.setting import Setting
 from benchmarks.harness import median_seconds
 from hf_distca.dispatch.backends import exchange_backend, exchange_options
-from hf_distca.dispatch.exchange import Exchange, Traffic
-from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.rows import row_index
+from hf_distca.dispatch.exchange import Exchange, Route
+from hf_distca.dispatch.rows import IndexBuffer, row_index
 
 
 def check_nccl(setting: Setting) -> Findings:
@@ -49,19 +48,18 @@ def _exchange(setting: Setting) -> Findings:
     buffer = IndexBuffer(device)
     last_first = row_index(np.arange(rows)[::-1], buffer)
     buffer.send()
-    traffic = Traffic([rows], [rows], crossing=True)
+    route = Route([rows], [rows], crossing=True)
 
     def there_and_back() -> None:
-        exchange.start(columns, traffic, "queries", last_first).wait()
+        exchange.buffer("queries", route, columns).send(columns, last_first).wait()
 
     there_and_back()
     setting.synchronize()
     findings.figures["seconds_to_connect"] = time.perf_counter() - begin
     with findings.trying("the exchange makes the host wait for the device"), never_waiting(device):
         there_and_back()
-    for index, (sent, received) in enumerate(
-        zip(columns, exchange.start(columns, traffic, "queries", last_first).wait(), strict=True)
-    ):
+    arrived = exchange.buffer("queries", route, columns).send(columns, last_first).wait()
+    for index, (sent, received) in enumerate(zip(columns, arrived, strict=True)):
         findings.check(torch.equal(received, sent.flip(0)), f"column {index} came otherwise than it was sent")
 
     size = 4096 if device.type == "cuda" else 128
@@ -72,7 +70,7 @@ def _exchange(setting: Setting) -> Findings:
             factor @ factor
 
     def both() -> None:
-        pending = exchange.start(columns, traffic, "queries", last_first)
+        pending = exchange.buffer("queries", route, columns).send(columns, last_first)
         compute()
         pending.wait()
 

@@ -61,10 +61,10 @@ def disaggregated_attention(
             f"the plan gives this rank {plan.rows} rows, but the model runs on {q_THD.shape[0]}; use each plan only "
             "with the batch that it was made for"
         )
-    plan.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
+    plan.runtime.kernel.check(Need(q_THD.dtype, q_THD.shape[2], v_TGE.shape[2], params), q_THD.device)
     kind = AttentionKind(params.window, q_THD.shape[1], k_TGD.shape[1], q_THD.shape[2], v_TGE.shape[2], chunk)
     recomputes = is_recomputation()
-    keeps = plan.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
+    keeps = plan.runtime.keep_core_attention and not recomputes and is_checkpointed(module is None or module.training)
     layer = getattr(module, "layer_idx", None)
     if (tasks := plan.local.get(kind)) is not None:
         key = (module, plan.nano_batches[0].index)
@@ -87,10 +87,10 @@ def disaggregated_attention(
         were_kept = recomputes and key in plan.kept_results
         results = plan.kept_results.take(key) if were_kept else None
         # Results kept through a checkpoint outlive the rows that the first forward received.
-        receives_again = keeps or were_kept or not plan.keep_received
+        receives_again = keeps or were_kept or not plan.runtime.keep_received
         # With sinks, the worker's O and LSE are not final.
         kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
-        parts.append((CoreAttention(plan, nano, kind, params, layer=layer, kept=kept), results, qkv))
+        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer=layer, kept=kept), results, qkv))
 
     # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
     # take turns on some ranks only. A recomputation keeps the order too: checkpointing matches saved tensors by order.
@@ -137,7 +137,7 @@ class _Local(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.tasks, ctx.params, ctx.layer = plan, tasks, params, layer
         if known is None:
-            o_THE, lse_TH = _in_one_call(ctx, "forward", plan.kernel.forward, q_THD, k_TGD, v_TGE)
+            o_THE, lse_TH = _in_one_call(ctx, "forward", plan.runtime.kernel.forward, q_THD, k_TGD, v_TGE)
             known = _with_sinks(o_THE, lse_TH, sinks_H)
         o_THE, lse_TH = known
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
@@ -149,7 +149,7 @@ class _Local(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *qkv, o_THE, lse_TH, sinks_H = ctx.saved_tensors
-        gradients = _in_one_call(ctx, "backward", ctx.plan.kernel.backward, do_THE, *qkv, o_THE, lse_TH)
+        gradients = _in_one_call(ctx, "backward", ctx.plan.runtime.kernel.backward, do_THE, *qkv, o_THE, lse_TH)
         d_sinks_H = _sink_gradient(do_THE, o_THE, lse_TH, sinks_H) if ctx.needs_input_grad[-1] else None
         return *[None] * 5, *gradients, d_sinks_H
 
@@ -158,7 +158,8 @@ def _in_one_call(
     ctx: Any, direction: Direction, compute: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """Make the kernel call on all rows as a phase of its own."""
-    recorder, tasks, work = ctx.plan.recorder, ctx.tasks, Work(ctx.layer, ctx.plan.nano_batches[0].index, direction)
+    recorder, tasks = ctx.plan.runtime.recorder, ctx.tasks
+    work = Work(ctx.layer, ctx.plan.nano_batches[0].index, direction)
     with (
         without_autocast(ctx.plan.device.type),
         recorder.span("phase", "run own", work),
@@ -199,7 +200,7 @@ class _Send(torch.autograd.Function):
         backward = _under_way(ctx.attention.backward)
         backward.go_on()
         ctx.attention.backward = None
-        return None, None, *backward.gradients()
+        return None, None, *backward.results()
 
 
 class _Compute(torch.autograd.Function):
@@ -241,7 +242,8 @@ class _Receive(torch.autograd.Function):
             forward = _under_way(attention.forward)
             forward.go_on()
             attention.forward = None
-            known = _with_sinks(*forward.results(), sinks_H)
+            o_THE, lse_TH = forward.results()
+            known = _with_sinks(o_THE, lse_TH, sinks_H)
         o_THE, lse_TH = known
         ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
         ctx.mark_non_differentiable(lse_TH)

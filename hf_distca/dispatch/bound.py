@@ -1,9 +1,9 @@
 """A plan bound to one rank: routes as index tensors on the device, and schedules, ready for every layer."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -11,17 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
-from hf_distca.dispatch.exchange import Exchange, Traffic
-from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.recorder import Recorder
+from hf_distca.dispatch.exchange import Exchange, Route
+from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
-from hf_distca.dispatch.rows import row_index
+from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.schedule import Group, Kept, Schedule, Tasks, Turn, make_schedule
+from hf_distca.planner.schedule import Group, Kept, Place, Schedule, Tasks, Transfer, Turn, make_schedule, stage_slots
 
 IntArray = NDArray[np.int64]
 
@@ -58,24 +57,31 @@ class LocalTasks:
         self.pairs = sum(pairs(0, length, window) for length in lengths)
 
 
-class BoundMessages:
-    """Rows of one kind that this rank exchanges with other ranks, as index tensors.
+Source = Tasks | Literal["total", "ranks", "servers"]
+"""Source of a gradient of rows: a kernel call, the total over stages so far, or rows that return to this rank."""
+
+
+class GradientSum:
+    """Sum of a gradient over its sources, in their order.
 
     Args:
-        passed_on: counts of rows that are then forwarded inside nodes; None if no rank forwards rows.
-
-    Attributes:
-        rows: local rows to send, ordered by receiving rank.
+        rows_of: for each source, the row of the sum to which each of its rows is added.
+        rows: rows of the sum.
     """
 
-    def __init__(self, messages: Messages, ranks: int, buffer: IndexBuffer, passed_on: Traffic | None = None) -> None:
-        counts = messages.send_counts[:ranks]
-        self.rows = row_index(messages.send_rows[: counts.sum()], buffer)
-        received = messages.recv_counts[:ranks].tolist()
-        # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
-        crossing = messages.crossing or passed_on is not None
-        self.traffic = Traffic(counts.tolist(), received, crossing, passed_on=passed_on)
-        self.way_back = self.traffic.reversed()
+    def __init__(
+        self, rows_of: Mapping[Source, IntArray], rows: int, buffer: IndexBuffer, *, in_place: bool = True
+    ) -> None:
+        self.sources = tuple(rows_of)
+        self._sum = RowSum(list(rows_of.values()), rows, buffer, in_place=in_place)
+
+    def add_up(self, gradient_of: Callable[[Source], Tensor], out: Tensor | None = None) -> Tensor:
+        """Return the sum, see `RowSum.add_up`.
+
+        Args:
+            gradient_of: returns the gradient from a source; the first source's may be overwritten.
+        """
+        return self._sum.add_up([gradient_of(source) for source in self.sources], out)
 
 
 class BoundStage:
@@ -86,38 +92,41 @@ class BoundStage:
         peers: ranks of this rank's node, this rank included; None if no rank forwards rows in any stage.
 
     Attributes:
-        passed_on: received rows to forward inside the node, ordered by receiving rank.
-        passed_back: sum that adds dK and dV of forwarded rows to the gateway's copies.
+        forwarded_sums: sum that adds dK and dV of forwarded rows to the gateway's copies.
         received_sums: sum of dK and dV of received rows over the groups of tasks that read them.
         key_sums: sum that adds returned dK and dV of local rows to earlier stages' totals; None for a single stage.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        ranks: int,
-        rows: int,
-        *,
-        divided: bool,
-        peers: IntArray | None,
-        buffer: IndexBuffer,
+        self, stage: Stage, ranks: int, rows: int, *, divided: bool, peers: IntArray | None, buffer: IndexBuffer
     ) -> None:
         hop = stage.passed_on
-        passed_on = None
+        forwarded = None
         if peers is not None:
             sent, came = hop.send_counts[peers].tolist(), hop.recv_counts[peers].tolist()
-            passed_on = Traffic(sent, came, hop.crossing and len(peers) > 1)
-        self.keys = BoundMessages(stage.keys, ranks, buffer, passed_on)
-        self.passed_on = row_index(hop.send_rows, buffer)
-        self.passed_back = _onto(sum(self.keys.traffic.received), hop.send_rows, buffer)
-        groups: dict[Tasks, TaskGroup] = {"visiting": stage.visiting, "prefix": stage.prefix}
+            forwarded = Route(sent, came, hop.crossing and len(peers) > 1, row_index(hop.send_rows, buffer))
+        self.keys = _bound_route(stage.keys, ranks, buffer, forwarded)
+        received = sum(self.keys.received)
+        self.forwarded_sums = _onto(received, hop.send_rows, buffer)
+        read: dict[Source, IntArray] = {"visiting": stage.visiting.k_rows, "prefix": stage.prefix.k_rows}
         if divided:
-            groups["visiting prefix"] = stage.visiting_prefix
-        self.tasks = tuple(groups)
-        received = sum(self.keys.traffic.received) + int(hop.recv_counts.sum())
-        sources = [group.k_rows for group in groups.values()]
-        self.received_sums = RowSum(sources, received, buffer, in_place=False)
+            read["visiting prefix"] = stage.visiting_prefix.k_rows
+        self.received_sums = GradientSum(read, received + int(hop.recv_counts.sum()), buffer, in_place=False)
         self.key_sums = _onto(rows, _rows_of_ranks(stage.keys, ranks), buffer) if divided else None
+
+
+def _bound_route(messages: Messages, ranks: int, buffer: IndexBuffer, forwarded: Route | None = None) -> Route:
+    """Return the route of rows between ranks, without the rows of servers.
+
+    Args:
+        forwarded: received rows that are then forwarded inside nodes; None if no rank forwards rows.
+    """
+    # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
+    crossing = messages.crossing or forwarded is not None
+    rows = row_index(_rows_of_ranks(messages, ranks), buffer)
+    return Route(
+        messages.send_counts[:ranks].tolist(), messages.recv_counts[:ranks].tolist(), crossing, rows, forwarded
+    )
 
 
 def _onto(rows: int, targets: IntArray, buffer: IndexBuffer) -> RowSum:
@@ -133,39 +142,43 @@ def _rows_of_ranks(messages: Messages, ranks: int) -> IntArray:
 class BoundRoutes:
     """Routes of one rank for one kind of attention, see `hf_distca.planner.routes.Routes`.
 
-    With several stages, gradients of local rows are added to totals of all local rows. The sources of `query_sums` and
-    `key_sums` then begin with such a total, which replaces the parts that are already in it.
+    With several stages, gradients of local rows are added to totals of all local rows. Such a total then replaces the
+    sources of `query_sums` and `key_sums` that are already in it.
 
     Args:
         buffer: to be sent before the index tensors are used.
 
     Attributes:
+        rows: rows at each place: local rows, and received queries.
         groups: tasks of each kernel call; calls without tasks are missing.
-        passes_on: whether any rank forwards K/V rows inside its node.
+        divided: whether K/V rows come in several stages.
+        forwards: whether any rank forwards K/V rows inside its node.
+        slots: memory slot of each stage's K/V rows.
         merges: whether results of several calls are merged, since a query's keys come in several stages.
         servers: dedicated servers with tasks in the plan; the same on every rank.
-        own_in_backward: local tasks as the backward computes them.
-        query_sums: sum of dQ of local rows over own_in_backward, prefix, returned rows and servers.
-        key_sums: sum of dK and dV of local rows over own_in_backward, returned rows and servers.
+        query_sums: sum of dQ of local rows.
+        key_sums: sum of dK and dV of local rows.
         own_key_sums: with several stages, sums that add dK and dV of local tasks to the totals.
         backward: phases of the backward, by what the forward keeps.
     """
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
         routes, ranks = make_routes(plan, rank), plan.layout.ranks
-        divided = len(routes.stages) > 1
-        self.merges = divided and plan.window is None
-        self.queries = BoundMessages(routes.queries, ranks, buffer)
+        self.divided = len(routes.stages) > 1
+        self.merges = self.divided and plan.window is None
+        self.queries = _bound_route(routes.queries, ranks, buffer)
+        self.rows: dict[Place, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
         peers = None
         if plan.nodes is not None and any(stage.passed_on.crossing for stage in routes.stages):
             nodes = np.asarray(plan.nodes[:ranks])
             peers = np.flatnonzero(nodes == nodes[rank])
-        self.passes_on = peers is not None
+        self.forwards = peers is not None
         self._peers, self._ranks = peers, ranks
         self.stages = tuple(
-            BoundStage(stage, ranks, routes.local_rows, divided=divided, peers=peers, buffer=buffer)
+            BoundStage(stage, ranks, routes.local_rows, divided=self.divided, peers=peers, buffer=buffer)
             for stage in routes.stages
         )
+        self.slots = stage_slots(len(self.stages), passes_on=self.forwards)
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
         groups: dict[Group, TaskGroup] = {}
@@ -175,52 +188,61 @@ class BoundRoutes:
             groups["prefix", number] = stage.prefix
         groups = {group: tasks for group, tasks in groups.items() if len(tasks.q_lens)}
         own: dict[Tasks, TaskGroup] = {"own": routes.own}
-        self.own_in_backward: tuple[Tasks, ...] = ("own",)
+        own_in_backward = own
         if turn == "alone" and groups:
-            self.own_in_backward = ("own 1/2", "own 2/2")
             # Later rows first: they see more keys, so that their memory use peaks before the sums exist.
             earlier, later = routes.own.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
-            own.update(zip(self.own_in_backward, halves, strict=True))
-        groups |= {(tasks, 0): group for tasks, group in own.items() if len(group.q_lens)}
+            own_in_backward = {"own 1/2": halves[0], "own 2/2": halves[1]}
+        groups |= {(tasks, 0): group for tasks, group in (own | own_in_backward).items() if len(group.q_lens)}
         self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items()}
 
-        # Rows sent to ranks come back first, in the same order; rows sent to servers follow. Totals have all rows.
-        so_far = [np.arange(routes.local_rows)]
+        # Sources of gradients. Rows sent to ranks come back first, in the same order; rows sent to servers follow.
         first_keys = routes.stages[0].keys
         query_rows, key_rows = _rows_of_ranks(routes.queries, ranks), _rows_of_ranks(first_keys, ranks)
-        own_parts = [own[tasks] for tasks in self.own_in_backward]
+        dq_rows: dict[Source, IntArray] = {"total": np.arange(routes.local_rows)}
+        dk_rows = dict(dq_rows)
+        if not self.divided:
+            dq_rows = {tasks: group.q_rows for tasks, group in own_in_backward.items()}
+            dq_rows["prefix"] = routes.stages[0].prefix.q_rows
+            dk_rows = {tasks: group.k_rows for tasks, group in own_in_backward.items()}
+            dk_rows["ranks"] = key_rows
+        dq_rows["ranks"] = query_rows
+        if self.servers:
+            dq_rows["servers"] = routes.queries.send_rows[len(query_rows) :]
+            dk_rows["servers"] = first_keys.send_rows[len(key_rows) :]
+        self.query_sums = GradientSum(dq_rows, routes.local_rows, buffer)
+        self.key_sums = GradientSum(dk_rows, routes.local_rows, buffer)
         self.own_key_sums: dict[Tasks, RowSum] = {
-            tasks: _onto(routes.local_rows, own[tasks].k_rows, buffer) for tasks in self.own_in_backward if divided
+            tasks: _onto(routes.local_rows, group.k_rows, buffer)
+            for tasks, group in own_in_backward.items()
+            if self.divided
         }
-        dq_so_far = so_far if divided else [*(group.q_rows for group in own_parts), routes.stages[0].prefix.q_rows]
-        dk_so_far = so_far if divided else [*(group.k_rows for group in own_parts), key_rows]
-        self.query_sums = RowSum(
-            [*dq_so_far, query_rows, routes.queries.send_rows[len(query_rows) :]], routes.local_rows, buffer
-        )
-        self.key_sums = RowSum([*dk_so_far, first_keys.send_rows[len(key_rows) :]], routes.local_rows, buffer)
         schedule = partial(
             make_schedule,
             turn=turn,
             groups=frozenset(self.groups),
             windowed=plan.window is not None,
             stages=len(routes.stages),
-            passes_on=self.passes_on,
+            passes_on=self.forwards,
             servers=bool(self.servers),
         )
         self.forward = schedule("forward")
         self.backward: dict[Kept, Schedule] = {kept: schedule("backward", kept=kept) for kept in get_args(Kept)}
 
-    def of_ranks(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Spread numbers of the node's ranks over all ranks: [ranks], 0 outside this rank's node."""
-        found = np.zeros(self._ranks, np.int64)
-        found[self._peers] = numbers
-        return tuple(found.tolist())
-
-    @property
-    def divided(self) -> bool:
-        """Whether K/V rows come in several stages."""
-        return len(self.stages) > 1
+    def rows_of(self, transfer: Transfer) -> Rows:
+        """Return the rows of a transfer between ranks, for the recorder; NO_ROWS if no rank sends rows to another."""
+        route = self.queries if transfer.rows == "queries" else self.stages[transfer.stage].keys
+        peers: IntArray | slice | None = slice(None)
+        if transfer.rows == "passed on":
+            assert route.forwarded is not None
+            route, peers = route.forwarded, self._peers
+        if not route.crossing:
+            return NO_ROWS
+        rows = np.zeros((2, self._ranks), np.int64)
+        rows[:, peers] = (route.received, route.sent) if transfer.back else (route.sent, route.received)
+        sent, received = rows.tolist()
+        return Rows(tuple(sent), tuple(received))
 
 
 class BoundNanoBatch:
@@ -305,6 +327,25 @@ class Ran:
     mixing: int = 0
 
 
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank carries out plans with.
+
+    Attributes:
+        remote: the plan at its dedicated servers; None without servers.
+        keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
+        keep_core_attention: keep O and LSE of checkpointed layers instead of computing them again.
+    """
+
+    device: torch.device
+    exchange: Exchange
+    kernel: Kernel
+    recorder: Recorder
+    remote: RemotePlan | None = None
+    keep_received: bool = False
+    keep_core_attention: bool = True
+
+
 def _no_pause() -> None:
     """Do nothing at a pause: no other nano-batch is to run."""
 
@@ -318,59 +359,61 @@ class BoundPlan:
     Attributes:
         nano_batches: nano-batches whose rows the layer is called with.
         local: tasks of all these rows, by kind, for kinds where nothing moves; the same kinds on every rank.
-        pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
-        remote: the plan at its dedicated servers; None without servers.
-        keep_received: keep received Q, K and V rows for the backward instead of receiving them again.
-        keep_core_attention: keep O and LSE of checkpointed layers instead of computing them again.
         kept_results: kept O and LSE, by attention module and nano-batch.
-
-    Args:
-        in_one_go: see `IndexBuffer`.
+        pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
     """
 
     def __init__(
         self,
         plan: MicroBatchPlan,
-        rank: int,
-        device: torch.device,
-        exchange: Exchange,
-        kernel: Kernel,
-        recorder: Recorder,
-        *,
-        keep_received: bool,
-        keep_core_attention: bool = True,
-        remote: RemotePlan | None = None,
-        in_one_go: bool | None = None,
+        runtime: Runtime,
+        nano_batches: tuple[BoundNanoBatch, ...],
+        local: dict[AttentionKind, LocalTasks],
+        kept_results: KeptResults,
+        ran: Ran,
+        pause: Callable[[], None] = _no_pause,
     ) -> None:
-        self.plan = plan
-        self.device = device
+        self.plan, self.runtime, self.nano_batches, self.local = plan, runtime, nano_batches, local
+        self.kept_results, self.ran, self.pause = kept_results, ran, pause
+
+    @classmethod
+    def bind(
+        cls,
+        plan: MicroBatchPlan,
+        rank: int,
+        runtime: Runtime,
+        *,
+        kept_results: KeptResults | None = None,
+        in_one_go: bool | None = None,
+    ) -> "BoundPlan":
+        """Return a plan bound to a rank.
+
+        Args:
+            kept_results: where O and LSE are kept; None: in new memory.
+            in_one_go: see `IndexBuffer`.
+        """
         turns: tuple[Turn, ...] = ("alone",) if len(plan.nano_batches) == 1 else ("first", "second")
-        buffer = IndexBuffer(device, in_one_go)
-        local = {
+        buffer = IndexBuffer(runtime.device, in_one_go)
+        kinds = {
             kind for kind in plan.nano_batches[0].plans if all(nothing_moves(n.plans[kind]) for n in plan.nano_batches)
         }
-        self.nano_batches = tuple(
-            BoundNanoBatch(index, nano, rank, turn, local, buffer)
+        nano_batches = tuple(
+            BoundNanoBatch(index, nano, rank, turn, kinds, buffer)
             for index, (nano, turn) in enumerate(zip(plan.nano_batches, turns, strict=True))
         )
-        self.local = self.nano_batches[0].local
-        if len(self.nano_batches) > 1:
-            self.local = {
-                kind: LocalTasks(
-                    [n for nano in self.nano_batches for n in nano.local[kind].lengths], kind.window, buffer
-                )
-                for kind in self.local
+        local = nano_batches[0].local
+        if len(nano_batches) > 1:
+            local = {
+                kind: LocalTasks([n for nano in nano_batches for n in nano.local[kind].lengths], kind.window, buffer)
+                for kind in local
             }
         buffer.send()
-        self.pause: Callable[[], None] = _no_pause
-        self.exchange = exchange
-        self.kernel = kernel
-        self.recorder = recorder
-        self.remote = remote
-        self.keep_received = keep_received
-        self.keep_core_attention = keep_core_attention
-        self.kept_results = KeptResults()
-        self.ran = Ran()
+        return cls(plan, runtime, nano_batches, local, KeptResults() if kept_results is None else kept_results, Ran())
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the rows."""
+        return self.runtime.device
 
     @property
     def rows(self) -> int:
@@ -422,7 +465,5 @@ class BoundPlan:
         Args:
             pause: lets the other nano-batch run.
         """
-        part = BoundPlan.__new__(BoundPlan)  # copy() is several times slower; every layer needs two parts
         nano = self.nano_batches[index]
-        part.__dict__ = {**self.__dict__, "nano_batches": (nano,), "local": nano.local, "pause": pause}
-        return part
+        return BoundPlan(self.plan, self.runtime, (nano,), nano.local, self.kept_results, self.ran, pause)

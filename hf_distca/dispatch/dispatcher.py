@@ -8,7 +8,7 @@ import torch
 
 from hf_distca.collator.padding_free import FILLER_LENGTHS, TOLD_BY_PLAN, batch_document_lengths, filler_batch
 from hf_distca.dispatch.backends import EXCHANGE_CTAS
-from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.groups import Groups, RankMesh
 from hf_distca.dispatch.recorder import Recorder
@@ -123,17 +123,16 @@ class Dispatcher:
         remote = None
         if self.remote is not None:
             plan, remote = self.remote.bind(plan, self.settings)
-        return BoundPlan(
-            plan,
-            self.groups.rank,
+        runtime = Runtime(
             self.device,
             self.exchange,
             self.kernel,
             self.recorder,
+            remote,
             keep_received=self.keep_received,
             keep_core_attention=self.keep_core_attention,
-            remote=remote,
         )
+        return BoundPlan.bind(plan, self.groups.rank, runtime)
 
     def _check_nodes(self, plan: MicroBatchPlan) -> None:
         """Raise if a plan forwards rows inside nodes that the dispatcher has not connected."""

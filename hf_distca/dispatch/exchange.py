@@ -1,136 +1,113 @@
-"""Exchange of rows between ranks: start, other work, wait.
+"""Exchange of rows between ranks, and the memory in which rows travel.
 
-Shape suffixes: N rows, S rows sent, R rows received, B bytes of a row.
+Shape suffixes: N rows; B bytes of a row.
 """
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_distca.dispatch.arena import Arena
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
 from hf_distca.kernels.contract import aligned
 
-Column = tuple[tuple[int, ...], torch.dtype]
-"""Shape of one row and dtype of a tensor that travels."""
-
-SIZES_KEPT = 8
-"""Buffer layouts kept per role; layouts are views of memory that exists anyway.
+LAYOUTS_KEPT = 8
+"""Buffer layouts kept per slot; layouts are views of memory that exists anyway.
 
 A plan has one per direction and kind of attention, and models have up to four kinds.
 """
+STEPS_PER_OCTAVE = 4
+"""Sizes of memory per doubling: at most a fifth is unused, and memory rarely grows."""
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Rows of one kind that go to and come from each rank.
+class Route:
+    """Rows of one kind that go from ranks to other ranks, and back.
 
     Attributes:
         sent: rows to each rank.
         received: rows from each rank.
         crossing: whether any rank sends such rows to another; the same on every rank.
-        back: whether the rows return to the ranks that sent them.
-        passed_on: rows then forwarded inside the node, by the ranks of the node; None if no rank forwards rows.
+        rows: the rows to send, ordered by receiving rank; not compared.
+        forwarded: received rows that then go to other ranks of the node; its ranks are those of the node. None if no
+            rank forwards rows.
     """
 
     sent: list[int]
     received: list[int]
     crossing: bool
-    back: bool = False
-    passed_on: "Traffic | None" = None
+    rows: RowIndex = field(default_factory=lambda: ALL_ROWS, compare=False)
+    forwarded: "Route | None" = None
 
-    def reversed(self) -> "Traffic":
-        """Return the traffic of the same rows on their way back."""
-        passed_back = self.passed_on and self.passed_on.reversed()
-        return Traffic(self.received, self.sent, self.crossing, not self.back, passed_back)
-
-
-class _Size:
-    """Sizes of an exchange's buffers.
-
-    Attributes:
-        offsets: first byte of each column in a row.
-        rows: rows of each buffer ("sent", "received", "passed on"). Forwarded rows lie behind the received ones, from
-            where they also return.
-    """
-
-    def __init__(self, columns: list[Column], traffic: Traffic) -> None:
-        self.columns, self.traffic = columns, traffic
-        widths = [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
-        *self.offsets, self.row_bytes = accumulate(map(aligned, widths), initial=0)
-        self.rows = {"sent": sum(traffic.sent)}
-        if traffic.crossing:  # else each rank sends rows to itself only: one buffer is both
-            self.rows["received"] = sum(traffic.received)
-        if traffic.passed_on is not None:
-            at_others, here = sum(traffic.passed_on.sent), sum(traffic.passed_on.received)
-            if traffic.back:
-                at_others, here = here, at_others
-            self.rows["sent" if traffic.back else "received"] += here
-            self.rows["passed on"] = at_others
-
-    def place(self, name: str) -> str:
-        """Return the part of a role's memory in which a buffer lies."""
-        back = self.traffic.back and self.traffic.crossing
-        return {"sent": "received", "received": "sent"}.get(name, name) if back else name
+    def reversed(self) -> "Route":
+        """Return the route of the rows' return, on which no rank forwards rows."""
+        return Route(self.received, self.sent, self.crossing)
 
 
-class _Buffers:
-    """Buffers of one role's exchanges of one size, reused by every layer of a plan.
+class ExchangeBuffer:
+    """Rows of one slot, from their departure to their return.
 
-    Rows return from the memory in which they arrived, to the memory from which they were sent.
+    Rows return from the memory in which they arrived, to the memory from which they were sent. Every layer of a plan
+    uses the buffer again. One transfer is under way at a time: each method that starts one is followed by `wait`.
 
     Attributes:
-        sent, received, passed_on: by column, [rows, *row shape] each.
-        first_hop: received rows and sent rows as bytes, columns side by side.
-        second_hop: the same of forwarded rows.
+        sent: rows at the rank that holds them, ordered by receiving rank.
+        received: rows at the rank that reads them, in the order of the sending ranks; rows that other ranks of the
+            node forwarded follow.
+        forwarded: received rows that this rank forwards, ordered by receiving rank.
+
+    All three are lists of columns, [rows, *row shape] each and dense within a row.
     """
 
-    def __init__(self, arena: Arena, role: Hashable, size: _Size, device: torch.device) -> None:
-        self.size = size
-        taken = {
-            name: arena.take((role, size.place(name)), rows, size.row_bytes, device)
-            for name, rows in size.rows.items()
-        }
-        sent_SB = taken["sent"]
-        received_RB = taken.get("received", sent_SB)
+    def __init__(self, groups: Groups, route: Route, layout: "_Layout", memory_NB: Mapping[str, Tensor]) -> None:
+        self.route, self.layout = route, layout
+        sent_NB = memory_NB["sent"]
+        received_NB = memory_NB.get("received", sent_NB)
+        self.sent, self.received, self.forwarded = layout.columns_of(sent_NB), layout.columns_of(received_NB), []
+        self._first_hop = sent_NB, received_NB
+        if route.forwarded is not None:
+            self.forwarded = layout.columns_of(memory_NB["forwarded"])
+            count = sum(route.received)
+            self._first_hop = sent_NB, received_NB[:count]
+            self._second_hop = memory_NB["forwarded"], received_NB[count:]
+        self._groups = groups
+        self._work: dist.Work | None = None
+        self._arriving = self.received
 
-        def by_column(rows_NB: Tensor) -> list[Tensor]:
-            return [
-                rows_NB[:, offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(-1, *shape)
-                if len(rows_NB)
-                else rows_NB.new_empty((0, *shape), dtype=dtype)
-                for offset, (shape, dtype) in zip(size.offsets, size.columns, strict=True)
-            ]
+    def send(self, columns: Sequence[Tensor] = (), rows: RowIndex = ALL_ROWS) -> Self:
+        """Start to send rows to the ranks that read them.
 
-        self.sent, self.received = by_column(sent_SB), by_column(received_RB)
-        self.first_hop = received_RB, sent_SB
-        traffic = size.traffic
-        if traffic.passed_on is not None:
-            passed_on_NB = taken["passed on"]
-            self.passed_on = by_column(passed_on_NB)
-            sent, received = sum(traffic.sent), sum(traffic.received)
-            self.first_hop = received_RB[:received], sent_SB[:sent]
-            there, back = (received_RB[received:], passed_on_NB), (passed_on_NB, sent_SB[sent:])
-            self.second_hop = back if traffic.back else there
+        Args:
+            columns: tensors that hold the rows, [N, …] each; none if the rows are in `sent` already.
+            rows: rows of every column, ordered by receiving rank.
+        """
+        _fill(self.sent, columns, rows)
+        return self._start(self.route, self._groups.exchange, self._first_hop, self.received)
 
+    def forward(self, rows: RowIndex) -> Self:
+        """Start to send received rows on to other ranks of the node; `rows` are ordered by receiving rank."""
+        _fill(self.forwarded, self.received, rows)
+        return self._start(self.route.forwarded, self._groups.node, self._second_hop, self.received)
 
-class PendingRows:
-    """Rows on their way; `wait` returns them.
+    def return_forwarded(self) -> Self:
+        """Start to send rows in `received` back to the ranks that forwarded them."""
+        route = self.route.forwarded and self.route.forwarded.reversed()
+        return self._start(route, self._groups.node, self._second_hop[::-1], self.forwarded)
 
-    Args:
-        received: where the rows will be, by column.
-        work: the transfer; None if nothing crosses a link.
-    """
+    def return_received(self, columns: Sequence[Tensor] = ()) -> Self:
+        """Start to send rows back to the ranks that hold them.
 
-    def __init__(self, received: list[Tensor], work: dist.Work | None) -> None:
-        self._received = received
-        self._work = work
+        Args:
+            columns: one row per received row, [N, …] each; none if the rows are in `received` already.
+        """
+        _fill(self.received, columns, ALL_ROWS)
+        return self._start(self.route.reversed(), self._groups.exchange, self._first_hop[::-1], self.sent)
 
     @property
     def under_way(self) -> bool:
@@ -138,134 +115,127 @@ class PendingRows:
         return self._work is not None
 
     def wait(self) -> list[Tensor]:
-        """Return the received tensors, one per column, [R, *row shape] each.
+        """Return the columns that have arrived; the next transfer of the slot may overwrite them."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+        return self._arriving
 
-        The tensors lie in a buffer of the exchange, which the next exchange of the same role overwrites, in either
-        direction.
-        """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._received
+    def _start(
+        self, route: Route | None, group: dist.ProcessGroup | None, hop: tuple[Tensor, Tensor], arriving: list[Tensor]
+    ) -> Self:
+        """Start an exchange of rows as bytes; no rank starts one if nothing crosses a link."""
+        assert route is not None  # rows are forwarded only where the route says so
+        self._arriving = arriving
+        if route.crossing:
+            from_NB, to_NB = hop
+            self._work = dist.all_to_all_single(
+                to_NB,
+                from_NB,
+                output_split_sizes=route.received,
+                input_split_sizes=route.sent,
+                group=group,
+                async_op=True,
+            )
+        return self
 
 
-class Message:
-    """Rows that this rank is about to send.
+def _fill(targets: Sequence[Tensor], columns: Sequence[Tensor], rows: RowIndex) -> None:
+    if columns and len(targets[0]):
+        for target, column in zip(targets, columns, strict=True):
+            copy_rows(target, column, rows)
+
+
+class _Layout:
+    """Columns that travel side by side, in one message per pair of ranks.
 
     Attributes:
-        columns: memory to fill before `send`, ordered by receiving rank; one tensor [S, …] per column, dense within a
-            row. On the way back, forwarded rows follow, which `pass_on` sends.
-        received: memory in which rows arrive, in the order of the sending ranks; forwarded rows follow.
+        columns: shape of one row and dtype of each column.
+        row_bytes: bytes of a row of all columns.
     """
 
-    def __init__(self, buffers: _Buffers, group: dist.ProcessGroup | None, node: dist.ProcessGroup | None) -> None:
-        self.columns, self.received = buffers.sent, buffers.received
-        self._buffers, self._group, self._node = buffers, group, node
+    def __init__(self, columns: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
+        self.columns = columns
+        widths = [math.prod(shape) * dtype.itemsize for shape, dtype in columns]
+        *self._offsets, self.row_bytes = accumulate(map(aligned, widths), initial=0)
 
-    @property
-    def passed_on(self) -> list[Tensor]:
-        """Memory for rows to forward, ordered by receiving rank, and for these rows when they return."""
-        return self._buffers.passed_on
-
-    def send(self) -> PendingRows:
-        """Start the exchange."""
-        buffers, traffic = self._buffers, self._buffers.size.traffic
-        return PendingRows(buffers.received, _started(buffers.first_hop, traffic, self._group))
-
-    def pass_on(self) -> PendingRows:
-        """Start the exchange inside nodes.
-
-        `PendingRows.wait` then returns all received rows, or on the way back the forwarded rows.
-        """
-        buffers, traffic = self._buffers, self._buffers.size.traffic
-        assert traffic.passed_on is not None
-        work = _started(buffers.second_hop, traffic.passed_on, self._node)
-        return PendingRows(buffers.passed_on if traffic.back else buffers.received, work)
-
-
-def _started(hop: tuple[Tensor, Tensor], traffic: Traffic, group: dist.ProcessGroup | None) -> dist.Work | None:
-    """Start an exchange of rows as bytes; None if nothing crosses a link."""
-    if not traffic.crossing:  # no rank of the group issues a collective
-        return None
-    received_RB, sent_SB = hop
-    work: dist.Work = dist.all_to_all_single(
-        received_RB,
-        sent_SB,
-        output_split_sizes=traffic.received,
-        input_split_sizes=traffic.sent,
-        group=group,
-        async_op=True,
-    )
-    return work
+    def columns_of(self, rows_NB: Tensor) -> list[Tensor]:
+        """Return views of each column in rows of bytes."""
+        return [
+            rows_NB[:, offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(-1, *shape)
+            if len(rows_NB)
+            else rows_NB.new_empty((0, *shape), dtype=dtype)
+            for offset, (shape, dtype) in zip(self._offsets, self.columns, strict=True)
+        ]
 
 
 class Exchange:
-    """Exchange of rows, in the same order on all ranks."""
+    """Memory of all exchanges, which every layer uses again.
+
+    Sizes of exchanges change with each plan. Memory of a slot grows in few steps and never shrinks, so that it does
+    not fragment. On CUDA all users are on the stream that waits for the exchanges: the order of calls is the order of
+    use.
+    """
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
-        self._arena = Arena()
-        self._buffers: dict[Hashable, list[_Buffers]] = {}  # by role, one per size
+        self._buffers: dict[Hashable, list[ExchangeBuffer]] = {}  # by slot, one per layout
+        self._memory_B: dict[tuple[Hashable, str], Tensor] = {}
 
-    def start(
-        self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex = ALL_ROWS
-    ) -> PendingRows:
-        """Start an exchange of rows that lie elsewhere.
+    def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
+        """Return the buffer of a slot for rows of a route; its contents are those of the slot's last buffer.
 
-        Args:
-            columns: tensors whose rows are sent, [N, …] each.
-            traffic: as in `open`.
-            role: as in `open`.
-            rows: rows to send of every column, ordered by receiving rank.
-        """
-        kinds: list[Column] = [(column.shape[1:], column.dtype) for column in columns]
-        message = self.open(kinds, traffic, role, columns[0].device)
-        if any(traffic.sent):
-            for target, column in zip(message.columns, columns, strict=True):
-                copy_rows(target, column, rows)
-        return message.send()
-
-    def pass_on(self, columns: Sequence[Tensor], traffic: Traffic, role: Hashable, rows: RowIndex) -> PendingRows:
-        """Forward received rows inside nodes, see `Traffic.passed_on`.
+        Every rank starts the same transfers in the same order, with the same columns and the same `route.crossing`.
 
         Args:
-            columns: the received rows, in the memory of the exchange.
-            traffic: traffic of the exchange that received the rows.
-            role: role of that exchange.
-            rows: received rows to forward, ordered by receiving rank.
-        """
-        kinds: list[Column] = [(column.shape[1:], column.dtype) for column in columns]
-        message = self.open(kinds, traffic, role, columns[0].device)
-        if len(message.passed_on[0]):
-            for target, column in zip(message.passed_on, columns, strict=True):
-                copy_rows(target, column, rows)
-        return message.pass_on()
-
-    def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> Message:
-        """Reserve memory for rows to send, so that the code that computes rows can write them there.
-
-        Every rank opens and sends the same messages in the same order, with the same columns and the same
-        `traffic.crossing`.
-
-        Args:
-            columns: columns that travel side by side in one message per pair of ranks.
-            role: identity of the rows, there and back; exchanges that are under way or in use at once need different
-                roles.
+            slot: identity of the memory; rows that are under way or in use at once need different slots.
+            like: one tensor per column, with its row shape, dtype and device.
         """
         if self._groups.closed:
             self._groups.check_open()
-        return Message(self._laid_out(role, columns, traffic, device), self._groups.exchange, self._groups.node)
-
-    def _laid_out(self, role: Hashable, columns: list[Column], traffic: Traffic, device: torch.device) -> _Buffers:
-        """Return the buffers of a role for exchanges of this size."""
-        known = self._buffers.setdefault(role, [])
-        for buffers in known:
-            if buffers.size.traffic == traffic and buffers.size.columns == columns:
-                return buffers
-        size = _Size(columns, traffic)
-        if all(self._arena.holds((role, size.place(name)), rows * size.row_bytes) for name, rows in size.rows.items()):
-            del known[: 1 - SIZES_KEPT]  # drop layouts of earlier plans
+        columns = [(x.shape[1:], x.dtype) for x in like]
+        known = self._buffers.setdefault(slot, [])
+        for buffer in known:
+            if buffer.route == route and buffer.layout.columns == columns:
+                return buffer
+        layout = _Layout(columns)
+        rows = {"sent": sum(route.sent)}
+        if route.crossing:  # else each rank sends rows to itself only: one memory is both
+            rows["received"] = sum(route.received)
+        if route.forwarded is not None:
+            rows["received"] += sum(route.forwarded.received)
+            rows["forwarded"] = sum(route.forwarded.sent)
+        if all(self._has((slot, part), count * layout.row_bytes) for part, count in rows.items()):
+            del known[: 1 - LAYOUTS_KEPT]  # drop layouts of earlier plans
         else:
             known.clear()  # free the memory before more is taken
-        known.append(_Buffers(self._arena, role, size, device))
+        memory_NB = {part: self._take((slot, part), count, layout, like[0].device) for part, count in rows.items()}
+        known.append(ExchangeBuffer(self._groups, route, layout, memory_NB))
         return known[-1]
+
+    def size(self) -> int:
+        """Return the bytes of all slots."""
+        return sum(memory_B.numel() for memory_B in self._memory_B.values())
+
+    def _take(self, part: tuple[Hashable, str], rows: int, layout: _Layout, device: torch.device) -> Tensor:
+        """Return a part of a slot's memory as [rows, bytes of a row], with undefined contents."""
+        size = rows * layout.row_bytes
+        if not self._has(part, size):
+            # Free the old memory first: both at once would raise the peak.
+            self._memory_B.pop(part, None)
+            self._memory_B[part] = torch.empty(rounded_up(size), dtype=torch.uint8, device=device)
+        return self._memory_B[part][:size].view(rows, layout.row_bytes)
+
+    def _has(self, part: tuple[Hashable, str], size: int) -> bool:
+        return part in self._memory_B and self._memory_B[part].numel() >= size
+
+
+def rounded_up(size: int) -> int:
+    """Round up to the next of STEPS_PER_OCTAVE equally spaced sizes between powers of two, at least 4096 bytes.
+
+    >>> [rounded_up(size) for size in (0, 4096, 4097, 6000, 8192, 8193)]
+    [4096, 4096, 5120, 6144, 8192, 10240]
+    """
+    size = max(size, 4096)
+    step = max(1, (1 << (size - 1).bit_length()) // (2 * STEPS_PER_OCTAVE))
+    return -(-size // step) * step

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Work
-from hf_distca.dispatch.rows import row_index
+from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.routes import Messages, Routes

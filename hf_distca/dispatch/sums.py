@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_distca.dispatch.addend import MAX_SOURCES, addends_of
-from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.rows import RowIndex, put, row_index, run_by_run, take
+from hf_distca.dispatch.rows import MAX_SOURCES, IndexBuffer, RowIndex, addends_of, put, row_index, run_by_run, take
 from hf_distca.kernels.merge import define_operator
 
 IntArray = NDArray[np.int64]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_distca.dispatch.addend import MAX_SOURCES, SOURCE_BITS
+from hf_distca.dispatch.rows import MAX_SOURCES, SOURCE_BITS
 
 NUMBERS = 2048
 """Numbers of a row that one program adds up."""

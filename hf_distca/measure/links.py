@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_distca.dispatch.exchange import Exchange, Message, Traffic
+from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.dispatch.groups import Groups
 from hf_distca.measure.device import REPEATS, seconds_of
 from hf_distca.planner.nodes import node_sizes
@@ -27,10 +27,11 @@ OVERLAP_ROWS = 4096
 """Rows of the exchange that is measured beside computation."""
 
 
-def _message(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> Message:
-    """Return a message of `rows` rows of ROW_BYTES to one rank, and as many from another rank."""
+def _buffer(exchange: Exchange, to: int, of: int, ranks: int, rows: int, device: torch.device) -> ExchangeBuffer:
+    """Return a buffer for `rows` rows of ROW_BYTES to one rank, and as many from another rank."""
     sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
-    return exchange.open([((ROW_BYTES,), torch.uint8)], Traffic(sent, received, crossing=True), "links", device)
+    column = torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
+    return exchange.buffer("links", Route(sent, received, crossing=True), [column])
 
 
 def measured_link(
@@ -73,7 +74,7 @@ def _timed(
         if alone:
             call = _collective(to, of, ranks, rows, device)
         else:
-            call = partial(_exchanged, _message(exchange, to, of, ranks, rows, device))
+            call = partial(_exchanged, _buffer(exchange, to, of, ranks, rows, device))
         by_rank = groups.all_gather(seconds_of(call, device))
         spent += (1 + REPEATS) * max(by_rank)
         sizes.append(float(rows * ROW_BYTES))
@@ -120,17 +121,17 @@ def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[in
     """Measure a rank's own time for an exchange: seconds to start it, and per byte while the rank computes."""
     exchange, ranks = Exchange(groups), groups.ranks
     to, of = peers[groups.rank], peers.index(groups.rank)
-    message = _message(exchange, to, of, ranks, OVERLAP_ROWS, device)
-    smallest = _message(exchange, to, of, ranks, EXCHANGED_ROWS[0], device)
+    buffer = _buffer(exchange, to, of, ranks, OVERLAP_ROWS, device)
+    smallest = _buffer(exchange, to, of, ranks, EXCHANGED_ROWS[0], device)
     x = torch.randn(256, 256, device=device)
     starts, alone = [], []
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
-        pending = smallest.send()
+        smallest.send()
         starts.append(time.perf_counter() - began)
-        pending.wait()
+        smallest.wait()
         began = time.perf_counter()
-        message.send().wait()
+        buffer.send().wait()
         alone.append(time.perf_counter() - began)
     one = max(groups.all_gather(seconds_of(lambda: x @ x, device)))
     count = min(max(int(2 * max(groups.all_gather(median(alone[1:]))) / one), 1), 10_000)
@@ -140,17 +141,17 @@ def _beside_computation(groups: Groups, device: torch.device, peers: Sequence[in
             x @ x
 
     def compute_beside() -> None:
-        pending = message.send()
+        buffer.send()
         compute()
-        pending.wait()
+        buffer.wait()
 
     lost = seconds_of(compute_beside, device) - seconds_of(compute, device)
     lost = max(0.0, float(np.mean(groups.all_gather(lost))))
     return float(np.mean(groups.all_gather(median(starts[1:])))), lost / (OVERLAP_ROWS * ROW_BYTES)
 
 
-def _exchanged(message: Message) -> None:
-    message.send().wait()
+def _exchanged(buffer: ExchangeBuffer) -> None:
+    buffer.send().wait()
 
 
 def _collective(to: int, of: int, ranks: int, rows: int, device: torch.device) -> Callable[[], object]:

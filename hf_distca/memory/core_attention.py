@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_distca.dispatch.attention import disaggregated_attention
-from hf_distca.dispatch.bound import BoundPlan
+from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, Kernel
 from hf_distca.memory.live import LiveMemory, Part
@@ -66,20 +66,17 @@ def count_core_attention(
 
 def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:
     """Return a plan bound to a rank, whose row numbers, exchanges and kept results are counted."""
+    runtime = Runtime(
+        HOST,
+        CountedExchange(live),
+        use.kernel,
+        Recorder(HOST),
+        keep_received=use.keep_received,
+        keep_core_attention=use.keep_core_attention,
+    )
     with live, live.making("plan"):
-        bound = BoundPlan(
-            plan,
-            rank,
-            HOST,
-            CountedExchange(live),
-            use.kernel,
-            Recorder(HOST),
-            keep_received=use.keep_received,
-            keep_core_attention=use.keep_core_attention,
-            in_one_go=isinstance(use.kernel, FlashMemory),
-        )
-    bound.kept_results = CountedResults(live)
-    return bound
+        in_one_go = isinstance(use.kernel, FlashMemory)
+        return BoundPlan.bind(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=in_one_go)
 
 
 def run_core_attention(bound: BoundPlan, kind: AttentionKind, dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G k
 and keys, E head dim of values.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from hf_distca.dispatch.checkpoints import KeptResults
-from hf_distca.dispatch.exchange import Column, Exchange, Message, Traffic
+from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.kernels import KERNELS, AttentionParams, Kernel, TaskShapes
 from hf_distca.memory.live import LiveMemory
 
@@ -95,10 +95,10 @@ class CountedExchange(Exchange):
         super().__init__(groups)
         self._live = live
 
-    def open(self, columns: list[Column], traffic: Traffic, role: Hashable, device: torch.device) -> Message:
-        """Reserve memory as `Exchange.open` does, and count it."""
+    def buffer(self, slot: Hashable, route: Route, like: Sequence[Tensor]) -> ExchangeBuffer:
+        """Return a buffer as `Exchange.buffer` does, and count its memory."""
         with self._live.making("exchange buffers"):
-            return super().open(columns, traffic, role, device)
+            return super().buffer(slot, route, like)
 
 
 class CountedResults(KeptResults):

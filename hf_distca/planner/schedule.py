@@ -27,6 +27,7 @@ stages then travel or are in use at once, in either direction:
 Local tasks need nothing from other ranks. They are computed where they hide an exchange, see `OWN_TASKS`.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -55,13 +56,6 @@ Group = tuple[Tasks, int]
 
 AHEAD = 2
 """Number of stages sent before the first is computed; then one more is sent with each computed stage."""
-IN_USE = AHEAD + 1
-"""Number of stages in memory at once: two that travel or are in use, and one whose dK and dV return.
-
-dK and dV overwrite K and V of their stage.
-"""
-IN_USE_IN_HOPS = IN_USE + 2
-"""Number of stages in memory at once if rows travel in two hops."""
 
 TO_SERVERS, FROM_SERVERS = " to servers", " from servers"
 """Suffixes in names of transfers, and of phases that begin and end a call to servers."""
@@ -223,6 +217,25 @@ def make_schedule(
         Phase(wait=(queries_back, *keys_back[-2 if passes_on else -1 :], *((from_servers,) if servers else ()))),
     ]
     return _joined(phases)
+
+
+@cache
+def stage_slots(stages: int, *, passes_on: bool) -> tuple[int, ...]:
+    """Return the memory slot of each stage of K/V rows: [stages].
+
+    A stage has its slot from the departure of K and V until dK and dV, which overwrite them, are back.
+    """
+    schedule = make_schedule(
+        "backward", "alone", groups=frozenset(), windowed=False, stages=stages, passes_on=passes_on
+    )
+    slots: dict[int, int] = {}
+    free: deque[int] = deque()
+    for phase in schedule:
+        free.extend(slots[transfer.stage] for transfer in phase.wait if transfer.rows == "keys" and transfer.back)
+        for transfer in phase.send:
+            if transfer.rows == "keys" and not transfer.back:
+                slots[transfer.stage] = free.popleft() if free else len(slots)
+    return tuple(slots[stage] for stage in range(stages))
 
 
 Calls = tuple[KernelCall, ...]

@@ -131,7 +131,7 @@ def steps_of(ranks: int, stage_rows: tuple[int | None, ...] = STAGE_ROWS) -> lis
 def passes_on(dispatcher: Dispatcher, plan: MicroBatchPlan) -> bool:
     """Whether some layer has rows that are passed on."""
     bound = dispatcher.bind(plan)
-    return any(routes.passes_on for nano in bound.nano_batches for routes in nano.routes.values())
+    return any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values())
 
 
 def assert_equal_to_single_process(

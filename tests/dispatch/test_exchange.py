@@ -1,16 +1,15 @@
 """Where columns lie in an exchange's buffers, and that ranks get what was sent to them."""
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.dispatch.bound import BoundRoutes
-from hf_distca.dispatch.exchange import SIZES_KEPT, Exchange, Traffic
+from hf_distca.dispatch.exchange import LAYOUTS_KEPT, Exchange, Route, rounded_up
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.plan import SEGMENT, TASK, Layout, Plan
 from hf_distca.planner.routes import make_routes
 
@@ -23,14 +22,14 @@ def _misplaced() -> list[str]:
     """Columns of what layers exchange that a kernel could not load from."""
     exchange = Exchange(Groups(torch.device("cpu"), 30))
     rank = dist.get_rank()
-    traffic = Traffic([1, 2], [1, 2], crossing=True) if rank == 0 else Traffic([2, 1], [2, 1], crossing=True)
+    route = Route([1, 2], [1, 2], crossing=True) if rank == 0 else Route([2, 1], [2, 1], crossing=True)
     found = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for heads in range(1, 65):
             for head_dim in (8, 64):
                 o_QHE, lse_QH = torch.ones(3, heads, head_dim, dtype=dtype), torch.ones(3, heads)
                 columns = [o_QHE, lse_QH, 2 * o_QHE, 3 * lse_QH]
-                received = exchange.start(columns, traffic, "role").wait()
+                received = exchange.buffer("slot", route, columns).send(columns).wait()
                 for number, (column, sent) in enumerate(zip(received, columns, strict=True)):
                     assert torch.equal(column, sent)
                     if column.data_ptr() % VECTOR_LOAD or column.stride(0) * column.itemsize % VECTOR_LOAD:
@@ -42,31 +41,20 @@ def test_columns_and_rows_begin_where_kernels_can_load_them(rank_pools):
     assert rank_pools[2].run(_misplaced) == [[], []]
 
 
-@pytest.mark.parametrize("crossing", [True, False])
-def test_rows_back(crossing):
-    traffic = Traffic([1, 2], [3, 4], crossing)
-    assert traffic.reversed() == Traffic([3, 4], [1, 2], crossing, back=True)
-    assert traffic.reversed().reversed() == traffic
-    with_hops = Traffic([1], [2], True, passed_on=Traffic([3, 4], [5, 6], crossing))
-    assert with_hops.reversed() == Traffic([2], [1], True, True, Traffic([5, 6], [3, 4], crossing, True))
-    assert with_hops.reversed().reversed() == with_hops
-
-
 def _there_and_back() -> tuple[bool, bool, bool]:
     """Whether rows that go back lie where they came from, and what came was right."""
     exchange = Exchange(Groups(CPU, 30))
     rank = dist.get_rank()
-    traffic = Traffic([1, 2], [1, 2], crossing=True) if rank == 0 else Traffic([2, 1], [2, 1], crossing=True)
-    there = exchange.open([((4,), torch.float32)], traffic, "role", CPU)
-    (sent,) = there.columns
-    sent.copy_(torch.arange(12.0).view(3, 4))
-    (received,) = there.send().wait()
-    back = exchange.open([((4,), torch.float32)], traffic.reversed(), "role", CPU)
-    sent_at, received_at = back.columns[0].data_ptr(), received.data_ptr()
-    back.columns[0].copy_(2 * received)
-    (returned,) = back.send().wait()
-    expected = 2 * torch.arange(12.0).view(3, 4)
-    return sent_at == received_at, returned.data_ptr() == sent.data_ptr(), torch.equal(returned, expected)
+    route = Route([1, 2], [1, 2], crossing=True) if rank == 0 else Route([2, 1], [2, 1], crossing=True)
+    rows = torch.arange(12.0).view(3, 4)
+    there = exchange.buffer("slot", route, [rows])
+    (received,) = there.send([rows]).wait()
+    # Results of another dtype and shape, as O and LSE of queries.
+    back = exchange.buffer("slot", route, [received[:, 0].double()])
+    sent_at, received_at = back.received[0].data_ptr(), received.data_ptr()
+    (returned,) = back.return_received([2 * received[:, 0].double()]).wait()
+    in_place = returned.data_ptr() == there.sent[0].data_ptr()
+    return sent_at == received_at, in_place, torch.equal(returned, 2 * rows[:, 0].double())
 
 
 def test_rows_go_back_in_the_memory_in_which_they_came(rank_pools):
@@ -74,12 +62,12 @@ def test_rows_go_back_in_the_memory_in_which_they_came(rank_pools):
 
 
 NODES = (0, 1, 1)
-HOPS = [  # of each rank: rows sent and received, and passed on inside its node. Rank 2 has nothing to pass on
-    Traffic([0, 2, 1], [0, 0, 0], True, passed_on=Traffic([0], [0], False)),
-    Traffic([0, 0, 0], [2, 0, 0], True, passed_on=Traffic([0, 1], [0, 0], True)),
-    Traffic([0, 0, 0], [1, 0, 0], True, passed_on=Traffic([0, 0], [1, 0], True)),
+HOPS = [  # of each rank: rows sent and received, and forwarded inside its node. Rank 2 has nothing to forward
+    Route([0, 2, 1], [0, 0, 0], True, forwarded=Route([0], [0], False)),
+    Route([0, 0, 0], [2, 0, 0], True, forwarded=Route([0, 1], [0, 0], True)),
+    Route([0, 0, 0], [1, 0, 0], True, forwarded=Route([0, 0], [1, 0], True)),
 ]
-COLUMNS = [((3,), torch.float32), ((), torch.float64)]
+COLUMNS = [torch.empty(0, 3), torch.empty(0, dtype=torch.float64)]
 
 
 def _in_hops() -> dict[str, object]:
@@ -87,27 +75,28 @@ def _in_hops() -> dict[str, object]:
     rank = dist.get_rank()
     groups = Groups(CPU, 30)
     groups.connect_nodes(NODES)
-    exchange, traffic = Exchange(groups), HOPS[rank]
+    exchange = Exchange(groups)
+    buffer = exchange.buffer("slot", HOPS[rank], COLUMNS)
     wide = torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3] if rank == 0 else []).view(-1, 3)
-    came = exchange.start([wide, wide[:, 0].double()], traffic, "role").wait()
+    buffer.send([wide, wide[:, 0].double()]).wait()
     going_on = torch.tensor([1] if rank == 1 else [], dtype=torch.int64)
-    pending = exchange.pass_on(came, traffic, "role", going_on)
-    found: dict[str, object] = {"in node": (groups.node is not None, pending.under_way)}
-    came = pending.wait()
+    buffer.forward(going_on)
+    found: dict[str, object] = {"in node": (groups.node is not None, buffer.under_way)}
+    came = buffer.wait()
     found["came"] = came[0].tolist(), came[1].tolist()
 
-    back = exchange.open(COLUMNS, traffic.reversed(), "role", CPU)
-    found["goes back from where it came"] = [x.data_ptr() for x in back.columns] == [x.data_ptr() for x in came]
-    for column in back.columns:
+    again = exchange.buffer("slot", HOPS[rank], COLUMNS)
+    found["goes back from where it came"] = again is buffer and came is buffer.received
+    for column in buffer.received:
         column.mul_(2)
-    returned = back.pass_on().wait()
+    returned = buffer.return_forwarded().wait()
     found["passed back"] = returned[0].tolist(), returned[1].tolist()
-    found["where it was passed on from"] = [x.data_ptr() for x in returned] == [x.data_ptr() for x in back.passed_on]
-    for column, added in zip(back.columns, returned, strict=True):
+    found["where it was passed on from"] = returned is buffer.forwarded
+    for column, added in zip(buffer.received, returned, strict=True):
         column[going_on] += added  # as a gateway adds gradients up before they go home
-    home = back.send().wait()
+    home = buffer.return_received().wait()
     found["home"] = home[0].tolist(), home[1].tolist()
-    found["bytes"] = exchange._arena.size()
+    found["bytes"] = exchange.size()
     return found
 
 
@@ -148,16 +137,13 @@ def test_rows_that_are_passed_on_and_back(rank_pools):
 
 
 def test_memory_of_rows_that_are_passed_on():
-    """Rows of 16 bytes: 2 sent, 300 received of which 200 are passed on, and 700 from others, in one size for all."""
+    """Rows of 16 bytes: 2 sent, 300 received of which 200 are forwarded, and 700 from others."""
     exchange = Exchange(Groups(CPU, 30))
-    there = Traffic([2], [300], True, passed_on=Traffic([0, 200], [0, 700], True))
-    columns = [((4,), torch.float32)]
-    for traffic in (there, there.reversed()):
-        message = exchange.open(columns, traffic, "role", CPU)
-        sent, received = (message.received, message.columns) if traffic.back else (message.columns, message.received)
-        assert [len(rows) for (rows,) in (sent, received, message.passed_on)] == [2, 1000, 200]
-        # 4096, 16384 (for 16000) and 4096 (for 3200) bytes.
-        assert exchange._arena.size() == 4096 + 16384 + 4096
+    route = Route([2], [300], True, forwarded=Route([0, 200], [0, 700], True))
+    buffer = exchange.buffer("slot", route, [torch.empty(0, 4)])
+    assert [len(rows) for (rows,) in (buffer.sent, buffer.received, buffer.forwarded)] == [2, 1000, 200]
+    # 4096, 16384 (for 16000) and 4096 (for 3200) bytes.
+    assert exchange.size() == 4096 + 16384 + 4096
 
 
 def test_a_stage_in_which_nothing_crosses_beside_others_that_are_passed_on():
@@ -174,28 +160,25 @@ def test_a_stage_in_which_nothing_crosses_beside_others_that_are_passed_on():
         exchange, bound = Exchange(Groups(CPU, 30)), BoundRoutes(plan, rank, "alone", IndexBuffer(CPU))
         for stage in bound.stages:
             # The first hop is an exchange in every stage, as all stages have the same memory.
-            assert stage.keys.traffic.crossing
-            for traffic in (stage.keys.traffic, stage.keys.way_back):
-                message = exchange.open(COLUMNS, traffic, "role", CPU)
-                sent, received = (sum(traffic.sent), sum(traffic.received))
-                assert len(message.columns[0]) >= sent
-                assert len(message.received[0]) >= received
+            assert stage.keys.crossing
+            buffer = exchange.buffer("slot", stage.keys, COLUMNS)
+            assert len(buffer.sent[0]) == sum(stage.keys.sent)
+            assert len(buffer.received[0]) >= sum(stage.keys.received)
 
 
 def test_few_sizes_of_a_role_are_kept():
     exchange = Exchange(Groups(CPU, 30))
-    columns = [((4,), torch.float32)]
 
     def opened(rows):
-        return exchange.open(columns, Traffic([rows], [rows], crossing=False), "role", CPU).columns[0]
+        return exchange.buffer("slot", Route([rows], [rows], crossing=False), [torch.empty(0, 4)])
 
-    newest = [opened(rows) for rows in range(20, 0, -1)][-SIZES_KEPT:]
-    assert all(opened(rows) is kept for rows, kept in zip(range(SIZES_KEPT, 0, -1), newest, strict=True))
-    assert len(exchange._buffers["role"]) == SIZES_KEPT
+    newest = [opened(rows) for rows in range(20, 0, -1)][-LAYOUTS_KEPT:]
+    assert all(opened(rows) is kept for rows, kept in zip(range(LAYOUTS_KEPT, 0, -1), newest, strict=True))
+    assert len(exchange._buffers["slot"]) == LAYOUTS_KEPT
     opened(20)
-    assert opened(SIZES_KEPT) is not newest[0]  # the oldest one gave way
+    assert opened(LAYOUTS_KEPT) is not newest[0]  # the oldest one gave way
     opened(4096)  # more memory: what is laid out in the old one is let go
-    assert len(exchange._buffers["role"]) == 1
+    assert len(exchange._buffers["slot"]) == 1
 
 
 def test_buffers_are_laid_out_once_for_all_kinds_of_layers():
@@ -203,12 +186,12 @@ def test_buffers_are_laid_out_once_for_all_kinds_of_layers():
     exchange = Exchange(Groups(device, timeout_s=60.0))
     # Two kinds of layers, forward and backward: other columns, other numbers of rows.
     sizes = [
-        ([((2, 8), torch.float32)] * columns, Traffic([rows], [rows], crossing=False))
+        ([torch.empty(0, 2, 8)] * columns, Route([rows], [rows], crossing=False))
         for rows, columns in ((40, 3), (30, 1), (20, 3), (10, 1))
     ]
 
     def layer():
-        return [exchange.open(columns, traffic, "queries", device).columns[0] for columns, traffic in sizes]
+        return [exchange.buffer("queries", route, columns) for columns, route in sizes]
 
     first = layer()
     assert all(again is before for again, before in zip(layer(), first, strict=True))
@@ -224,7 +207,8 @@ def test_buffers_of_a_role_are_used_again_and_those_of_others_left_alone(message
     sizes: dict[str, int] = {}
     for index, (role, rows, width) in enumerate(messages):
         column = torch.full((rows, width), float(index))
-        (received,) = exchange.start([column], Traffic([rows], [rows], crossing=False), role).wait()
+        buffer = exchange.buffer(role, Route([rows], [rows], crossing=False), [column])
+        (received,) = buffer.send([column]).wait()
         grew = rows * width > sizes.get(role, -1)
         if not grew and role in latest and len(received) and len(latest[role][0]):
             assert received.untyped_storage().data_ptr() == latest[role][0].untyped_storage().data_ptr()
@@ -232,3 +216,16 @@ def test_buffers_of_a_role_are_used_again_and_those_of_others_left_alone(message
         latest[role] = received, column
         for got, sent in latest.values():  # what came last in each role is still there
             assert torch.equal(got, sent)
+
+
+def test_a_slot_has_the_same_memory_again_and_grows_rarely():
+    exchange = Exchange(Groups(CPU, timeout_s=60.0))
+
+    def place(slot, rows):
+        (column,) = exchange.buffer(slot, Route([rows], [rows], crossing=False), [torch.empty(0, 25)]).sent
+        return column.data_ptr()
+
+    first = place("slot", 10)
+    assert place("slot", 20) == first != place("other", 10)
+    assert len({place("slot", rows) for rows in range(1000, 1250, 10)}) <= 3
+    assert exchange.size() <= 2 * rounded_up(125_000)

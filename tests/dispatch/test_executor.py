@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_distca.dispatch.bound import Runtime
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.exchange import Route
 from hf_distca.dispatch.executor import Backward, CoreAttention, Forward
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, TaskShapes
@@ -29,51 +31,76 @@ RESULTS = Transfer("queries", ("o", "lse"), back=True)
 AGAIN, DQ = Transfer("queries", ("do", "o", "lse", "q")), Transfer("queries", ("dq",), back=True)
 DKV = Transfer("keys", ("dk", "dv"), back=True)
 
+ROUTE = Route([2], [2], True, slice(0, 2), forwarded=Route([1], [1], True, slice(1, 2)))
+
 
 class Recorded:
     """An exchange of a rank with itself and a kernel of sums, which write down what they are asked for."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.memory: dict[str, list[Tensor]] = {}
 
-    def start(self, columns, traffic, role, rows=slice(None)) -> SimpleNamespace:
-        rows_kind, stage, nano_batch, repairs = role
-        name = f"{rows_kind}{' back' if traffic == 'back' else ''} {stage}"
-        self.events.append(f"send {name} ({len(columns)})")
-        assert (nano_batch, repairs) == (1, False)
-        sent = [column[rows].clone() for column in columns]
-        return SimpleNamespace(under_way=True, wait=lambda: self.events.append(f"wait {name}") or sent)
-
-    def pass_on(self, columns, traffic, role, rows) -> SimpleNamespace:
-        """The rank is the other one of its node too: what it passes on comes behind what it has received."""
-        name = f"passed on {role[1]}"
-        self.events.append(f"send {name} ({len(columns)})")
-        assert (traffic, role[0], role[2:]) == ("there", "keys", (1, False))
-        self.memory = [torch.cat([column, column[rows]]) for column in columns]
-        return SimpleNamespace(under_way=True, wait=lambda: self.events.append(f"wait {name}") or self.memory)
+    def buffer(self, slot, route, like) -> "RecordedBuffer":
+        rows, number, nano_batch, repairs = slot
+        assert (nano_batch, repairs, route) == (1, False, ROUTE)
+        return RecordedBuffer(self, f"{rows} {{}}{number}")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: TaskShapes, params: AttentionParams):
         self.events.append(f"run {shapes.q_lens[0]} {'causal' if params.causal else 'full'}")
         return q + k.sum(), q.sum(-1)
 
 
+class RecordedBuffer:
+    """A buffer of the rank that exchanges rows with itself; it is the other rank of its node too."""
+
+    under_way = True
+
+    def __init__(self, recorded: Recorded, name: str) -> None:
+        self.recorded, self.name = recorded, name
+
+    def send(self, columns, rows) -> None:
+        self._start("", columns)
+        self.arriving = [column[rows].clone() for column in columns]
+        self.recorded.memory[self.name] = self.arriving
+
+    def return_received(self, columns) -> None:
+        self._start("back ", columns)
+        self.arriving = [column.clone() for column in columns]
+
+    def forward(self, rows) -> None:
+        """What is forwarded comes behind what has been received."""
+        received = self.recorded.memory[self.name]
+        self._start("forwarded ", received)
+        self.arriving = self.recorded.forwarded = [torch.cat([column, column[rows]]) for column in received]
+
+    def _start(self, way: str, columns) -> None:
+        self.what = self.name.format(way)
+        self.recorded.events.append(f"send {self.what} ({len(columns)})")
+
+    def wait(self) -> list[Tensor]:
+        self.recorded.events.append(f"wait {self.what}")
+        return self.arriving
+
+
 def attention_of(
     recorded: Recorded, schedule: tuple[Phase, ...], groups: dict, *, passes_on: bool = False, kept: Kept = "nothing"
 ) -> CoreAttention:
-    traffic = SimpleNamespace(rows=slice(0, 2), traffic="there", way_back="back")
-    stage = SimpleNamespace(keys=traffic, passed_on=slice(1, 2))
+    stage = SimpleNamespace(keys=ROUTE)
     routes = SimpleNamespace(
         forward=schedule,
         groups=groups,
-        queries=traffic,
+        queries=ROUTE,
+        rows={"local": 3, "received": 2},
         stages=(stage,) * 7,
+        slots=(0, 1, 2, 3, 4, 0, 1),
         merges=False,
-        passes_on=passes_on,
+        forwards=passes_on,
         servers=(),
     )
     nano = SimpleNamespace(index=1, routes={KIND: routes})
-    bound = SimpleNamespace(exchange=recorded, kernel=recorded, recorder=Recorder(CPU), device=CPU, remote=None)
-    return CoreAttention(bound, nano, KIND, PARAMS, layer=5, kept=kept)
+    runtime = Runtime(CPU, recorded, recorded, Recorder(CPU))
+    return CoreAttention(runtime, nano, KIND, PARAMS, layer=5, kept=kept)
 
 
 def group(rows: int, keys: int | None = None) -> SimpleNamespace:
@@ -97,7 +124,7 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
     attention = attention_of(
         recorded, schedule, {("own", 0): group(3), ("visiting", 0): group(2), ("prefix", 0): group(1)}
     )
-    spans = attention.bound.recorder.listen("phase", "kernel", "wait")
+    spans = attention.runtime.recorder.listen("phase", "kernel", "wait")
     passed = Forward(attention, torch.ones(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
     ends = []
     for _ in range(3):
@@ -141,14 +168,14 @@ def test_keys_are_passed_on_when_they_have_come_and_read_when_all_are_there(kept
     passed = Forward(attention, torch.zeros(3, 2, 8), k_TGD, -k_TGD)
     passed.run_through()
     assert recorded.events == [
-        *["send queries 0 (1)", "send keys 1 (2)", "wait keys 1", "send passed on 1 (2)"],
-        *["wait queries 0", "wait passed on 1", "run 2 causal", "send queries back 0 (2)", "wait queries back 0"],
+        *["send queries 0 (1)", "send keys 1 (2)", "wait keys 1", "send keys forwarded 1 (2)"],
+        *["wait queries 0", "wait keys forwarded 1", "run 2 causal", "send queries back 0 (2)", "wait queries back 0"],
     ]
     # Rows 0 and 1 were received, and row 1 once more from the rank that passed it on.
     assert passed.results()[0][0, 0, 0] == 8 * (1.0 + 2.0 + 2.0)
     rows_kept = passed.kept()
     assert sorted(rows_kept) == ([] if kept == "nothing" else [("k", 6), ("q", 0), ("v", 6)])
-    recorded.memory[0].zero_()  # as another exchange does
+    recorded.forwarded[0].zero_()  # as another exchange does
     if kept == "received":
         assert rows_kept["k", 6][:, 0, 0].tolist() == [1.0, 2.0, 2.0]
 
@@ -201,17 +228,16 @@ def _by_schedule(forward: str, backward: str) -> list[Tensor]:
             routes.forward = here[forward]
         if BACKWARDS[backward] is not None:
             routes.backward["nothing"] = here[backward]
-            routes.own_in_backward = ("own",)
         q, k, v, do = (
             torch.randn(nano.rows, heads, 8, generator=generator, dtype=torch.float64) for heads in (2, 1, 1, 2)
         )
-        attention = CoreAttention(bound, nano, KIND, PARAMS)
+        attention = CoreAttention(bound.runtime, nano, KIND, PARAMS)
         passed = Forward(attention, q, k, v)
         passed.run_through()
         o, lse = passed.results()
         back = Backward(attention, do, q, k, v, o, lse)
         back.run_through()
-        found += [o, *back.gradients()]
+        found += [o, *back.results()]
     return found
 
 

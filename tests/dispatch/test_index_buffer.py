@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_distca.dispatch import index_buffer
-from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch import rows as rows_module
+from hf_distca.dispatch.rows import IndexBuffer
 from tests.counting import META, Counting
 
 NUMBERS = [np.array([3, 1, 2]), np.array([0, 5], np.int32), np.arange(0), np.arange(4)[::2]]
@@ -21,7 +21,7 @@ def test_numbers_come_back_aligned():
 
 @pytest.mark.parametrize(("chunk", "copies"), [(64, 1), (63, 2), (1, 4)])
 def test_one_copy_where_there_is_room(monkeypatch, chunk, copies):
-    monkeypatch.setattr(index_buffer, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(rows_module, "CHUNK_BYTES", chunk)
     buffer = IndexBuffer(META)
     with Counting() as mode:
         placed = [buffer.place(np.arange(2)) for _ in range(4)]

@@ -95,7 +95,7 @@ def run(
     mode = counted(model, bound)
     assert len(bound.nano_batches) == 1 + turns
     assert bound.ran.layers_in_turns == turns * bound.ran.layers
-    return mode, bound.kernel
+    return mode, bound.runtime.kernel
 
 
 # Of one layer and step, forward and backward, on one of 4 ranks; attention and exchanges are calls.

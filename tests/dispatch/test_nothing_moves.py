@@ -69,7 +69,7 @@ def test_one_kernel_call_a_layer_and_direction(group, model_type, checkpoint, tu
     # In the last layer of each kind, whose backward is the first, the kernel makes a tensor that it uses again.
     inner = layers - len(bound.local)
     assert [sums_of_layer(mode, layer) for layer in range(inner)] == [ONE_CALL_EACH_WAY] * inner
-    assert bound.exchange._arena.size() == 0
+    assert bound.runtime.exchange.size() == 0
     assert bound.ran.layers == layers * (1 if checkpoint == "none" else 2)
     assert bound.ran.layers_in_turns == 0
     assert len(bound.kept_results) == 0

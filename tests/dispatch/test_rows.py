@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_distca.dispatch.arena import Arena, rounded_up
-from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.rows import FEW_RUNS, copy_rows, merge_rows, put, row_index, take
+from hf_distca.dispatch.rows import FEW_RUNS, IndexBuffer, copy_rows, merge_rows, put, row_index, take
 
 CPU = torch.device("cpu")
 SCATTERED = list(range(0, 4 * FEW_RUNS, 2))
@@ -49,14 +47,3 @@ def test_merge(rows):
     merge_rows(o, lse, index(rows), part, torch.zeros(len(rows), 1))
     assert o[:, 0, 1].tolist() == [(1 + row) / 2 if row in rows else 1 for row in range(40)]
     assert lse.flatten().tolist() == pytest.approx([math.log(2) if row in rows else 0 for row in range(40)])
-
-
-def test_arena_gives_the_same_memory_again_and_grows_rarely():
-    arena = Arena()
-    first = arena.take("role", 10, 100, CPU)
-    assert first.shape == (10, 100)
-    assert arena.take("role", 20, 100, CPU).data_ptr() == first.data_ptr()
-    assert arena.take("other", 10, 100, CPU).data_ptr() != first.data_ptr()
-    pointers = {arena.take("role", rows, 100, CPU).data_ptr() for rows in range(1000, 1250, 10)}
-    assert len(pointers) <= 3
-    assert arena.size() <= 2 * rounded_up(125_000)

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.dispatch.addend import MAX_SOURCES
-from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.rows import MAX_SOURCES, IndexBuffer
 from hf_distca.dispatch.sums import RowSum
 
 CPU = torch.device("cpu")

@@ -8,8 +8,7 @@ import torch
 import triton.language as tl
 
 from hf_distca.dispatch import sums_triton
-from hf_distca.dispatch.addend import MAX_SOURCES
-from hf_distca.dispatch.index_buffer import IndexBuffer
+from hf_distca.dispatch.rows import MAX_SOURCES, IndexBuffer
 from hf_distca.dispatch.sums import RowSum, _Addends
 from tests.triton_compiler import AMPERE, BLACKWELL, HOPPER, compiled
 from tests.triton_interpreter import interpreted

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from hf_distca.dispatch.arena import rounded_up
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.exchange import rounded_up
 from hf_distca.memory.core_attention import Use, bound_plan, count_core_attention, run_core_attention
 from hf_distca.memory.counter import count_by_layers
 from hf_distca.memory.live import LiveMemory, without_numbers
@@ -17,13 +17,14 @@ from hf_distca.models.fake import model_after, model_of_config, repeated_layers,
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
-from hf_distca.planner.schedule import IN_USE_IN_HOPS
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import rows_by_stage
 from tests.counting import Counting
 from tests.models_and_batches import SMALL, small_kinds, small_model
 
 TOKENS = 1024
+SLOTS_IN_HOPS = 5
+"""Stages that are in memory at once where rows are forwarded."""
 FLASH = counted_kernel("torch_varlen")
 HIDDEN, HEADS = 32, 4
 
@@ -109,7 +110,7 @@ def test_exchange_buffers_of_rows_that_are_passed_on():
     most = 0
     for rank in (1, 2):  # one of each node
         stages = make_routes(nano.plans[kind], rank).stages
-        assert len(stages) > 2 * IN_USE_IN_HOPS
+        assert len(stages) > 2 * SLOTS_IN_HOPS
         assert any(stage.passed_on.send_counts.any() for stage in stages)
         parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), without_numbers())
         # Rows of K and V of 128 bytes: what is sent, what is received from others or passed on by them, and what is
@@ -122,7 +123,7 @@ def test_exchange_buffers_of_rows_that_are_passed_on():
             )
             for stage in stages
         ]
-        slots = [np.max(rows[first::IN_USE_IN_HOPS], axis=0) for first in range(IN_USE_IN_HOPS)]
+        slots = [np.max(rows[first::SLOTS_IN_HOPS], axis=0) for first in range(SLOTS_IN_HOPS)]
         expected = sum(rounded_up(128 * int(count)) for slot in slots for count in slot)
         assert parts["exchange buffers"] == expected + 4096  # no queries: a page
         most = max(most, expected)
@@ -177,12 +178,12 @@ def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...
     plan = plan_micro_batch(lengths, settings)
     dispatcher = Dispatcher(settings, torch.device("cpu"))
     bound = dispatcher.bind(plan)
-    assert bound.stages > (2 if ranks_per_node == 1 else IN_USE_IN_HOPS)
-    assert all(nano.routes[kind].passes_on == (ranks_per_node != 1) for nano in bound.nano_batches)
+    assert bound.stages > (2 if ranks_per_node == 1 else SLOTS_IN_HOPS)
+    assert all(nano.routes[kind].forwards == (ranks_per_node != 1) for nano in bound.nano_batches)
     run_core_attention(bound, kind, torch.float32)
     use = Use(counted_kernel("cpu"))
     parts = count_core_attention(plan, kind, torch.float32, dist.get_rank(), use, without_numbers())
-    return dispatcher.exchange._arena.size(), parts["exchange buffers"]
+    return dispatcher.exchange.size(), parts["exchange buffers"]
 
 
 @pytest.mark.parametrize(

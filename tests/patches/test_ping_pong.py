@@ -132,6 +132,30 @@ def test_three_ranks(rank_pools):
         assert max(relative_error(got[name], grads[name]) for name in grads) < 1e-5
 
 
+class RecordedBuffer:
+    """A buffer of a slot that writes down what is sent and waited for."""
+
+    def __init__(self, buffer, slot, events: list[str]) -> None:
+        self._buffer, self._events, (self._rows, _, self._nano_batch, _) = buffer, events, slot
+
+    def __getattr__(self, name):
+        return getattr(self._buffer, name)
+
+    def send(self, *args):
+        self._buffer.send(*args)
+        self._sent = f"{self._rows} of {self._nano_batch}"
+        self._events.append(f"send {self._sent}")
+
+    def return_received(self, *args):
+        self._buffer.return_received(*args)
+        self._sent = f"{self._rows} back of {self._nano_batch}"
+        self._events.append(f"send {self._sent}")
+
+    def wait(self):
+        self._events.append(f"wait {self._sent}")
+        return self._buffer.wait()
+
+
 def _events(checkpointing: bool, keep: bool) -> tuple[list[str], list[str]]:
     """What happened in one step of one layer whose K/V rows move only, and what its schedules say."""
     dispatcher = _dispatcher(keep_core_attention=keep)
@@ -143,26 +167,13 @@ def _events(checkpointing: bool, keep: bool) -> tuple[list[str], list[str]]:
     plan = plan_micro_batch([128, 128], dispatcher.settings)
     events: list[str] = []
     exchange, kernel = dispatcher.exchange, dispatcher.kernel
-    open_message, forward, backward = exchange.open, kernel.forward, kernel.backward
+    buffer_of, forward, backward = exchange.buffer, kernel.forward, kernel.backward
 
-    def recorded_open(columns, traffic, role, device):
-        message = open_message(columns, traffic, role, device)
-        if not traffic.crossing:
-            return message
-        send, (rows, _, nano_batch, _) = message.send, role
-        name = f"{rows}{' back' if traffic.back else ''} of {nano_batch}"
+    def recorded_buffer(slot, route, like):
+        buffer = buffer_of(slot, route, like)
+        return RecordedBuffer(buffer, slot, events) if route.crossing else buffer
 
-        def recorded_send():
-            pending = send()
-            events.append(f"send {name}")
-            wait = pending.wait
-            pending.wait = lambda: events.append(f"wait {name}") or wait()
-            return pending
-
-        message.send = recorded_send
-        return message
-
-    exchange.open = recorded_open
+    exchange.buffer = recorded_buffer
     kernel.forward = lambda *args: events.append("compute") or forward(*args)
     kernel.backward = lambda *args: events.append("compute") or backward(*args)
     documents = random_documents([128, 128])
@@ -190,7 +201,7 @@ def _in_turns(schedules) -> list[str]:
                     if verb == "send":
                         events += ["compute"] * len(phase.run)
                     for transfer in transfers:
-                        if (routes.queries if transfer.rows == "queries" else routes.stages[0].keys).traffic.crossing:
+                        if (routes.queries if transfer.rows == "queries" else routes.stages[0].keys).crossing:
                             events.append(f"{verb} {transfer.rows}{' back' if transfer.back else ''} of {index}")
                 if phase.pause:
                     break

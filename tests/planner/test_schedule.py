@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_distca.planner.schedule import IN_USE, IN_USE_IN_HOPS, KernelCall, Phase, Transfer, make_schedule
+from hf_distca.planner.schedule import KernelCall, Phase, Transfer, make_schedule, stage_slots
 
 ALL = frozenset((tasks, 0) for tasks in ("own", "own 1/2", "own 2/2", "prefix", "visiting"))
 UNDIVIDED = frozenset((tasks, 0) for tasks in ("own", "prefix", "visiting"))
@@ -348,7 +348,8 @@ def test_a_row_takes_one_hop_after_another_and_is_computed_with_in_between():
 def test_memory_of_a_stage_is_used_again_once_all_of_its_rows_are_back():
     for direction, turn, stages, passes_on, kept in SCHEDULES:
         order = happenings(made(direction, turn, stages, passes_on, kept))
-        in_use = IN_USE_IN_HOPS if passes_on else IN_USE
+        slots, in_use = stage_slots(stages, passes_on=passes_on), 5 if passes_on else 3
+        assert max(slots) + 1 == min(stages, in_use)
         lives = []
         for stage in range(stages):
             times = [
@@ -358,8 +359,9 @@ def test_memory_of_a_stage_is_used_again_once_all_of_its_rows_are_back():
                 and (what.rows in ("keys", "passed on") if isinstance(what, Transfer) else what.keys == "received")
             ]
             lives.append((min(times), max(times)))
-        for (_, last), (first, _) in zip(lives, lives[in_use:], strict=False):
-            assert last < first
+        for slot in set(slots):
+            of_slot = [life for life, number in zip(lives, slots, strict=True) if number == slot]
+            assert all(last < first for (_, last), (first, _) in itertools.pairwise(of_slot))
         # No stage has memory to spare: so many are there at once, where there are so many.
         most = max(sum(first <= at <= last for first, last in lives) for at in range(len(order)))
         if (direction, kept) == ("backward", "nothing") and stages >= in_use:

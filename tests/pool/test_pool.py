@@ -78,8 +78,8 @@ def pooled_steps(
     def watched(plan):
         bound = bind(plan)
         stages.append(bound.stages)
-        if bound.remote is not None:
-            bound.remote.repair = watched_repair(bound.remote.repair, repairs)
+        if bound.runtime.remote is not None:
+            bound.runtime.remote.repair = watched_repair(bound.runtime.remote.repair, repairs)
         return bound
 
     dispatcher.bind = watched

@@ -33,7 +33,7 @@ def _train(folder: str, strategy: str) -> tuple[dict[str, Any], list[bool]]:
 
     def recorded_bind(self: Dispatcher, plan: Any) -> Any:
         bound = bind(self, plan)
-        passes_on.append(any(routes.passes_on for nano in bound.nano_batches for routes in nano.routes.values()))
+        passes_on.append(any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()))
         return bound
 
     with pytest.MonkeyPatch.context() as patch:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.bound import BoundGroup
-from hf_distca.dispatch.index_buffer import IndexBuffer
-from hf_distca.dispatch.rows import take
+from hf_distca.dispatch.rows import IndexBuffer, take
 from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import AttentionParams, Kernel
 from hf_distca.plan import AttentionKind, Plan

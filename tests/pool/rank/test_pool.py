@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.index_buffer import IndexBuffer
 from hf_distca.dispatch.recorder import Recorder, Span, Work
 from hf_distca.dispatch.remote import ServerRows
+from hf_distca.dispatch.rows import IndexBuffer
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch

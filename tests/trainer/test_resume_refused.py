@@ -93,6 +93,14 @@ def test_another_order(tmp_path, source, saved, ranks, changed, differences):
     assert agreed_place(order(source, **saved), str(tmp_path), arguments(), groups()).epoch == 1
 
 
+def test_another_kind_of_data(tmp_path):
+    DataPlace(order("packed")).save(tmp_path)
+    with refused(Resume.OTHER_ORDER) as error:
+        agreed_place(order("stream"), str(tmp_path), arguments(), groups())
+    assert "ranks is 2, but must be None" in str(error.value)
+    assert "train_sampling_strategy is None, but must be random with seed 1" in str(error.value)
+
+
 def test_a_checkpoint_without_its_order(tmp_path):
     with refused(Resume.NO_PLACE, checkpoint=tmp_path, file="data_order.json"):
         agreed_place(order("packed"), str(tmp_path), arguments(), groups())

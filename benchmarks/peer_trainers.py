@@ -229,7 +229,7 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
         case: what is trained; the tokens of every row must be a multiple of the ranks.
         ranks: how many.
         attention: implementation that is given the whole row.
-        in_two_rows: whether the first document of a step has a row of its own. gloo takes rows of equal tokens alone.
+        in_two_rows: whether the first document of a step has a row of its own. gloo needs rows of equal length.
     """
     use_deepspeed()
     flatten, data = DataCollatorWithFlattening(), case.data

@@ -140,8 +140,8 @@ def _balanced(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
 def _whole(run: Run, rows: Sequence[tuple[int, ...]]) -> Step:
     """Whole documents, longest first, to the group of ranks with the least work, or the fewest tokens, that has room.
 
-    The ranks of a group share each document evenly. The rule, and the length at which a document takes as much core
-    attention as other work, are those of the reference's `balance_data_for_wlbllm`.
+    The ranks of a group share each document evenly. The reference's `balance_data_for_wlbllm` has the same rule. It
+    also gives the length at which core attention takes as long as all other work.
     """
     groups = run.data // run.context
     room = len(rows) * run.row_tokens // groups

@@ -252,7 +252,7 @@ def overlap_nodes() -> Rows:
 
 @table_of("planner")
 def planner() -> Rows:
-    """Bytes of plans beside those of a reference planner."""
+    """Bytes that plans move, over the bytes of the reference planner's plans."""
     found = result("planner")
     yield (
         "layout",
@@ -301,7 +301,7 @@ def plan_time() -> Rows:
 
 @table_of("dispatch")
 def dispatch() -> Rows:
-    """CPU time of a layer besides computing."""
+    """CPU time of dispatching one layer, without the kernels."""
     found = result("dispatch")["figures"]
     yield "layout", "nano-batches", "layer, ms", "of it dispatching", "of it collectives", "the model alone"
     for layout in ("joint", "fixed"):

@@ -320,7 +320,6 @@ for _name in (
     *("__getitem__", "__setitem__", "__array__"),
 ):
     setattr(DeferredLogits, _name, _operator(_name))
-DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _sample(head: Head, hidden: Tensor) -> Tensor:

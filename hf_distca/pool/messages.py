@@ -326,8 +326,9 @@ def _typed(kind: Any, value: Any) -> Any:
     """Convert a JSON value to its annotated type; raise ValueError if it has another type."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind) and isinstance(value, dict):
-        hints = _hints(cast(type, kind))
-        return kind(**{name: _typed(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+        message = cast(type, kind)
+        hints = _hints(message)
+        return message(**{name: _typed(hints[name], each) for name, each in value.items()})
     if origin is types.UnionType:
         return None if value is None and types.NoneType in inner else _typed(inner[0], value)
     if origin is tuple and isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Models that plans cannot train exactly, and why."""
+"""Table of models and adapters that plans cannot train exactly."""
 
 import inspect
 import re
@@ -20,6 +20,7 @@ from hf_distca.models.decoder import (
 )
 from hf_distca.models.kinds import MIXING, layer_types
 from hf_distca.plan import ATTENTION_NAME
+from hf_distca.refusal import Refusal
 
 CHANGING_MASKS = ("doge",)
 """Model types whose layers derive a mask of their own from the given mask."""
@@ -27,13 +28,157 @@ IN_CONFIG = re.compile(r"(?!encoder_)(.*_)?(attn|attention)_.*drop.*")
 """Config fields: attention_dropout, attn_pdrop, attention_probs_dropout_prob, decoder_attention_dropout_rate, ..."""
 IN_MODULE = re.compile(r"(attn|attention)_.*drop.*|dropout(_p|_prob)?")
 """Attributes of an attention layer; there plain "dropout" also means dropout of the weights."""
+STOCK = "train it with transformers' Trainer and stock attention (attn_implementation={stock})"
+NO_DROPOUT = "ranks cannot draw the same dropped attention weights"
+EARLIER_ROWS = "a plan supports attention to earlier rows only"
+
+
+class Models:
+    """What is refused in a model."""
+
+    NO_INTERFACE = Refusal(
+        "no attention interface (models with attention code of their own)",
+        "{model} does not run its attention through transformers' AttentionInterface, in modules of a class "
+        "...Attention with a layer_idx",
+        "a plan reaches attention only there",
+        STOCK,
+    )
+    OTHER_ATTENTION = Refusal(
+        f"another `attn_implementation` than `{ATTENTION_NAME!r}`",
+        "{model} runs attn_implementation={name!r}",
+        "plans do not reach that attention",
+        f"load it with attn_implementation={ATTENTION_NAME!r} or call "
+        f"model.set_attn_implementation({ATTENTION_NAME!r})",
+    )
+    OWN_MASK = Refusal(
+        "layers that compute a mask of their own (Doge)",
+        "the layers of {model} compute a custom mask from the values and add it to the causal mask",
+        "a plan cannot express that mask",
+        STOCK,
+    )
+    DROPOUT_IN_CONFIG = Refusal(
+        "attention dropout (`attention_dropout`, GPT-2's `attn_pdrop`)",
+        "{name} is {value}",
+        NO_DROPOUT,
+        "load the model with {name}=0.0",
+    )
+    DROPOUT_IN_LAYER = Refusal(
+        "attention dropout in a layer",
+        "{name} of {layer} is {value}",
+        NO_DROPOUT,
+        "set it to 0.0 in every attention layer",
+    )
+    NO_POSITIONS = Refusal(
+        "no `position_ids` (decoders of BART, Marian, Pegasus)",
+        "{model} takes no position_ids",
+        "it counts the positions of a whole row, and packed documents need positions that restart at 0",
+        STOCK,
+    )
+    POSITIONS_FROM_PADDING = Refusal(
+        "positions counted from the padding token (RoBERTa)",
+        "{module} of {model} counts positions from its padding token",
+        "packed documents need positions that begin at 0",
+        STOCK,
+    )
+    NOT_CAUSAL = Refusal(
+        "attention that is not causal, or to an encoder (PaliGemma, BERT, Whisper)",
+        "{module} of {model} is not causal: its rows attend to later rows or to an encoder's",
+        EARLIER_ROWS,
+        STOCK,
+    )
+    NOT_DECODER = Refusal(
+        "models that can be decoders, with `is_decoder=False` (BERT)",
+        "{module} of {model} is not causal: its rows attend to later rows",
+        EARLIER_ROWS,
+        f"set is_decoder=True in its config, or {STOCK}",
+    )
+    BIAS = Refusal(
+        "biases added to attention scores (Inkling)",
+        "{module} of {model} adds a bias to its scores (position_bias) for each pair of a query and a key",
+        "a plan does not exchange biases",
+        STOCK,
+    )
+    UNKNOWN_MIXING = Refusal(
+        "layers of unknown types that mix the rows of a document (indexers, n-gram embeddings)",
+        "{config} has {expected} layers of the types {types}, and only in {known} of them a module is known that "
+        "mixes along the row (with a convolution, or attention of its own)",
+        "documents could not be kept apart in the others",
+        STOCK,
+    )
+    MIXING_WITHOUT_KEYWORDS = Refusal(
+        "such layers without `**kwargs`",
+        "{module}.forward has no **kwargs",
+        "the plan would not reach the module in it that mixes along the row, and documents would mix",
+        STOCK,
+    )
+    DROPS_KEYWORDS = Refusal(
+        "keywords are dropped on the way to attention (StableLM, Nemotron)",
+        "{model} drops keywords on the way to its attention: {module}.forward takes none, or does not use them",
+        "the plan is such a keyword",
+        STOCK,
+    )
+    OWN_LOSS = Refusal(
+        "a loss without transformers' loss function (`GPT2ForTokenClassification`)",
+        "{model} does not use transformers' loss function and takes the mean over its own rows",
+        "ranks with different numbers of targets would have no exact loss",
+        STOCK,
+    )
+    CUT_MIXING = Refusal(
+        '`document_layout="joint"` or `"fixed"` with state space layers, linear attention or convolutions',
+        "document_layout={layout!r} cuts documents",
+        "{module} in {model} mixes the rows of a document other than by attention, and would be wrong for a document "
+        "that is cut",
+        "set document_layout='whole', which 'auto' means for this model",
+    )
+    CHECKPOINT_INSIDE = Refusal(
+        "checkpoints that begin inside a decoder layer with such a module",
+        "{module} runs in a gradient checkpoint that begins inside its decoder layer",
+        "recomputation would lack the layer's plan and mix documents",
+        "put checkpoints around whole layers, as model.gradient_checkpointing_enable() does",
+    )
+    NO_LAYERS = Refusal(
+        "`ping_pong=True` without decoder layers of transformers' kind",
+        "{model} has no decoder layer based on transformers' GradientCheckpointingLayer",
+        "ping-pong needs such layers",
+        "set ping_pong=False",
+    )
+    REENTRANT = Refusal(
+        "reentrant checkpoints of layers that share keys and values (Gemma 3n, Gemma 4)",
+        "{module} reads the keys and values of an earlier layer",
+        "a reentrant checkpoint passes no gradient back to them",
+        "set gradient_checkpointing_kwargs={{'use_reentrant': False}}",
+    )
+
+
+def _adapter(condition: str, reason: str) -> Refusal:
+    return Refusal(
+        condition,
+        "adapter {name!r} is of the type {kind}",
+        reason,
+        "use an adapter that processes each token alone, such as LoRA; or train with attn_implementation='sdpa' and "
+        "transformers' Trainer",
+    )
+
+
+MANY_DOCUMENTS = "a packed row holds many documents or a part of one"
+PROMPT_LEARNING = _adapter(
+    "prompt tuning, prefix tuning, p-tuning",
+    f"it puts virtual tokens before the rows of a batch, and {MANY_DOCUMENTS}",
+)
+ALORA = _adapter(
+    "aLoRA (`alora_invocation_tokens`)", f"it begins behind the last invocation tokens of a row, and {MANY_DOCUMENTS}"
+)
 ADAPTERS = {
-    "ADALORA": "adds a penalty to the loss of every micro-batch on every rank, so that it would count many times",
-    "SHADOW": "adds the loss of a second decoder, which takes targets for unshifted labels",
-    "LILY": "averages its routers over all rows of a rank, so that documents would change one another",
-    "POLY": "needs task_ids with every example, which packed rows do not carry",
+    "ADALORA": _adapter(
+        "AdaLoRA", "it adds a penalty to the loss of every micro-batch on every rank, which would count many times"
+    ),
+    "SHADOW": _adapter("ShadowPEFT", "it adds the loss of a second decoder, which takes targets for unshifted labels"),
+    "LILY": _adapter(
+        "Lily", "it averages its routers over all rows of a rank, so that documents would change one another"
+    ),
+    "POLY": _adapter("Poly", "it needs task_ids with every example, which packed rows do not carry"),
 }
-"""PEFT's types of adapters, and what they do that a planned step would compute wrongly."""
+"""Refused types of PEFT's adapters."""
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -43,123 +188,81 @@ def check_model(model: PreTrainedModel) -> None:
         model: a transformers model, or a PEFT model around one.
 
     Raises:
-        ValueError: the model breaks an assumption of planned steps, named in the message: adapters, attention
-            interface, dropout, masks, positions, causality, biases, mixing along the row, keywords or loss.
+        ValueError: the model or one of its adapters is in the table.
     """
     for name, adapter in getattr(model, "peft_config", {}).items():
-        if reason := _reason_of_adapter(adapter):
-            kind = getattr(adapter.peft_type, "value", adapter.peft_type)
-            raise ValueError(
-                f"adapter {name!r} ({kind}) {reason}. Use an adapter that processes each token alone, such as LoRA, "
-                "or train with attn_implementation='sdpa' and transformers' Trainer"
-            )
-    for reason in _reasons(base_model(model)):
-        raise ValueError(reason)
+        if refusal := _adapters_refusal(adapter):
+            raise refusal.error(name=name, kind=getattr(adapter.peft_type, "value", adapter.peft_type))
+    for error in _errors(base_model(model)):
+        raise error
 
 
-def _reason_of_adapter(adapter: Any) -> str | None:
+def _adapters_refusal(adapter: Any) -> Refusal | None:
     if adapter.is_prompt_learning:
-        return "puts virtual tokens before the rows of a batch, but a packed row holds many documents or a part of one"
+        return PROMPT_LEARNING
     if getattr(adapter, "alora_invocation_tokens", None):
-        return (
-            "begins behind the last invocation tokens of a row (alora_invocation_tokens), but a packed row holds many "
-            "documents or a part of one"
-        )
+        return ALORA
     return ADAPTERS.get(adapter.peft_type)
 
 
-def _reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Yield each reason why a planned step of a model would be wrong, and what to set."""
-    model_name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+def _errors(model: PreTrainedModel) -> Iterator[ValueError]:
+    """Yield an error for each reason why a planned step of a model would be wrong."""
+    config = model.config.get_text_config(decoder=True)
     attentions = decoder_attentions(model)
-    supported = {
-        "sdpa": "_supports_sdpa",
-        "flash_attention_2": "_supports_flash_attn",
-        "flex_attention": "_supports_flex_attn",
-    }
-    others = ["eager", *(name for name, flag in supported.items() if getattr(model, flag, False))]
-    instead = f"train it with transformers' Trainer and one of {others} as attn_implementation"
+    names = {"model": type(model).__name__, "stock": _stock(model)}
     if not attentions:
-        yield (
-            f"{model_name} does not run its attention through transformers' AttentionInterface, in modules of a class "
-            f"...Attention with a layer_idx, so a plan cannot reach its attention; {instead}"
-        )
+        yield Models.NO_INTERFACE.error(**names)
     if config._attn_implementation != ATTENTION_NAME:
-        yield (
-            f"{model_name} runs attn_implementation={config._attn_implementation!r}; load it with "
-            f'attn_implementation="{ATTENTION_NAME}" or call model.set_attn_implementation("{ATTENTION_NAME}")'
-        )
+        yield Models.OTHER_ATTENTION.error(**names, name=config._attn_implementation)
     if config.model_type in CHANGING_MASKS:
-        yield (
-            f"the layers of {model_name} compute a custom mask from the values and add it to the causal mask, which a "
-            f"plan cannot express; {instead}"
-        )
+        yield Models.OWN_MASK.error(**names)
     for name, value in config.to_dict().items():
         if IN_CONFIG.fullmatch(name) and _probability(value) > 0:
-            yield (
-                f"{name} is {value}, but workers cannot draw the same dropped attention weights. Load the model with "
-                f"{name}=0.0"
-            )
+            yield Models.DROPOUT_IN_CONFIG.error(name=name, value=value)
     for layer, module in attentions.items():
         for name, value in (*vars(module).items(), *module.named_children()):
             if IN_MODULE.fullmatch(name) and (probability := _probability(value)) > 0:
-                yield (
-                    f"{name} of {layer} is {probability}, but workers cannot draw the same dropped attention weights. "
-                    "Set it to 0.0 in every attention layer"
-                )
+                yield Models.DROPOUT_IN_LAYER.error(name=name, layer=layer, value=probability)
     if not _takes_positions(model):
-        yield (
-            f"{model_name} takes no position_ids: it counts the positions of a whole row, and does not restart at 0 "
-            f"with each document, as packed batches need; {instead}"
-        )
+        yield Models.NO_POSITIONS.error(**names)
     for name, module in model.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
-            yield (
-                f"{name} of {model_name} counts positions from its padding token, not from 0, as packed batches need; "
-                f"{instead}"
-            )
+            yield Models.POSITIONS_FROM_PADDING.error(**names, module=name)
     for name, module in attentions.items():
         # A config that is not causal makes masks that are not, whatever the modules say.
         if not (getattr(config, "is_causal", True) and getattr(module, "is_causal", True)):
-            hint = "" if getattr(config, "is_decoder", True) else "set is_decoder=True in its config, or "
-            yield (
-                f"{name} of {model_name} is not causal: its rows attend to later rows or to an encoder's, but a plan "
-                f"supports attention to earlier rows only; {hint}{instead}"
-            )
+            refusal = Models.NOT_CAUSAL if getattr(config, "is_decoder", True) else Models.NOT_DECODER
+            yield refusal.error(**names, module=name)
     for name, module in attentions.items():
         if hands_on(module, "position_bias"):
-            yield (
-                f"{name} of {model_name} adds a bias to its scores (position_bias) for each pair of a query and a "
-                f"key, which a plan does not exchange; {instead}"
-            )
+            yield Models.BIAS.error(**names, module=name)
     mixing = mixing_layers(model)
     expected = sum(layer_type in MIXING for layer_type in layer_types(config))
     if len(mixing) < expected:
-        yield (
-            f"{type(config).__name__} has {expected} layers of the types {list(MIXING)}, but only in {len(mixing)} of "
-            "them a module is known that mixes along the row (with a convolution, or attention of its own); documents "
-            f"could not be kept apart in the others; {instead}"
+        yield Models.UNKNOWN_MIXING.error(
+            **names, config=type(config).__name__, expected=expected, types=list(MIXING), known=len(mixing)
         )
     for module in mixing:
         if not takes_keywords(module):
-            yield (
-                f"{type(module).__name__}.forward has no **kwargs, so the plan would not reach the module in it that "
-                f"mixes along the row, and documents would mix; {instead}"
-            )
+            yield Models.MIXING_WITHOUT_KEYWORDS.error(**names, module=type(module).__name__)
     for module in (*attentions.values(), *filter(has_attention, decoder_layers(model))):
         if not _hands_keywords_on(module):
-            yield (
-                f"{model_name} drops keywords on the way to its attention: {type(module).__name__}.forward takes "
-                f"none, or does not use them, so the plan would not reach it; {instead}"
-            )
+            yield Models.DROPS_KEYWORDS.error(**names, module=type(module).__name__)
     forward = inspect.unwrap(type(model).forward)
     computes_loss = "labels" in inspect.signature(forward).parameters
     is_stock = forward.__module__.startswith("transformers.")
     if computes_loss and is_stock and "loss_function" not in forward.__code__.co_names:
-        yield (
-            f"{model_name} does not use transformers' loss function, but takes the mean over its own rows, so ranks "
-            f"with different numbers of targets would have no exact loss; {instead}"
-        )
+        yield Models.OWN_LOSS.error(**names)
+
+
+def _stock(model: PreTrainedModel) -> str:
+    """Return the names of the stock attention functions that a model supports, for a message."""
+    flags = {
+        "sdpa": "_supports_sdpa",
+        "flash_attention_2": "_supports_flash_attn",
+        "flex_attention": "_supports_flex_attn",
+    }
+    return " or ".join(map(repr, ["eager", *(name for name, flag in flags.items() if getattr(model, flag, False))]))
 
 
 def _probability(value: object) -> float:
@@ -191,22 +294,15 @@ def _hands_keywords_on(module: nn.Module) -> bool:
 def check_layers(model: PreTrainedModel) -> None:
     """Raise ValueError if a model has no layers in which two nano-batches can take turns."""
     if not decoder_layers(model):
-        raise ValueError(
-            f"{type(model).__name__} has no decoder layer based on transformers' GradientCheckpointingLayer, which "
-            "ping-pong needs; set ping_pong=False"
-        )
+        raise Models.NO_LAYERS.error(model=type(model).__name__)
 
 
 def check_reentrant(model: nn.Module) -> None:
-    """Raise if reentrant checkpointing would lose gradients of the model, as it does without hf_distca.
+    """Raise ValueError if reentrant checkpointing would lose gradients of the model, as it does without hf_distca.
 
-    Raises:
-        ValueError: later layers read keys and values of earlier ones, to which a reentrant checkpoint passes no
-            gradient.
+    Later layers of such a model read keys and values of earlier ones, to which a reentrant checkpoint passes no
+    gradient.
     """
     for name, module in decoder_attentions(base_model(model)).items():
         if getattr(module, "is_kv_shared_layer", False):
-            raise ValueError(
-                f"{name} reads the keys and values of an earlier layer, but a reentrant checkpoint passes no gradient "
-                "back to them; set gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
+            raise Models.REENTRANT.error(module=name)

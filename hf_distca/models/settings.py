@@ -10,7 +10,7 @@ from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
 from hf_distca.models.decoder import base_model, decoder_layers, mixing_layers, mixing_modules
 from hf_distca.models.kinds import attention_params, layers_by_kind
-from hf_distca.models.refusals import check_layers, check_model
+from hf_distca.models.refusals import Models, check_layers, check_model
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.units import AUTO
 
@@ -77,10 +77,8 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
         return config.planned_layout
     (module, *_) = mixing_modules(mixing[0])
     if config.document_layout not in (AUTO, "whole"):
-        raise ValueError(
-            f"document_layout={config.document_layout!r} cuts documents, but {type(module).__name__} in "
-            f"{type(model).__name__} mixes the rows of a document other than by attention, and would be wrong for a "
-            "document that is cut. Set document_layout='whole', which 'auto' means for this model"
+        raise Models.CUT_MIXING.error(
+            layout=config.document_layout, module=type(module).__name__, model=type(model).__name__
         )
     if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info(

@@ -16,6 +16,7 @@ from torch import nn
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules
+from hf_distca.models.refusals import Models
 from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import Refusal, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
@@ -71,11 +72,7 @@ class _MixingModule(nn.Module):
         kwargs: dict[str, Any],
     ) -> Any:
         if checkpoints_around() != around_layer:
-            raise ValueError(
-                f"{type(self).__name__} runs in a gradient checkpoint that begins inside its decoder layer, so "
-                "recomputation would lack the layer's plan and mix documents. Put checkpoints around whole layers, as "
-                "model.gradient_checkpointing_enable() does"
-            )
+            raise Models.CHECKPOINT_INSIDE.error(module=type(self).__name__)
         plan.ran.mixing += 1
         sizes = plan.document_rows
         split_args = [split_argument(f"argument {i}", value, sizes, DOCUMENTS) for i, value in enumerate(args)]

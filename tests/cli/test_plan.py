@@ -356,7 +356,7 @@ def test_hybrids_and_experts(plan, capsys, tmp_path, model_type):
         assert plan([60, 30], 2, 96, "--model", str(tmp_path), "--document-layout", "joint") == 2
         error = capsys.readouterr().err
         assert "would be wrong for a document that is cut" in error
-        assert "Set document_layout='whole'" in error
+        assert "set document_layout='whole'" in error
         assert plan([97, 30], 2, 96, "--model", str(tmp_path)) == 2
         assert "document 0 has 97 tokens" in capsys.readouterr().err
 

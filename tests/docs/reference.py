@@ -14,6 +14,7 @@ from typing import Any, get_args
 import hf_distca
 from hf_distca.cli.main import TOOLS
 from hf_distca.collator.refusals import Data
+from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
 from hf_distca.refusal import Refusal, entries
 from hf_distca.trainer.metrics import METRICS, PREFIX
 from hf_distca.trainer.refusals import (
@@ -153,8 +154,19 @@ def settings_page() -> str:
     return "".join(parts)
 
 
-BY_HAND = "<!-- The sections below are written by `python -m tests.docs.reference` from tables in the code. -->\n"
+REFUSALS_TOP = """\
+# What is refused
+
+<!-- Written by `python -m tests.docs.reference` from tables in the code. -->
+
+hf_distca raises an error for everything that would train wrongly or differently than asked. Every rank raises it,
+before training begins. The message says what was found, why it cannot work and what to set. This page lists all
+conditions; [Feature compatibility](features.md) and [Model compatibility](compatibility.md) show which were tested.
+Models that are refused here still train with stock attention (`attn_implementation="sdpa"`) and transformers' Trainer.
+"""
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
+    "Models": entries(Models),
+    "Adapters": (PROMPT_LEARNING, ALORA, *ADAPTERS.values()),
     "Arguments": ARGUMENTS,
     "Arguments of the trainer": (*GIVEN, LOADED_ALREADY),
     "With TRL": (*SFT_ARGUMENTS, *SFT_TRAINER),
@@ -192,8 +204,7 @@ def cli_page() -> str:
 
 def refusals_page() -> str:
     """Return the page of everything that is refused."""
-    by_hand, _, _ = (FOLDER / "refusals.md").read_text().partition(BY_HAND)
-    parts = [by_hand, BY_HAND]
+    parts = [REFUSALS_TOP]
     for title, refusals in REFUSALS.items():
         parts.append(f"\n## {title}\n\n| condition | why | instead |\n| --- | --- | --- |\n")
         parts += [

@@ -204,7 +204,7 @@ def test_the_layout_is_whole_unless_it_is_asked_to_cut(model_type):
     assert settings.document_layout == "whole"
     for layout in ("joint", "fixed"):
         with pytest.raises(
-            ValueError, match=rf"document_layout='{layout}' cuts documents.*Set document_layout='whole'"
+            ValueError, match=rf"document_layout='{layout}' cuts documents.*set document_layout='whole'"
         ):
             plan_settings(model, DistCAConfig(document_layout=layout), ranks=2, device=torch.device("cpu"))
     llama = make_model("llama")

@@ -352,7 +352,9 @@ def test_other_dropout_is_none_of_attention(tmp_path):
 
 
 def test_model_that_computes_a_mask(tmp_path):
-    with pytest.raises(ValueError, match=r"DogeForCausalLM compute a custom mask .*one of \['eager', 'sdpa'"):
+    with pytest.raises(
+        ValueError, match=r"DogeForCausalLM compute a custom mask .*attn_implementation='eager' or 'sdpa'"
+    ):
         trainer(tmp_path, model=small_model("doge"))
 
 
@@ -366,21 +368,21 @@ def test_reentrant_checkpoints_of_layers_that_share_keys(tmp_path, ping_pong):
 
 
 def test_other_attention_implementation(tmp_path):
-    with pytest.raises(ValueError, match="LlamaForCausalLM runs attn_implementation='sdpa'; load it with"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM runs attn_implementation='sdpa', but .*; load it with"):
         trainer(tmp_path, model=small_model(implementation="sdpa"))
 
 
-WITHOUT_POSITIONS = "takes no position_ids: it counts the positions of a whole row"
-NOT_CAUSAL = r"is not causal: .*set is_decoder=True in its config, or train .* one of \['eager'"
+WITHOUT_POSITIONS = "takes no position_ids, but it counts the positions of a whole row"
+NOT_CAUSAL = r"is not causal: .*set is_decoder=True in its config, or train .*attn_implementation='eager'"
 WRONG = {
-    "stablelm": r"drops keywords .*: StableLmDecoderLayer\.forward .*one of \['eager'",
-    "bloom": r"AttentionInterface.*one of \['eager'",
-    "gptj": r"GPTJForCausalLM.*AttentionInterface.*one of \['eager'",
-    "roberta": r"counts positions from its padding token.*one of \['eager'",
-    "inkling_text": r"adds a bias to its scores .*one of \['eager', 'sdpa'",
+    "stablelm": r"drops keywords .*: StableLmDecoderLayer\.forward .*attn_implementation='eager'",
+    "bloom": r"AttentionInterface.*attn_implementation='eager'",
+    "gptj": r"GPTJForCausalLM.*AttentionInterface.*attn_implementation='eager'",
+    "roberta": r"counts positions from its padding token.*attn_implementation='eager'",
+    "inkling_text": r"adds a bias to its scores .*attn_implementation='eager' or 'sdpa'",
     "blt": r"cross_attn_layers\.0 of BltForCausalLM is not causal",
     "ctrl": r"has no decoder layer based on transformers' Gradient.*; set ping_pong=False",
-    "whisper": r"layers\.0\.encoder_attn of WhisperForCausalLM is not causal: .* one of \['eager'",
+    "whisper": r"layers\.0\.encoder_attn of WhisperForCausalLM is not causal: .* attn_implementation='eager'",
     **dict.fromkeys(("bart", "mbart", "blenderbot", "marian", "pegasus", "plbart"), WITHOUT_POSITIONS),
     **dict.fromkeys(("bert", "electra", "ernie", "roc_bert"), NOT_CAUSAL),
 }
@@ -441,7 +443,9 @@ def test_a_layer_that_does_not_take_the_plan(tmp_path, monkeypatch):
         return forward(self, hidden_states, position_embeddings, attention_mask)
 
     monkeypatch.setattr(layer, "forward", without_keywords)
-    with pytest.raises(ValueError, match=r"has no \*\*kwargs, so the plan would not reach .*one of \['eager'"):
+    with pytest.raises(
+        ValueError, match=r"has no \*\*kwargs, so the plan would not reach .*attn_implementation='eager'"
+    ):
         trainer(tmp_path, model=model)
 
 
@@ -538,8 +542,8 @@ def without_mlps(model):
 
 def test_every_rank_raises_where_one_cannot_train(tmp_path, rank_pools: dict[int, RankPool]):
     messages = [
-        "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa'; load it with",
-        "rank 1: ValueError: attn_pdrop is 0.1, but workers cannot draw the same dropped attention weights",
+        "rank 1: ValueError: LlamaForCausalLM runs attn_implementation='sdpa', but .*; load it with",
+        "rank 1: ValueError: attn_pdrop is 0.1, but ranks cannot draw the same dropped attention weights",
         "rank 1: ValueError: torch.compile is set for the whole model, but",
         "rank 1: ValueError: kernel 'torch_varlen' computes on CUDA, got cpu",
         "rank 1: ValueError: mlp_chunk_rows=16 has no effect on",

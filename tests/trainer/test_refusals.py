@@ -364,7 +364,7 @@ def test_reentrant_checkpoints_of_layers_that_share_keys(tmp_path, ping_pong):
     sharing = {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 64}
     model = small_model("gemma4_text", **sharing)
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    with refused(Models.REENTRANT, module="model.layers.1.self_attn"):
+    with refused(Models.REENTRANT, module="layers.1.self_attn"):
         trainer(tmp_path, model=model, ping_pong=ping_pong, **options)
 
 
@@ -402,7 +402,7 @@ def test_models_that_planned_steps_would_get_wrong(model_type):
 
 def test_a_config_that_lets_rows_attend_to_later_ones():
     model = small_model(is_causal=False)
-    with refused(Models.NOT_CAUSAL, module="model.layers.0.self_attn"):
+    with refused(Models.NOT_CAUSAL, module="layers.0.self_attn"):
         hf_distca.plan_settings(model, hf_distca.DistCAConfig(), ranks=2, device=torch.device("cpu"))
 
 

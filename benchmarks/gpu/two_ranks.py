@@ -145,7 +145,7 @@ def _step(setting: Setting, way: Way) -> RankResult:
         documents.sort(key=len, reverse=True)
     error = None
     try:
-        with dispatcher.groups.failures.told():
+        with dispatcher.groups.failures.reported():
             with setting.autocast():
                 loss = planned_loss(model, plan, dispatcher, documents)
             loss.backward()

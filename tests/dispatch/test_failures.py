@@ -21,13 +21,13 @@ class Unreachable(dist.Store):
 
 
 def fail(failures: Failures, error: Exception) -> None:
-    with failures.told():
+    with failures.reported():
         raise error
 
 
 def evaluate_twice_within(failures: Failures, error: Exception) -> None:
-    with failures.told():
-        with failures.told():
+    with failures.reported():
+        with failures.reported():
             pass
         fail(failures, error)
 
@@ -81,7 +81,7 @@ def test_a_store_that_is_gone_hides_no_error(error):
 def test_what_failed_before_is_forgotten():
     store = dist.HashStore()
     failures = left_behind(store, ValueError("boom"))
-    with failures.told():
+    with failures.reported():
         pass
     with pytest.raises(RuntimeError, match="Connection closed"):
         fail(failures, RuntimeError(CLOSED))

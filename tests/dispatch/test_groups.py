@@ -176,7 +176,7 @@ def started(size: int) -> list[Any]:
     """What becomes of groups in any case: words, whether devices will do, and rows between all."""
     devices = ("gloo", [f"GPU-{rank}" for rank in range(size)])
     exchange = [("distca exchange", "gloo"), ("distca exchange", [1] * size, [1] * size)]
-    return [("distca words", "gloo"), devices, *exchange]
+    return [("distca control", "gloo"), devices, *exchange]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -300,7 +300,7 @@ def _failed(groups: Groups) -> str:
 
 
 def _fail(failures: Failures, error: Exception) -> None:
-    with failures.told():
+    with failures.reported():
         raise error
 
 

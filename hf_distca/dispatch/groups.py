@@ -262,5 +262,8 @@ def _new_group(meshes: list[list[int]] | None, **options: Any) -> dist.ProcessGr
     Args:
         meshes: ranks of every mesh or node; None if all ranks of the world are one group.
     """
-    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **options) for ranks in meshes or [None]]
-    return groups[0 if meshes is None else next(i for i, ranks in enumerate(meshes) if dist.get_rank() in ranks)]
+    # A list of None is torch's name for all ranks.
+    lists: list[list[int] | None] = [None] if meshes is None else [*meshes]
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **options) for ranks in lists]
+    mine = next(at for at, ranks in enumerate(lists) if ranks is None or dist.get_rank() in ranks)
+    return groups[mine]

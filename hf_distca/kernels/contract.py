@@ -21,6 +21,13 @@ ALIGNMENT = 16
 """Bytes that kernels load at once: rows, columns and tables begin at multiples of it."""
 
 
+MAX_SOURCES = 6
+"""Most tensors whose rows `sum_rows` adds up."""
+
+SOURCE_BITS = 3
+"""Low bits of an addend of `sum_rows` that hold the index of its source; the bits above hold its row."""
+
+
 def aligned(size: int) -> int:
     """Round a size in bytes up to a multiple of ALIGNMENT.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .contract import AttentionParams, Need, TaskShapes, check_tensors
-from .merge import merge_into
+from .fused import merge_into
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -4,14 +4,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.dispatch.rows import MAX_SOURCES, IndexBuffer
-from hf_distca.dispatch.sums import RowSum
+from hf_distca.dispatch.rows import IndexBuffer, RowSum
+from hf_distca.kernels.contract import MAX_SOURCES
 
 CPU = torch.device("cpu")
 
 
 def row_sum(sources, rows, **options):
-    return RowSum([np.array(source, np.int64) for source in sources], rows, IndexBuffer(CPU), **options)
+    by_name = {str(number): np.array(source, np.int64) for number, source in enumerate(sources)}
+    return RowSum(by_name, rows, IndexBuffer(CPU), **options)
 
 
 def column(*values, dtype=torch.float32):

@@ -7,8 +7,8 @@ Shape suffixes: N rows, S rows of one source of a sum, W rows of a sum that are 
 letters after a row's letter are free.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,24 +23,18 @@ IntArray = NDArray[np.int64]
 CHUNK_BYTES = 1 << 22
 """Bytes of one copy, enough for a plan of some 50,000 rows per rank; larger plans take several copies."""
 
-RowIndex = slice | tuple[slice, ...] | Tensor
-"""Row numbers: a slice if contiguous, slices if a few runs, else an int64 tensor [N]."""
+RowIndex = slice | Tensor
+"""Row numbers: a slice if contiguous, else an int64 tensor [N]."""
 
 ALL_ROWS = slice(None)
-
-FEW_RUNS = 8
-"""Most runs of rows that the CPU copies run by run, which is faster than gathering row by row.
-
-On a GPU each run would be another launch.
-"""
 
 
 class IndexBuffer:
     """Buffer that places numbers on the host and returns device tensors, which hold them after `send`.
 
     Args:
-        in_one_go: gather and add up rows by one kernel each, as on a GPU, instead of run by run, which is faster on a
-            CPU; None chooses by device.
+        in_one_go: add up rows of all sources by one kernel, as on a GPU, instead of source by source; None chooses by
+            device.
     """
 
     def __init__(self, device: torch.device, in_one_go: bool | None = None) -> None:
@@ -87,45 +81,39 @@ def row_index(rows: IntArray, buffer: IndexBuffer) -> RowIndex:
     """Return an index of the given rows [N]; the index is valid once the buffer is sent."""
     if len(rows) == 0:
         return slice(0, 0)
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    if len(breaks) >= (1 if buffer.in_one_go else FEW_RUNS):
-        return buffer.place(rows)
-    runs = tuple(slice(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks))
-    return runs if len(runs) > 1 else runs[0]
+    contiguous = bool((np.diff(rows) == 1).all())
+    return slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else buffer.place(rows)
 
 
 def take(x: Tensor, index: RowIndex) -> Tensor:
-    """Return the indexed rows of x: x or a view of it for a slice, else a copy."""
+    """Return the indexed rows of x: x or a view of x for a slice, else a copy."""
     if isinstance(index, slice):
         return x if index.start == 0 and index.stop == x.shape[0] else x[index]
-    return torch.cat([x[run] for run in index]) if isinstance(index, tuple) else x.index_select(0, index)
+    return x.index_select(0, index)
 
 
 def copy_rows(target: Tensor, x: Tensor, index: RowIndex) -> None:
     """Copy the indexed rows of x to a target of as many rows."""
-    if isinstance(index, Tensor):
+    if isinstance(index, slice):
+        target.copy_(x[index])
+    else:
         torch.index_select(x, 0, index, out=target)
-        return
-    for run, part in _run_by_run(index, target):
-        part.copy_(x[run])
 
 
 def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
     """Write rows to the indexed rows of x; the index names no row twice."""
-    if isinstance(index, Tensor):
+    if isinstance(index, slice):
+        x[index] = rows
+    else:
         x.index_copy_(0, index, rows)
-        return
-    for run, part in _run_by_run(index, rows):
-        x[run] = part
 
 
 def add_rows(x: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """Add rows to the indexed rows of x, in the dtype of x; the index names no row twice."""
-    if isinstance(index, Tensor):
+    """Add rows to the indexed rows of x, in the dtype of x."""
+    if isinstance(index, slice):
+        x[index].add_(rows)
+    else:
         x.index_add_(0, index, rows.to(x.dtype))
-        return
-    for run, part in _run_by_run(index, rows):
-        x[run].add_(part)
 
 
 def merge_rows(o_NHE: Tensor, lse_NH: Tensor, index: RowIndex, o_part_SHE: Tensor, lse_part_SH: Tensor) -> None:
@@ -133,25 +121,10 @@ def merge_rows(o_NHE: Tensor, lse_NH: Tensor, index: RowIndex, o_part_SHE: Tenso
 
     The index names no row twice.
     """
-    if isinstance(index, Tensor):
-        merge_into(o_NHE, lse_NH, o_part_SHE, lse_part_SH, index)
-        return
-    for (run, o_part), (_, lse_part) in zip(
-        _run_by_run(index, o_part_SHE), _run_by_run(index, lse_part_SH), strict=True
-    ):
-        merge_into(o_NHE[run], lse_NH[run], o_part, lse_part)
-
-
-def _run_by_run(index: slice | tuple[slice, ...], rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each run of an index with the run's share of the rows."""
     if isinstance(index, slice):
-        yield index, rows
-        return
-    begin = 0
-    for run in index:
-        end = begin + run.stop - run.start
-        yield run, rows[begin:end]
-        begin = end
+        merge_into(o_NHE[index], lse_NH[index], o_part_SHE, lse_part_SH)
+    else:
+        merge_into(o_NHE, lse_NH, o_part_SHE, lse_part_SH, index)
 
 
 class RowSum:
@@ -181,8 +154,11 @@ class RowSum:
         targets_S = list(sources_S.values())
         self._rows = rows
         self._in_place = in_place and len(targets_S[0]) == rows and _increasing(targets_S[0])
-        table = Addends if buffer.in_one_go else _Steps
-        self._table: Addends | _Steps = table(targets_S, rows, self._in_place, buffer)
+        self._addends = Addends(targets_S, rows, self._in_place, buffer) if buffer.in_one_go else None
+        if self._addends is None:
+            self._rows_S = [row_index(targets, buffer) for targets in targets_S]
+            # A sum of two addends is rounded once in any dtype.
+            self._widen = bool((np.bincount(np.concatenate(targets_S)) > 2).any())
 
     def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Return the sum, [N, …] in the dtype of the sources.
@@ -194,7 +170,16 @@ class RowSum:
         base = sources[0]
         if out is None:
             out = base if self._in_place else base.new_empty((self._rows, *base.shape[1:]))
-        self._table.add_up(sources, out)
+        if self._addends is not None:
+            self._addends.add_up(sources, out)
+            return out
+        total = out.to(torch.promote_types(out.dtype, torch.float32)) if self._widen else out
+        if not self._in_place:
+            total.zero_()
+        for index, source in list(zip(self._rows_S, sources, strict=True))[self._in_place :]:
+            add_rows(total, index, source)
+        if total is not out:
+            out.copy_(total)
         return out
 
 
@@ -230,62 +215,6 @@ class Addends:
         """See `RowSum.add_up`."""
         if self._written:
             torch.ops.hf_distca.sum_rows(out, self.rows_W, self.ends_W, self.addends_A, list(sources), self.onto)
-
-
-class _Step(NamedTuple):
-    """Rows of one source, each added to another row of the sum.
-
-    Attributes:
-        members: rows of the source, in the same order.
-        first: whether these rows of the sum have no earlier addend.
-    """
-
-    source: int
-    rows: RowIndex
-    members: RowIndex
-    first: bool
-
-
-class _Steps:
-    """Sum that torch's operators compute run by run, mostly on slices."""
-
-    def __init__(self, targets_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer) -> None:
-        added = np.full(rows, int(onto))
-        self._onto = onto
-        self._steps: list[_Step] = []
-        for source, targets in enumerate(targets_S):
-            if not source and onto:
-                continue
-            # No row occurs twice in an increasing run.
-            for members in np.split(np.arange(len(targets)), np.flatnonzero(targets[1:] <= targets[:-1]) + 1):
-                fresh = added[targets[members]] == 0
-                for first, part in ((True, members[fresh]), (False, members[~fresh])):
-                    if len(part):
-                        rows_of_sum = row_index(targets[part], buffer)
-                        self._steps.append(_Step(source, rows_of_sum, row_index(part, buffer), first))
-                added[targets[members]] += 1
-        self._without = row_index(np.flatnonzero(added == 0), buffer)
-        # A sum of two addends is rounded once in any dtype.
-        self._widen = bool((added > 2).any())
-
-    def add_up(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        dtype = torch.promote_types(out.dtype, torch.float32) if self._widen else out.dtype
-        total = out
-        if dtype != out.dtype:
-            total = out.to(dtype) if self._onto else out.new_empty(out.shape, dtype=dtype)
-        for step in self._steps:
-            addends = take(sources[step.source], step.members)
-            if step.first:
-                put(total, step.rows, addends.to(dtype))
-            else:
-                add_rows(total, step.rows, addends)
-        if isinstance(self._without, Tensor):
-            total.index_fill_(0, self._without, 0)
-        else:
-            for run, _ in _run_by_run(self._without, total):
-                total[run] = 0
-        if total is not out:
-            out.copy_(total)
 
 
 def _increasing(targets: IntArray) -> bool:

@@ -7,9 +7,8 @@ BIN := .venv/bin
 SETUP := .venv/.setup
 EDITABLE := --editable '.[deepspeed,nixl,peft,trl]' --group dev
 WHEELS := wheels
-GPU_ENVIRONMENT := .venv-gpu
-GPU_BIN := $(GPU_ENVIRONMENT)/bin
-GPU_SETUP := $(GPU_ENVIRONMENT)/.setup
+GPU_PACKAGES := .gpu-packages
+GPU_SETUP := $(GPU_PACKAGES)/.setup
 DOCS_ENVIRONMENT := .venv-docs
 DOCS_SETUP := $(DOCS_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
@@ -98,15 +97,18 @@ oldest newest:
 	CUDA_VISIBLE_DEVICES= .venv-$@/bin/python -m pytest $(VERSION_TESTS)
 
 # Without a GPU it says so at once and fails with status 3: nothing was checked. With the folder wheels/ it needs no
-# network, only a PYTHON that has torch and transformers: what else the library needs is taken from the folder.
-# GPU="kernel models" runs some parts; RESULTS=FILE is where results are written, after each part.
+# network, only a PYTHON that has torch, transformers and pip: what else the library needs is taken from the folder.
+# GPU="kernel training" runs some parts; RESULTS=FILE is where results are written, after each part.
 gpu:
 	@$(PYTHON) benchmarks/gpu/devices.py
 	@$(MAKE) --no-print-directory $(if $(wildcard $(WHEELS)),$(GPU_SETUP),$(SETUP))
-	$(if $(wildcard $(WHEELS)),$(GPU_BIN),$(BIN))/python -m benchmarks.gpu $(if $(RESULTS),--output $(RESULTS)) $(GPU)
+	$(if $(wildcard $(WHEELS)),PYTHONPATH=$(GPU_PACKAGES) $(PYTHON),$(BIN)/python) \
+		-m benchmarks.gpu $(if $(RESULTS),--output $(RESULTS)) $(GPU)
 
-$(GPU_SETUP): pyproject.toml benchmarks/gpu/environment.py $(wildcard $(WHEELS)/*.whl)
-	$(PYTHON) benchmarks/gpu/environment.py $(GPU_ENVIRONMENT) $(WHEELS)
+# Without resolving: pip would fail where one pin among the installed packages does not hold.
+$(GPU_SETUP): $(wildcard $(WHEELS)/*.whl)
+	rm -rf $(GPU_PACKAGES)
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --target $(GPU_PACKAGES) $(wildcard $(WHEELS)/*.whl)
 	touch $@
 
 # For Python 3.12 on Linux, x86-64: what an installation for deep learning usually lacks.
@@ -121,4 +123,4 @@ format: $(SETUP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest $(DOCS_ENVIRONMENT) $(GPU_ENVIRONMENT) $(WHEELS) runs site
+	rm -rf .venv .venv-oldest .venv-newest $(DOCS_ENVIRONMENT) $(GPU_PACKAGES) $(WHEELS) runs site

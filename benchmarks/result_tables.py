@@ -379,14 +379,6 @@ def faults() -> Rows:
         yield transport, *(str(found[figure]) for figure in ("kills", "in_a_call", "steps", "lost"))
 
 
-@table_of("kernel_fit")
-def kernel_fit() -> Rows:
-    """Kernel costs beside calls that they were not fitted to."""
-    yield "call of the CPU kernel", "measured, s", "predicted / measured"
-    for name, found in result("kernel_fit")["calls"].items():
-        yield name, f"{found['seconds']:.2f}", f"{found['by seconds of a row']:.2f}"
-
-
 def table(name: str) -> str:
     """Return a table in Markdown."""
     header, *rows = TABLES[name][0]()

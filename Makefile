@@ -54,8 +54,9 @@ lint: $(SETUP)
 types: $(SETUP)
 	$(BIN)/mypy
 
+# In the order of tests/conftest.py: by default files with the fewest tests come last, and those launch trainings.
 tests: $(SETUP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The site into site/: site/index.html needs no server. A broken link, a missing page or a warning ends the build.
 # Docstrings are read from the source, so that neither torch nor the library is installed for it.
@@ -68,9 +69,10 @@ $(DOCS_SETUP): pyproject.toml constraints.txt
 	$(DOCS_ENVIRONMENT)/bin/pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
-# Every causal language model of transformers; `python -m tests.survey.page` writes its page anew.
+# Every causal language model of transformers, where `make test` tries one for each mechanism; some two minutes.
+# `python -m tests.survey.page` writes its page anew.
 survey: $(SETUP)
-	$(BIN)/python -m pytest -m survey
+	$(BIN)/python -m pytest -m survey tests/survey
 
 # What users turn on; `python -m tests.trainer.features_page` writes its page anew. With bitsandbytes, bases in
 # 4 bits too: it is not among what is set up, because peft imports it, and with it torch's compiler, in every process.

@@ -1,16 +1,15 @@
 """Plans chosen by seconds, beside all other strategies and beside every candidate: an 8B model on H100, simulated.
 
-Three parts:
+Two parts:
 
   networks   16 GPUs with 16384 tokens each, 1 and 8 of them in a node, networks from 1 to 50 GB/s a GPU, five kinds
              of documents: the best strategy that keeps the context of every document over the chosen plan
   data sets  8 and 64 GPUs with 32768 tokens each in nodes of 8, each data set: the same ratio
-  search     the chosen plan over the best of every candidate, tried one by one, on 16 and 64 GPUs
 
 A ratio above 1 says that the chosen plan is faster. Strategies that hold more than the tokens of a GPU on one of them
 are counted apart ("any"): they need the memory for that.
 
-Run: PYTHONPATH=. python benchmarks/chosen.py [--batches 8] [--batches-of-data-sets 200] [--batches-of-search 3]
+Run: PYTHONPATH=. python benchmarks/chosen.py [--batches 8] [--batches-of-data-sets 200]
 """
 
 import argparse
@@ -23,7 +22,6 @@ import numpy as np
 from harness import print_json, table
 from numpy.typing import NDArray
 
-from hf_distca.planner.choose import candidates
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import LinkCost
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -150,28 +148,6 @@ def of_data_sets(count: int) -> list[dict[str, float | str]]:
     return rows
 
 
-def search(count: int) -> dict[str, dict[str, float]]:
-    """The third part: by number of GPUs, quantiles of the chosen plan's seconds over the best candidate's."""
-    found = {}
-    for ranks in (16, 64):
-        ratios = []
-        for network in (1.0, 3.0, 50.0):
-            _, settings = setup_of(ranks, 16384, 8, network)
-            for _, draw, first in grid_documents(ranks * 16384):
-                for lengths in islice(micro_batches(draw, ranks * 16384, 1, first), count):
-                    choice = plan_micro_batch(lengths.tolist(), settings).choice
-                    assert choice is not None
-                    assert settings.choices is not None
-                    every = candidates(lengths, replace(settings, choices=None), settings.choices)
-                    ratios.append(choice.seconds / min(each.choice.seconds for each in every))
-        found[str(ranks)] = {
-            "median": float(np.median(ratios)),
-            "share within 1 %": float((np.array(ratios) <= 1.01).mean()),
-            "worst": max(ratios),
-        }
-    return found
-
-
 def print_rows(rows: Sequence[dict[str, float | str]]) -> None:
     """Print a table."""
     columns = tuple(rows[0])
@@ -184,15 +160,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=8, help="micro-batches of each network (default: 8)")
     parser.add_argument("--batches-of-data-sets", type=int, default=200, help="of each data set (default: 200)")
-    parser.add_argument("--batches-of-search", type=int, default=3, help="of each setting, 1 or more (default: 3)")
     options = parser.parse_args()
     by_network = networks(options.batches)
     print_rows(by_network)
     by_data_set = of_data_sets(options.batches_of_data_sets)
     print_rows(by_data_set)
-    searched = search(options.batches_of_search)
-    print_rows([{"GPUs": ranks, **figures} for ranks, figures in searched.items()])
-    print_json(networks=by_network, data_sets=by_data_set, search=searched)
+    print_json(networks=by_network, data_sets=by_data_set)
 
 
 if __name__ == "__main__":

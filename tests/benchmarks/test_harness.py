@@ -154,16 +154,3 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_documents_of_the_step_benchmark(harness):
-    from step_time import LENGTHS_FOR, MIXES, packed_rows, whole_rows
-
-    assert whole_rows([4, 3, 2, 1], 2) == [[4], [3, 2, 1]]
-    assert all(sum(lengths) == LENGTHS_FOR for lengths in MIXES.values())
-    for ranks in (2, 4):
-        for lengths in MIXES.values():
-            for rows in (whole_rows(lengths, ranks), packed_rows(lengths, ranks)):
-                assert len(rows) == ranks
-                assert all(rows)
-                assert sorted(length for row in rows for length in row) == sorted(lengths)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
-from harness import print_json, table
+from harness import print_json, print_rows
 from numpy.typing import NDArray
 
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -146,13 +146,6 @@ def of_data_sets(count: int) -> list[dict[str, float | str]]:
             batches = islice(micro_batches(draw, ranks * 32768, 0), count)
             rows.append({"GPUs": ranks, "documents": name} | summary([compared(b, setup, settings) for b in batches]))
     return rows
-
-
-def print_rows(rows: Sequence[dict[str, float | str]]) -> None:
-    """Print a table."""
-    columns = tuple(rows[0])
-    table(columns, [tuple(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()) for row in rows])
-    print()
 
 
 def main() -> None:

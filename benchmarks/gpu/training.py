@@ -19,7 +19,6 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.models import new_model
 from benchmarks.gpu.setting import Setting
 from hf_distca import DistCATrainer, DistCATrainingArguments
-from hf_distca.planner.cost import pairs
 
 WARM_UP = 2
 """Steps that are not timed."""
@@ -27,8 +26,6 @@ GROWTH = 1.05
 """So many times the memory of the first fifth of the steps may be in use at the end."""
 BOUNDS = {"loss": 5e-3, "grad_norm": 2e-2}
 """Largest differences of what stock attention and ours log, over the value."""
-FORWARDS = 3
-"""A backward takes two forwards' operations."""
 
 
 class Watch(TrainerCallback):
@@ -157,7 +154,7 @@ def check_training(setting: Setting) -> Findings:
             findings.check(len(ours.seconds) == len(lengths), f"{len(ours.seconds)} of {len(lengths)} steps ran")
             if what == "documents":
                 _check_memory(findings, ours)
-            ways[f"distca, {what}"] = _speed(setting, ours, lengths)
+            ways[f"distca, {what}"] = _speed(setting, ours)
             for name in stock_attentions():
                 _free()
                 with findings.trying(f"{name}, {what}"):
@@ -166,7 +163,7 @@ def check_training(setting: Setting) -> Findings:
                     except torch.OutOfMemoryError as error:
                         ways[f"{name}, {what}"] = f"out of memory: {str(error)[:200]}"
                         continue
-                    ways[f"{name}, {what}"] = _speed(setting, stock, lengths)
+                    ways[f"{name}, {what}"] = _speed(setting, stock)
                     _check_logged(findings, f"{name}, {what}", ours, stock)
         _free()
     return findings
@@ -196,25 +193,10 @@ def _check_logged(findings: Findings, what: str, ours: Watch, stock: Watch) -> N
             findings.at_most(abs(mine - theirs) / theirs, bound, f"{what}: difference of the {name} of step {step}")
 
 
-def _speed(setting: Setting, watch: Watch, lengths: list[list[int]]) -> dict[str, float]:
-    """Medians over the steps after the first ones: seconds, tokens and 10¹² operations of the model a second."""
-    wide = setting.wide
-    hidden, layers = wide["hidden_size"], wide["num_hidden_layers"]
-    width, kv_width = (wide[heads] * wide["head_dim"] for heads in ("num_attention_heads", "num_key_value_heads"))
-    weights = layers * hidden * (2 * width + 2 * kv_width + 3 * wide["intermediate_size"])
-    weights += hidden * wide["vocab_size"]
-    steps = list(zip(watch.seconds, lengths, strict=False))
-    rates = []
-    for seconds, documents in steps[WARM_UP:] or steps:
-        seen = sum(pairs(0, length) for length in documents)
-        flops = FORWARDS * (2 * weights * sum(documents) + 4 * width * layers * seen)
-        rates.append(flops / seconds / 1e12)
-    step_s = statistics.median(seconds for seconds, _ in steps[WARM_UP:] or steps)
-    return {
-        "step_s": step_s,
-        "tokens_per_second": setting.tokens / step_s,
-        "model_tflops": statistics.median(rates),
-    }
+def _speed(setting: Setting, watch: Watch) -> dict[str, float]:
+    """Median of the steps after the first ones, and the tokens that it makes a second."""
+    step_s = statistics.median(watch.seconds[WARM_UP:] or watch.seconds)
+    return {"step_s": step_s, "tokens_per_second": setting.tokens / step_s}
 
 
 def _free() -> None:

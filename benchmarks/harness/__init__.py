@@ -1,6 +1,6 @@
 """What benchmarks share: ranks on this machine, rounds and their reports, memory, what figures belong to."""
 
-from .figures import Spread, print_json, rounded, spread, table
+from .figures import Spread, print_json, print_rows, rounded, spread, table
 from .machine import provenance
 from .ranks import Ranks, end_with_parent, free_port, run_ranks
 from .resident import begin_peak, follow_tensors, peak
@@ -21,6 +21,7 @@ __all__ = [
     "over",
     "peak",
     "print_json",
+    "print_rows",
     "provenance",
     "report",
     "rounded",

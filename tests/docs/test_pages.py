@@ -25,6 +25,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_distca
 from hf_distca.cli.main import main
+from hf_distca.trainer.metrics import METRICS
 from tests.docs.reference import REFUSALS, template
 from tests.launch import CONFIGS, ROOT, cpu_environment
 from tests.ranks import free_port
@@ -91,6 +92,7 @@ def test_files_that_are_named_exist(page):
     assert not {path for path in named - WRITTEN_ON_GPUS if not (ROOT / path).exists()}
     for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (ROOT / page).parent.joinpath(path).exists(), path
+    assert set(re.findall(r"\bdistca/([a-z_]+)", text)) <= set(METRICS)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -69,10 +69,10 @@ $(DOCS_SETUP): pyproject.toml constraints.txt
 	$(DOCS_ENVIRONMENT)/bin/pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
-# Every causal language model of transformers, where `make test` tries one for each mechanism; some two minutes.
-# `python -m tests.survey.page` writes its page anew.
+# Every causal language model of transformers, where `make test` tries one for each mechanism, and simulations that
+# pages show; some two minutes. `python -m tests.survey.page` writes the page of models anew.
 survey: $(SETUP)
-	$(BIN)/python -m pytest -m survey tests/survey
+	$(BIN)/python -m pytest -m survey --numprocesses 2 --dist loadfile tests/survey tests/docs
 
 # What users turn on; `python -m tests.trainer.features_page` writes its page anew. With bitsandbytes, bases in
 # 4 bits too: it is not among what is set up, because peft imports it, and with it torch's compiler, in every process.

@@ -7,15 +7,15 @@ Two parts:
   data sets  8 and 64 GPUs with 32768 tokens each in nodes of 8, each data set: the same ratio
 
 A ratio above 1 says that the chosen plan is faster. Strategies that hold more than the tokens of a GPU on one of them
-are counted apart ("any"): they need the memory for that.
+are left out: they need the memory for that.
 
 Run: PYTHONPATH=. python benchmarks/chosen.py [--batches 8] [--batches-of-data-sets 200]
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -54,23 +54,6 @@ def data_sets() -> Iterator[tuple[str, Draw]]:
     yield from corpora().items()
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One micro-batch.
-
-    Attributes:
-        fair: the best other strategy within the tokens of a GPU over the chosen plan; None where there is none.
-        any: the best other strategy over the chosen plan.
-        best: name of the best one within the tokens of a GPU.
-        milliseconds: CPU time of planning.
-    """
-
-    fair: float | None
-    any: float
-    best: str
-    milliseconds: float
-
-
 def setup_of(ranks: int, tokens: int, ranks_per_node: int, network: float | None) -> tuple[Setup, PlanSettings]:
     """Who trains, and the settings of plans.
 
@@ -91,34 +74,29 @@ def setup_of(ranks: int, tokens: int, ranks_per_node: int, network: float | None
     return setup, replace(settings, choices=Choices(setup.costs))
 
 
-def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> Compared:
-    """A micro-batch's chosen plan beside other strategies that keep context."""
-    others = {}
+def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> tuple[float, float]:
+    """Time of the best other strategy over the chosen plan's, inf where none fits; CPU milliseconds of planning."""
+    others = []
     for way in ways_to_train(setup, replace(settings, choices=None), 0):
         if way.document_layout is None:
             step, _ = way.step(lengths)
-            if not step.documents_cut:
-                others[way.name] = (step.seconds, step.tokens_most <= setup.tokens_per_rank)
+            if not step.documents_cut and step.tokens_most <= setup.tokens_per_rank:
+                others.append(step.seconds)
     began = time.process_time()
     plan_micro_batch(lengths.tolist(), settings)
     took = time.process_time() - began
     chosen, _ = planned(lengths, setup, settings)
-    fair = {name: seconds for name, (seconds, fits) in others.items() if fits}
-    best = min(fair, key=fair.__getitem__, default="none")
-    fastest = min((seconds for seconds, _ in others.values()), default=np.inf)
-    return Compared(fair[best] / chosen.seconds if fair else None, fastest / chosen.seconds, best, took * 1e3)
+    return min(others, default=np.inf) / chosen.seconds, took * 1e3
 
 
-def summary(found: Sequence[Compared]) -> dict[str, float | str]:
+def summary(batches: Iterable[IntArray], setup: Setup, settings: PlanSettings) -> dict[str, float]:
     """What many micro-batches come to."""
-    fair = np.array([each.fair for each in found if each.fair is not None] or [np.inf])
-    took = np.array([each.milliseconds for each in found])
+    ratios, took = np.array([compared(lengths, setup, settings) for lengths in batches]).T
+    fair = ratios[np.isfinite(ratios)] if np.isfinite(ratios).any() else ratios
     return {
         "median": float(np.median(fair)),
         "worst": float(fair.min()),
         "share below 0.99": float((fair < FAST_ENOUGH).mean()),
-        "worst of any": min(each.any for each in found),
-        "best other of the worst": min(found, key=lambda each: each.fair or np.inf).best,
         "planning, ms": float(np.median(took)),
         "planning, 95 %, ms": float(np.quantile(took, 0.95)),
     }
@@ -132,7 +110,7 @@ def networks(count: int) -> list[dict[str, float | str]]:
             setup, settings = setup_of(ranks, tokens, ranks_per_node, network)
             for name, draw, first in grid_documents(ranks * tokens):
                 batches = islice(micro_batches(draw, ranks * tokens, 0, first), count)
-                found = summary([compared(lengths, setup, settings) for lengths in batches])
+                found = summary(batches, setup, settings)
                 rows.append({"GPUs a node": ranks_per_node, "GB/s": network, "documents": name, **found})
     return rows
 
@@ -144,7 +122,7 @@ def of_data_sets(count: int) -> list[dict[str, float | str]]:
         setup, settings = setup_of(ranks, 32768, 8, None)
         for name, draw in data_sets():
             batches = islice(micro_batches(draw, ranks * 32768, 0), count)
-            rows.append({"GPUs": ranks, "documents": name} | summary([compared(b, setup, settings) for b in batches]))
+            rows.append({"GPUs": ranks, "documents": name, **summary(batches, setup, settings)})
     return rows
 
 

@@ -2,11 +2,10 @@
 
 The hosts are two network namespaces joined by a veth pair whose rate `tc … tbf` limits, so it needs root and
 iproute2. Each round runs a step (forward and backward, no gradient reduction) in shuffled order over the link free or
-limited, in several ways that exchange the same bytes. Several documents, four ways on one plan of two nano-batches:
+limited, in several ways that exchange the same bytes. Several documents, three ways on one plan of two nano-batches:
 
   waiting        every exchange is waited for where it is started, and nothing is hidden
   own first      no ping-pong: whole layers; local tasks are computed while rows are on their way
-  turns waiting  halves of layers in turns as with ping-pong, but every exchange is waited for where it is started
   ping-pong      as users have it: halves in turns, local tasks first
 
 The rate is chosen so that the exchange adds 35 to 40 % to a step that waits.
@@ -15,8 +14,7 @@ The rate is chosen so that the exchange adds 35 to 40 % to a step that waits.
 
 of "own first" and of "ping-pong", by step time and by the time that a rank stood in waits. The overhead of ping-pong
 is what it adds to a step over the free link, beside local tasks first without it. A free link takes time as well,
-which "waiting" stands in: beside that, ping-pong takes less than nothing. "turns waiting" beside "waiting" is what
-working on halves costs or, where less data is in the caches, saves.
+which "waiting" stands in: beside that, ping-pong takes less than nothing.
 
 With --one-document a single document lies on both hosts, which ping-pong cannot divide. "waiting" and "own first" are
 then with all K and V rows in one exchange, "stages" is as users have it. Derived names begin with one_document_.
@@ -103,8 +101,8 @@ class Case:
 def several(tokens: int) -> Case:
     """Documents of which each nano-batch has one too long for a rank's share, which the joint layout cuts."""
     total = 2 * tokens
-    waiting = {"waiting": Way(waits=True), "own first": Way(), "turns waiting": Way(turns=True, waits=True)}
-    return Case([total * 3 // 8] * 2 + [total // 16] * 4, {**waiting, "ping-pong": Way(turns=True)})
+    ways = {"waiting": Way(waits=True), "own first": Way(), "ping-pong": Way(turns=True)}
+    return Case([total * 3 // 8] * 2 + [total // 16] * 4, ways)
 
 
 def one_document(tokens: int) -> Case:
@@ -291,11 +289,8 @@ def derived(case: Case) -> dict[str, Callable[[Round], float]]:
     ratios["what the limit adds to waiting"] = over("limited, waiting, s", "free, waiting, s")
     ratios[f"overhead: {hiding} / own first"] = over(f"free, {hiding}, s", "free, own first, s")
     ratios[f"limited: own first / {hiding}"] = over("limited, own first, s", f"limited, {hiding}, s")
-    if hiding == "stages":
-        return {f"one_document_{name}": ratio for name, ratio in ratios.items()}
-    ratios["ping-pong / waiting"] = over("free, ping-pong, s", "free, waiting, s")
-    ratios["turns waiting / waiting"] = over("free, turns waiting, s", "free, waiting, s")
-    return ratios
+    prefix = "one_document_" if hiding == "stages" else ""
+    return {f"{prefix}{name}": ratio for name, ratio in ratios.items()}
 
 
 def main() -> None:

@@ -193,14 +193,8 @@ def main() -> None:
                 "seconds": spread([each[seconds] for each in rounds]),
                 "predicted / measured": spread([each[guess] / each[seconds] for each in rounds]),
             }
-        found[f"{mix}, plain / planned"] = {
-            what: spread([each[f"{mix}, plain, {what}"] / each[f"{mix}, planned, {what}"] for each in rounds])
-            for what in ("measured", "predicted")
-        }
     table(("", "", ""), [(name, *(f"{what} {value}" for what, value in each.items())) for name, each in found.items()])
-    worst = max(
-        abs(each["predicted / measured"].median - 1) for each in found.values() if "predicted / measured" in each
-    )
+    worst = max(abs(each["predicted / measured"].median - 1) for each in found.values())
     print_json(rounds=len(rounds), worst_median_error=worst, steps=found)
 
 

@@ -114,9 +114,8 @@ def predicted_steps() -> Rows:
     yield "documents, strategy", "measured, s", "predicted / measured: median (quartiles)"
     for name, found in result("predicted_steps")["steps"].items():
         if "seconds" in found:
-            ratio = found["predicted / measured"]
-            spread = f"{ratio['median']:.3f} ({ratio['lower']:.3f} to {ratio['upper']:.3f})"
-            yield name, f"{found['seconds']['median']:.2f}", spread
+            ratio = "{median:.3f} ({lower:.3f} to {upper:.3f})".format(**found["predicted / measured"])
+            yield name, f"{found['seconds']['median']:.2f}", ratio
 
 
 @table_of("reference_steps")

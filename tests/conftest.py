@@ -52,9 +52,9 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files that launch trainings first: one of them taken last would leave the other workers idle."""
+    """Put files that launch first, the trainer's before others: one taken last would leave the other workers idle."""
     launching = {path: bool(LAUNCHES.search(path.read_text())) for path in {item.path for item in items}}
-    items.sort(key=lambda item: not launching[item.path])
+    items.sort(key=lambda item: (not launching[item.path], "trainer" not in item.path.parts))
 
 
 BUILD = """

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,12 @@ def test_a_script_that_is_killed_leaves_no_process_behind(tmp_path, number):
     command = [sys.executable, str(ours / "benchmarks" / "bench.py")]
     if number == signal.SIGKILL:
         command += ["--against", str(theirs)]
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ours)}, stderr=subprocess.DEVNULL) as script:
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ours)},
+        stderr=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # which tests in the background ignore
+    ) as script:
         wait_until((tmp_path / "taking").exists, 120)
         script.send_signal(number)
     pids = [int(path.name.split()[1]) for path in tmp_path.glob("* *")]

@@ -136,7 +136,7 @@ def test_options_of_commands_exist(line, monkeypatch, capsys):
         for target in re.findall(r" ([a-z][\w-]*)(?= |$)", line):
             assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", targets, re.M), target
     if line.startswith("accelerate launch"):
-        options = re.split(r"examples/\w+\.py|--module", line.replace(".yaml", ""))[0]
+        options = re.split(r"\S+\.py|(?<=--module)", line)[0]
         assert set(re.findall(r"--\w+", options)) <= LAUNCHER
     if match := re.search(r"examples/(make_checkpoint|train|finetune_llama|sft_chat)\.py (.*)", line):
         script, options = match[1], shlex.split(match[2])
@@ -180,7 +180,13 @@ def texts_of(source: str) -> list[str]:
 
 def matches(quoted: str, text: str) -> bool:
     """Whether a quoted message is a text of the code, or a part of it; … in the quotation stands for anything."""
-    return re.search(".*?".join(map(re.escape, quoted.split("…"))), text, re.S) is not None
+    at = 0
+    for part in quoted.split("…"):
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
 
 
 def test_quotations_are_told_from_other_texts():
@@ -259,18 +265,21 @@ def test_settings_of_servers_and_their_defaults():
 
 
 def shown_runs() -> Iterator[tuple[str, str, list[str]]]:
-    """Lines before a command, the command, and the lines shown below it."""
+    """A line before a command, the command, and the lines shown below it."""
     for page, part in (("README.md", "Will it pay?"), ("docs/guides/will-it-pay.md", None)):
+        before = ""
         for block in blocks(page, part=part):
-            before = ""
             for command, *lines in (run.splitlines() for run in block.split("$ ")[1:]):
                 if command.startswith("echo"):
                     before = command
-                    continue
-                yield before, command, lines
+                else:
+                    yield before, command, lines
 
 
-@pytest.mark.parametrize(("before", "command", "lines"), shown_runs())
+@pytest.mark.parametrize(
+    ("before", "command", "lines"),
+    [pytest.param(*run, marks=[pytest.mark.survey] * ("simulate" in run[1]), id=run[1]) for run in shown_runs()],
+)
 def test_shown_plans_and_simulations_are_printed(before, command, lines, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if before:
@@ -286,6 +295,7 @@ def test_one_simulation_of_the_readme_says_no():
     assert [any("No gain expected" in line for line in lines) for _, _, lines in shown_runs()][:2].count(True) == 1
 
 
+@pytest.mark.survey
 def test_the_shown_memory_is_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = "docs/guides/memory.md"

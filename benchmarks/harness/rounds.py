@@ -9,6 +9,8 @@ whenever this one does; ratios between the two checkouts are paired in the same 
 import json
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -104,7 +106,7 @@ class _Other:
         if here != CHECKOUT:
             raise ValueError(f"this benchmark lies in {here}, but imports hf_distca from {CHECKOUT}: set PYTHONPATH")
         script = checkout / "benchmarks" / Path(sys.argv[0]).name
-        words = _without("--against", sys.argv[1:])
+        words = shlex.split(re.sub(r"--against[= ]\S+", "", shlex.join(sys.argv[1:])))
         self._process = subprocess.Popen(
             [sys.executable, str(script), *words, "--follow"],
             cwd=checkout,
@@ -139,19 +141,6 @@ class _Other:
 
 def _say(told: Mapping) -> None:
     print(_MARK + json.dumps(told), flush=True)
-
-
-def _without(option: str, words: Sequence[str]) -> list[str]:
-    """Words of a command line without an option and its value."""
-    found, skip = [], False
-    for word in words:
-        if skip or word.startswith(f"{option}="):
-            skip = False
-        elif word == option:
-            skip = True
-        else:
-            found.append(word)
-    return found
 
 
 def over(numerator: str, denominator: str) -> Callable[[Round], float]:

@@ -376,7 +376,8 @@ class _ReceiveStates(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_rows: Tensor, *d_before: Tensor) -> tuple[Tensor | None, ...]:
         exchange: StateExchange = ctx.exchange
-        exchange.states, factors = ctx.saved_tensors[: ctx.states], ctx.saved_tensors[ctx.states :]
+        saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
+        exchange.states, factors = saved[: ctx.states], saved[ctx.states :]
         arrived = iter(d_before)
         d_states = [next(arrived) if continued else None for continued in exchange.bound.continued]
         exchange.exchange(factors, d_states, d_rows.device, back=True)

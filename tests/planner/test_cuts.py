@@ -1,5 +1,7 @@
 """Tables of what the segments of cut documents exchange."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -116,10 +118,7 @@ def _random_layout(lengths, ranks, random):
     for document, length in enumerate(lengths):
         cuts = np.flatnonzero(random.random(length - 1) < 0.4) + 1
         ends = [0, *cuts.tolist(), length]
-        columns += [
-            (document, start, stop, int(random.integers(ranks)))
-            for start, stop in zip(ends, ends[1:], strict=False)
-        ]
+        columns += [(document, start, stop, int(random.integers(ranks))) for start, stop in itertools.pairwise(ends)]
     order = random.permutation(len(columns))
     return assemble(np.array(lengths), tuple(np.array(columns)[order].T), ranks)
 

@@ -29,8 +29,7 @@ from torch.autograd.function import once_differentiable
 from hf_distca.dispatch.checkpoints import KeptResults, is_checkpointed, is_recomputation
 from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
-from hf_distca.dispatch.rows import IndexBuffer, row_index
-from hf_distca.dispatch.sums import RowSum
+from hf_distca.dispatch.rows import IndexBuffer, RowSum, row_index
 from hf_distca.plan import Direction, Layout
 from hf_distca.planner.cuts import Chains, Halos, chains, halos
 from hf_distca.planner.routes import Messages
@@ -104,7 +103,8 @@ class BoundHalos:
         self.local_rows, self.local_places = buffer.place(table.local_rows), buffer.place(table.local_places)
         self.route = _route(table.messages, buffer)
         local = len(table.places)
-        self.sums = RowSum([np.arange(local), table.local_rows, table.messages.send_rows], local, buffer)
+        rows_of = {"rows": np.arange(local), "local": table.local_rows, "ranks": table.messages.send_rows}
+        self.sums = RowSum(rows_of, local, buffer)
         buffer.send()
 
 

@@ -17,7 +17,7 @@ Shape suffixes: T local rows of a nano-batch, X rows with room for halos, C chan
 a state, R rows or states that arrive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -65,6 +65,12 @@ class BoundCuts:
         self._layout, self._rank, self._buffer = layout, rank, buffer
         self._halos: dict[int, BoundHalos] = {}
         self._packings: dict[tuple[int, ...], Packing] = {}
+
+    def bind(self, widths: Iterable[int]) -> None:
+        """Make the tables of convolutions that read so many rows, and of states, before a layer asks for them."""
+        for width in widths:
+            self.halos(width)
+        _ = self.chains
 
     def halos(self, width: int) -> "BoundHalos":
         """Return the halos for convolutions that read `width` rows before a row."""

@@ -18,6 +18,7 @@ from hf_distca.memory.core_attention import HOST, Use, bound_plan, run_core_atte
 from hf_distca.memory.live import LiveMemory, Part
 from hf_distca.memory.stand_ins import any_grouped_mm
 from hf_distca.models.decoder import base_model
+from hf_distca.models.mixing import halo_widths
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 
 
@@ -36,6 +37,8 @@ def count_micro_batch(
     live.belong([*model.parameters(), *model.buffers()], "weights")
     _checkpoint(base_model(model), use.checkpointing, live)
     bound = bound_plan(plan, rank, use, live)
+    for nano in bound.nano_batches:  # made now, since tables cannot be made of fake tensors
+        nano.cuts.bind(halo_widths(model))
     dtype = use.autocast or base_model(model).dtype
     with ExitStack() as stack:
         stack.enter_context(mode)

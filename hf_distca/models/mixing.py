@@ -61,6 +61,13 @@ def stock_forward(module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
+def halo_widths(model: nn.Module) -> set[int]:
+    """Return how many rows before a row the convolutions of a model's mixing modules read."""
+    modules = (module for layer in mixing_layers(model) for module in mixing_modules(layer))
+    convolutions = (each for module in modules for each in module.modules() if isinstance(each, nn.Conv1d))
+    return {convolution.kernel_size[0] - 1 for convolution in convolutions}
+
+
 def uncuttable(model: nn.Module) -> nn.Module | None:
     """Return a mixing module of a model whose documents must stay whole; None if there is none."""
     modules = (module for layer in mixing_layers(model) for module in mixing_modules(layer))

@@ -14,6 +14,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
+from transformers import Cache
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
@@ -22,7 +23,7 @@ from hf_distca.models.mixing import functions, stock_forward
 from hf_distca.models.refusals import Models
 from hf_distca.patches.mixing_functions import MixingCall, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
-from hf_distca.patches.split import Refusal, Sizes, join_results, split_argument
+from hf_distca.patches.split import CACHED, Refusal, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
 
 TOLD_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -104,6 +105,8 @@ class _AllRows(_MixingModule):
     run: Callable[..., Any]
 
     def _mixed(self, stock: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise ValueError(CACHED)
         with MixingCall(self, plan).runs() as call:
             result = self.run(*args, **kwargs)
         if tuple(call.mixed) != self.names:

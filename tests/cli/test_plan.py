@@ -353,12 +353,19 @@ def test_hybrids_and_experts(plan, capsys, tmp_path, model_type):
     assert figures["memory"]["ddp"]["without_checkpointing"]["total"] > 0
     if model_type != "llama4_text":
         assert figures["tokens_max_over_mean"] == 1.0
-        assert plan([60, 30], 2, 96, "--model", str(tmp_path), "--document-layout", "joint") == 2
-        error = capsys.readouterr().err
-        assert "would be wrong for a document that is cut" in error
-        assert "set document_layout='whole'" in error
-        assert plan([97, 30], 2, 96, "--model", str(tmp_path)) == 2
-        assert "document 0 has 97 tokens" in capsys.readouterr().err
+        cut = ["--model", str(tmp_path), "--document-layout", "joint", "--json"]
+        assert plan([150, 30], 2, 96, *cut) == 0
+        assert json.loads(capsys.readouterr().out)["memory"]["ddp"]["without_checkpointing"]["total"] > 0
+
+
+def test_a_model_whose_documents_stay_whole(plan, capsys, tmp_path):
+    tiny_config("jamba").save_pretrained(tmp_path)
+    assert plan([60, 30], 2, 96, "--model", str(tmp_path), "--document-layout", "joint") == 2
+    error = capsys.readouterr().err
+    assert "would be wrong for a document that is cut" in error
+    assert "set document_layout='whole'" in error
+    assert plan([97, 30], 2, 96, "--model", str(tmp_path)) == 2
+    assert "document 0 has 97 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

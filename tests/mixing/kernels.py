@@ -72,10 +72,20 @@ def causal_conv1d_fn(x, weight, bias=None, activation=None):
     return _convolution(x, weight, bias, activation)
 
 
-def mamba_split_conv1d_scan_combined(zxbcdt, *args, seq_idx: Tensor | None = None, **kwargs):
+def mamba_split_conv1d_scan_combined(
+    zxbcdt,
+    conv1d_weight,
+    conv1d_bias,
+    dt_bias,
+    A,
+    D,
+    chunk_size,
+    seq_idx: Tensor | None = None,
+    outproj_weight=None,
+):
     """As mamba_ssm.ops.triton.ssd_combined has it; gives back the gate's rows, and adds nothing of other documents."""
     CALLS.append(("whole module", 1 if seq_idx is None else int(seq_idx.max()) + 1))
-    return zxbcdt[..., : kwargs["outproj_weight"].shape[0]]
+    return zxbcdt[..., : outproj_weight.shape[0]]
 
 
 def _kernel(name: str, stock):

@@ -6,9 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
+from transformers.models.lfm2 import modeling_lfm2
 
 from hf_distca import DistCAConfig
 from hf_distca.dispatch.exchange import Exchange
+from hf_distca.models.mixing import FUNCTIONS
+from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.assembly import make_dispatcher
 from tests.dispatch.test_equality import planned_step
 from tests.mixing.plans import cut_plan
@@ -175,6 +178,35 @@ def test_all_ranks_exchange_in_the_same_order(rank_pools, model_type):
     again = rank_pools[3].run(_exchanges, model_type, {"checkpointing": False, "keep_core_attention": False})[0]
     layers = first[: len(first) // 2].count("states 0")
     assert again.count("states 0") == first.count("states 0") + layers
+
+
+def test_functions_that_a_module_should_call_and_does_not_are_an_error(monkeypatch):
+    monkeypatch.setitem(FUNCTIONS, "Lfm2ShortConv", ("causal_conv1d_fn", "another"))
+    monkeypatch.setattr(modeling_lfm2, "another", len, raising=False)
+    model = make_model("lfm2")
+    dispatcher = make_dispatcher(model, DistCAConfig(tokens_per_rank=256), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"Lfm2ShortConv mixes rows by \['causal_conv1d_fn'\], but .*'another'\]"):
+        planned_step(model, plan_micro_batch([9, 5], dispatcher.settings), dispatcher, random_documents([9, 5]))
+
+
+def test_states_travel_in_float32(rank_pools):
+    for dtypes in rank_pools[2].run(_dtypes):
+        assert dtypes == {("halos", torch.bfloat16), ("states", torch.float32)}
+
+
+def _dtypes() -> set[tuple[str, torch.dtype]]:
+    found = set()
+    buffer_of = Exchange.buffer
+
+    def recorded(exchange, slot, route, like):
+        if slot[0] in ("halos", "states"):
+            found.update((slot[0], x.dtype) for x in like)
+        return buffer_of(exchange, slot, route, like)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Exchange, "buffer", recorded)
+        _step("qwen3_next", dtype=torch.bfloat16)
+    return found
 
 
 def _hooked_on_one_rank(model_type: str):

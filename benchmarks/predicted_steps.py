@@ -4,7 +4,8 @@ Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under Distribu
 rank. In every round each rank measures its kernel while the other one does, the link between them, and two plain
 steps on documents of 128 tokens, short and long rows: what a token takes besides core attention, and what a step takes
 besides tokens. From these, and from nothing that it is compared with, each mix is predicted by hf_distca.sim: plain,
-whole documents balanced by their pairs, and planned with the defaults.
+whole documents balanced by their pairs, and planned as training does by default: the costs of the round before choose
+the plans.
 
 Run: python benchmarks/predicted_steps.py [--rounds 8] [--tokens 8192]
 """
@@ -31,12 +32,14 @@ from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.measure.device import measured_kernel
 from hf_distca.measure.links import measured_link
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
+from hf_distca.planner.settings import Choices
+from hf_distca.planner.step import predict_plan
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
-from hf_distca.sim.ways import Setup, on_ranks, planned
+from hf_distca.sim.ways import Setup, on_ranks
 
 RANKS = 2
 KIND = AttentionKind(None, 4, 4, 64, 64)
@@ -101,6 +104,7 @@ class Step:
         trained = {name: DistributedDataParallel(model) for name, model in models.items()}
         optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in trained.items()}
         self.steps: dict[str, Callable[[], None]] = {}
+        self.plans: dict[str, MicroBatchPlan] = {}
 
         def step(name: str, batch: dict[str, Tensor], extra: Callable[[], dict], targets: int) -> None:
             trained[name](**batch, **extra(), num_items_in_batch=targets).loss.backward()
@@ -117,21 +121,35 @@ class Step:
         for mix in LENGTHS:
             lengths = self.lengths(mix)
             add_plain(f"{mix}, plain", whole_rows(lengths, RANKS))
-            plan, targets = plan_micro_batch(lengths, self.settings), sum(n - 1 for n in lengths)
-            batch = rows_of_rank(plan, self.rank, documents_of(lengths), device)
-            bind = partial(lambda plan: {"distca_plan": dispatcher.bind(plan)}, plan)
-            self.steps[f"{mix}, planned"] = partial(step, "distca", batch, bind, targets)
+            self.plans[mix] = plan_micro_batch(lengths, self.settings)
+            self.steps[f"{mix}, planned"] = partial(self._planned_step, step, dispatcher, mix)
+
+    def choose_by(self, calibration: "Calibration") -> None:
+        """Choose the plans of the steps from now on by these costs, as training does."""
+        costs = calibration.setup(self.tokens).costs
+        self.settings = replace(self.settings, choices=Choices.beside(self.settings, costs))
+        for mix in LENGTHS:
+            self.plans[mix] = plan_micro_batch(self.lengths(mix), self.settings)
+
+    def _planned_step(self, step: Callable[..., None], dispatcher: Dispatcher, mix: str) -> None:
+        lengths, plan = self.lengths(mix), self.plans[mix]
+        batch = rows_of_rank(plan, self.rank, documents_of(lengths), torch.device("cpu"))
+        step("distca", batch, lambda: {"distca_plan": dispatcher.bind(plan)}, sum(n - 1 for n in lengths))
 
     def lengths(self, mix: str) -> list[int]:
         """Of the documents of a mix."""
         return [length * self.tokens // PER_RANK for length in LENGTHS[mix]]
 
     def calibrate(self, seconds: dict[str, float]) -> Calibration:
-        """Measure kernel and link; take the rest from the two steps on short documents."""
+        """Measure kernel and link; take the rest from the two steps on short documents. The same on every rank."""
         dist.barrier()
         forward, backward, _ = measured_kernel(self.kernel, KIND, torch.float32, torch.device("cpu"))
         link = measured_link(self.groups, torch.device("cpu"), [1, 0])
         every = self.groups.all_gather((forward, backward))
+        short = (f"{self.tokens // 4} tokens", f"{self.tokens} tokens")
+        seconds = dict(
+            zip(short, np.mean(self.groups.all_gather([seconds[name] for name in short]), axis=0), strict=True)
+        )
         forward, backward = (
             KernelCost(*np.mean([list(vars(each[way]).values()) for each in every], axis=0).tolist()) for way in (0, 1)
         )
@@ -149,7 +167,7 @@ class Step:
         """Seconds of both ways."""
         lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
         plain = on_ranks(whole_rows(lengths, RANKS), setup)
-        balanced, _ = planned(np.array(lengths), setup, self.settings)
+        balanced = predict_plan(self.plans[mix], self.settings, setup.costs)
         return {"plain": plain.seconds + calibration.step, "planned": balanced.seconds + calibration.step}
 
 
@@ -174,6 +192,7 @@ def prepare(tokens: int) -> Callable[[], Round]:
             for way, guess in made.predict(mix, calibration).items():
                 figures[f"{mix}, {way}, measured"] = seconds[f"{mix}, {way}"]
                 figures[f"{mix}, {way}, predicted"] = guess
+        made.choose_by(calibration)
         return figures
 
     take()  # warms up

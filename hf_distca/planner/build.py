@@ -1,22 +1,70 @@
-"""Plans with the layout, tolerance and nano-batches that the settings name."""
+"""Tasks of one kind of attention on a layout, and their stages.
+
+Plans with the layout, tolerance and nano-batches that the settings name."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, PlanSummary
-from hf_distca.planner.chunks import layout_of_kind
-from hf_distca.planner.cost import pairs
-from hf_distca.planner.layout import fixed_layout, joint_layout
+from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanSummary
+from hf_distca.planner.balance import balance
+from hf_distca.planner.bin_packing import whole_documents
+from hf_distca.planner.cost import Workers, pairs
+from hf_distca.planner.layout import (
+    fixed_layout,
+    joint_layout,
+    layout_of_kind,
+    mirrored,
+    split_documents,
+    split_placed,
+)
 from hf_distca.planner.metrics import exchange_figures, loads_of
-from hf_distca.planner.nano_batches import mirrored, split_documents, split_placed
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import usual_stages
-from hf_distca.planner.tasks import plan_stages, plan_tasks
-from hf_distca.planner.whole import whole_documents
+from hf_distca.planner.shifted import local_tasks
+from hf_distca.planner.stages import usual_stages, with_stages
+
+
+def local_plan(layout: Layout, window: int | None) -> Plan:
+    """Return the plan in which every rank computes the rows that it holds."""
+    return Plan(layout, local_tasks(layout.segments), layout.ranks, window)
+
+
+def plan_tasks(
+    layout: Layout,
+    kind: AttentionKind,
+    settings: PlanSettings,
+    workers: Workers | None = None,
+    nodes: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
+    tolerance: FloatArray | None = None,
+) -> Plan:
+    """Balance the core attention of one kind of layer on a layout, in one stage.
+
+    Args:
+        workers: as in `balance`; None for the ranks alone, at the speeds of the settings.
+        nodes: as in `balance`; None for the nodes of the ranks alone.
+        tolerance: as in `balance`; None for the tolerance of the settings.
+    """
+    return balance(
+        layout_of_kind(layout, kind),
+        workers=workers or settings.workers(layout.tokens),
+        nodes=settings.nodes if nodes is None else nodes,
+        groups=groups,
+        window=kind.window,
+        balance_tolerance=settings.balance_tolerance if tolerance is None else tolerance,
+        balance_block_size=settings.balance_block_size,
+        row_bytes=settings.row_bytes(kind),
+        row_overhead=settings.row_overhead,
+        gather_cost=settings.gather_cost,
+    )
+
+
+def plan_stages(plan: Plan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> Plan:
+    """Divide the K/V rows of a plan into stages."""
+    return with_stages(plan, settings.buffer_rows(kind), stages=stages)
 
 
 def plan_as_set(lengths: Sequence[int] | NDArray[np.int64], settings: PlanSettings) -> MicroBatchPlan:

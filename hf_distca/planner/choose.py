@@ -14,16 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Choice, MicroBatchPlan, NanoBatch
-from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, summary_of
-from hf_distca.planner.counted import CountedPlan, count_plan
+from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, plan_stages, summary_of
 from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
+from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.stages import usual_stages
-from hf_distca.planner.step import document_seconds, in_stages, predict_step
-from hf_distca.planner.tasks import plan_stages
-from hf_distca.planner.walk import Walked
+from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
 
@@ -85,7 +83,7 @@ def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Micro
         ValueError: see `plan_micro_batch`.
     """
     search = _Search(lengths, settings, choices)
-    return search.chosen(search.ways())
+    return search.chosen(search.candidates())
 
 
 def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
@@ -141,12 +139,12 @@ class _Search:
         self._best: Candidate | None = None
         self.partitions = partitions(sizes)
 
-    def chosen(self, ways: Iterator[Candidate]) -> MicroBatchPlan:
+    def chosen(self, candidates: Iterator[Candidate]) -> MicroBatchPlan:
         """Return the plan of the best of some candidates.
 
         The generator of candidates reads the best one so far.
         """
-        for candidate in ways:
+        for candidate in candidates:
             if self._best is None or candidate.choice.seconds < self._best.choice.seconds:
                 self._best = candidate
         best = self._best
@@ -171,7 +169,7 @@ class _Search:
         choice = replace(choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
         return MicroBatchPlan(nano_batches, summary_of(self._lengths, nano_batches, self._settings), choice=choice)
 
-    def ways(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield every candidate that is worth trying."""
         layout, groups = self._settings.document_layout, self._choices.groups
         if layout == "joint" and groups:

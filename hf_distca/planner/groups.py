@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Layout, Plan
-from hf_distca.planner.chunks import layout_of_kind
-from hf_distca.planner.layout import assemble, joint_layout
-from hf_distca.planner.nano_batches import mirrored, split_documents
+from hf_distca.planner.build import local_plan, plan_tasks
+from hf_distca.planner.layout import assemble, joint_layout, layout_of_kind, mirrored, split_documents
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.step import document_seconds
-from hf_distca.planner.tasks import at_home, plan_tasks
+from hf_distca.planner.walk import document_seconds
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -159,7 +157,7 @@ class Arrangement:
         sizes = self.placing.sizes
         inside = self._inside_nodes(settings)
         if max(sizes) == 1:
-            plan = at_home(layout_of_kind(layout, kind), kind.window)
+            plan = local_plan(layout_of_kind(layout, kind), kind.window)
         else:
             flat = replace(settings, ranks_per_node=1) if inside else settings
             groups = np.repeat(np.arange(len(sizes)), sizes)

@@ -1,15 +1,19 @@
-"""Layouts: which rank holds which rows of a micro-batch's documents."""
+"""Layouts: which rank holds which rows of a micro-batch's documents.
+
+Chunked attention: each chunk of a document is planned as a document of its own.
+
+Division of a micro-batch into two nano-batches of about equal tokens, with no document in both."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import SEGMENT, Layout
+from hf_distca.plan import SEGMENT, AttentionKind, Layout
 from hf_distca.planner import nodes
 from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
 from hf_distca.planner.intervals import merge_touching
-from hf_distca.planner.joint.levels import place_on_ranks
+from hf_distca.planner.joint.place import place_on_ranks
 
 
 def fixed_layout(
@@ -163,3 +167,94 @@ def assemble(
     first = np.searchsorted(segments["rank"], segments["rank"], "left")
     segments["offset"] = before - before[first] if len(segments) else before
     return Layout(lengths, segments, ranks)
+
+
+def chunk_counts(lengths: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
+    """Return [documents] the number of chunks of each document, counted from its first row."""
+    counts: NDArray[np.int64] = -(-lengths // chunk)
+    return counts
+
+
+def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
+    """Return the layout as one kind of layer sees it: the same rows at the same places.
+
+    With chunked attention the documents of the returned layout are the chunks.
+    """
+    if kind.chunk is None:
+        return layout
+    counts = chunk_counts(layout.lengths, kind.chunk)
+    before = np.cumsum(counts) - counts  # chunks of earlier documents
+    lengths = np.full(counts.sum(), kind.chunk, np.int64)
+    lengths[before + counts - 1] = layout.lengths - (counts - 1) * kind.chunk
+
+    segments = layout.segments
+    first = segments["start"] // kind.chunk
+    pieces = chunk_counts(segments["stop"], kind.chunk) - first
+    nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    cut = np.repeat(segments, pieces)
+    chunk = np.repeat(first, pieces) + nth
+    start = np.maximum(cut["start"], chunk * kind.chunk)
+    stop = np.minimum(cut["stop"], (chunk + 1) * kind.chunk)
+    cut["offset"] += start - cut["start"]
+    cut["start"], cut["stop"] = start - chunk * kind.chunk, stop - chunk * kind.chunk
+    cut["document"] = before[cut["document"]] + chunk
+    return Layout(lengths, cut, layout.ranks)
+
+
+SMALLEST_SHARE = 0.25
+"""Least share of a rank's tokens in a nano-batch; a smaller nano-batch hides almost nothing and still costs
+exchanges."""
+
+
+def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
+    """Divide documents into two groups of about equal tokens: longest first, each to the smaller group.
+
+    Args:
+        lengths: [documents] tokens of each document.
+
+    Returns:
+        The documents of each group in order. Groups differ by one document at most, so each has at least a quarter of
+        the tokens. None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
+    """
+    total = int(lengths.sum())
+    if len(lengths) < 2 or 2 * int(lengths.max()) > total:
+        return None
+    group = np.zeros(len(lengths), bool)
+    tokens = [0, 0]
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        smaller = int(tokens[1] < tokens[0])
+        group[document] = smaller
+        tokens[smaller] += int(lengths[document])
+    if min(tokens) < ranks:
+        return None
+    return [np.flatnonzero(~group), np.flatnonzero(group)]
+
+
+def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
+    """Find where to divide the documents of every rank into two parts of about equal tokens.
+
+    Args:
+        placed: for each rank, lengths of its documents in the order of its rows.
+
+    Returns:
+        For each rank, the number of documents in the first part. None if on some rank every cut between documents
+        leaves a part with less than SMALLEST_SHARE of the tokens.
+    """
+    cuts = []
+    for lengths in placed:
+        before = np.cumsum(lengths)
+        total = int(before[-1]) if len(lengths) else 0
+        if len(lengths) < 2:
+            return None
+        cut = int(np.argmin(np.abs(2 * before[:-1] - total))) + 1
+        if min(int(before[cut - 1]), total - int(before[cut - 1])) < SMALLEST_SHARE * total:
+            return None
+        cuts.append(cut)
+    return cuts
+
+
+def mirrored(layout: Layout) -> Layout:
+    """Return the layout with its ranks in reverse order."""
+    segments = layout.segments.copy()
+    segments["rank"] = layout.ranks - 1 - segments["rank"]
+    return Layout(layout.lengths, segments[np.lexsort((segments["offset"], segments["rank"]))], layout.ranks)

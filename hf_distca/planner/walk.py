@@ -2,10 +2,12 @@
 
 Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left out: it has 4 bytes a
 head, O some 256.
-"""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+
+Prediction of a micro-batch: every layer's schedule walked forward and backward, and everything else added."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
@@ -13,10 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import Direction
-from hf_distca.planner.counted import CountedPlan
+from hf_distca.plan import AttentionKind, Direction, MicroBatchPlan
+from hf_distca.planner.cost import pairs
+from hf_distca.planner.metrics import CountedPlan, count_plan
+from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.schedule import Group, Phase, Transfer, Turn, make_schedule
-from hf_distca.planner.seconds import FloatArray, KernelCost, Links, Tasks
+from hf_distca.planner.seconds import FloatArray, KernelCost, Links, StepCosts, Tasks
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.stages import stage_rows
 
 SETTLED = 2
 """Number of layers to walk; the last is taken, since a layer begins while exchanges of the one before still end."""
@@ -174,7 +180,7 @@ class _Layer:
             groups=_groups(counted.stages),
             windowed=counted.windowed,
             stages=counted.stages,
-            passes_on=counted.passes_on,
+            forwards=counted.forwards,
             servers=counted.servers > 0,
         )
 
@@ -211,7 +217,7 @@ class _Layer:
         there = walk.clock + link.seconds(size[:, :ranks].max(axis=0))
         begins = np.maximum(walk.servers, there.max())
         begins = np.maximum(begins, walk.clock.min() + link.seconds(size[:, ranks:].max(axis=0)))
-        computed = self._costs.kernel(self._direction).seconds(counted.visiting)[ranks:]
+        computed = self._costs.kernel(self._direction).seconds(counted.remote_query)[ranks:]
         walk.servers = begins + computed
         done = float(
             (walk.servers + link.seconds(_bytes(counted, back.rows, back.columns)[:, ranks:].max(axis=0))).max(
@@ -254,19 +260,19 @@ def _send(transfer: tuple[int, str], travels: _Travels, walk: _Walk) -> None:
 @cache
 def _groups(stages: int) -> frozenset[Group]:
     """Return all groups of tasks that a rank may have."""
-    groups: list[Group] = [("own", 0), ("own 1/2", 0), ("own 2/2", 0)]
+    groups: list[Group] = [("local", 0), ("local 1/2", 0), ("local 2/2", 0)]
     for stage in range(stages):
-        groups += [("prefix", stage), ("visiting", stage)]
+        groups += [("remote-KV", stage), ("remote-query", stage)]
     return frozenset(groups)
 
 
 def _tasks(counted: CountedPlan, name: str) -> Tasks:
     """Return the tasks of a kernel call; a stage has an equal share of them."""
-    if name == "own":
-        return counted.own
-    if name in ("own 1/2", "own 2/2"):
-        return Tasks(counted.own.rows / 2, counted.own.keys / 2, counted.own.pairs / 2, counted.own.calls)
-    tasks = counted.prefix if name == "prefix" else counted.visiting
+    if name == "local":
+        return counted.local
+    if name in ("local 1/2", "local 2/2"):
+        return Tasks(counted.local.rows / 2, counted.local.keys / 2, counted.local.pairs / 2, counted.local.calls)
+    tasks = counted.remote_kv if name == "remote-KV" else counted.remote_query
     # Each stage reads all queries again, and only its own keys.
     return Tasks(tasks.rows, tasks.keys / counted.stages, tasks.pairs / counted.stages, tasks.calls)
 
@@ -286,7 +292,7 @@ def _bytes(counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> FloatAr
     if rows == "queries":
         return _larger(counted.among_ranks.queries * of_queries)[:, : counted.ranks]
     keys = _larger(counted.among_ranks.keys * (of_keys / counted.stages))[:, : counted.ranks]
-    if not counted.passes_on:
+    if not counted.forwards:
         return keys
     hop = np.array([0.5, 1.0 if rows == "keys" else 0.0])
     in_hop: FloatArray = keys * hop[:, None]
@@ -297,3 +303,70 @@ def _larger(moved: NDArray[Any]) -> FloatArray:
     """Return [2, workers] the larger of [2, 2, workers] sent and received."""
     larger: FloatArray = moved.max(axis=1).astype(np.float64)
     return larger
+
+
+IntArray = NDArray[np.int64]
+
+
+def predict_step(
+    nano_batches: Sequence[Mapping[AttentionKind, CountedPlan]], tokens: Sequence[IntArray], costs: StepCosts
+) -> Walked:
+    """Predict the seconds of a micro-batch.
+
+    Args:
+        nano_batches: for each nano-batch, its counted plans by kind of attention.
+        tokens: for each nano-batch, [ranks] rows that each rank holds.
+    """
+    slowness: FloatArray = np.array(costs.slowness or (1.0,) * len(tokens[0]))
+    rows: list[FloatArray] = [each * slowness for each in tokens]
+    launches = slowness * (costs.launches / 2)
+    head: FloatArray = np.multiply(costs.head, np.sum(rows, axis=0))
+    before, after = ([seconds * each + launches for each in rows] for seconds in (costs.before, costs.after))
+    attention: FloatArray = np.zeros_like(head)
+    other = head.copy()
+    waited: FloatArray = np.zeros_like(head)
+    seconds = 0.0
+    for of_kind in costs.kinds:
+        counted = [nano[of_kind.kind] for nano in nano_batches]
+        layer = LayerCosts(
+            of_kind.forward, of_kind.backward, before, after, costs.backward_factor, costs.exchange, slowness
+        )
+        for direction in ("forward", "backward"):
+            walked = walk_layer(counted, layer, direction)
+            attention += of_kind.layers * walked.attention
+            other += of_kind.layers * walked.other
+            waited += of_kind.layers * walked.waited
+            seconds += of_kind.layers * walked.seconds
+    total = costs.until_done(attention + other, seconds + float(head.max()))
+    return Walked(total, attention, other, waited)
+
+
+def predict_plan(plan: MicroBatchPlan, settings: PlanSettings, costs: StepCosts) -> Walked:
+    """Predict the seconds of a planned micro-batch."""
+    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    counted = [
+        {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
+        for nano in plan.nano_batches
+    ]
+    return predict_step(counted, [nano.layout.tokens for nano in plan.nano_batches], costs)
+
+
+def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
+    """Return [documents] seconds of computing each document, forward and backward, without calls of the kernel."""
+    total = costs.token * lengths.astype(np.float64)
+    for of_kind in costs.kinds:
+        kind = of_kind.kind
+        each = pairs(0, lengths, kind.window)
+        if kind.chunk is not None:
+            chunks, rest = np.divmod(lengths, kind.chunk)
+            each = chunks * pairs(0, kind.chunk, kind.window) + pairs(0, rest, kind.window)
+        for cost in (of_kind.forward, of_kind.backward):
+            total += of_kind.layers * (cost.pair * each + (cost.row + cost.key) * lengths)
+    return total
+
+
+def in_stages(counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> CountedPlan:
+    """Return the counts of a plan without stages, with as many stages as it will have."""
+    most = counted.among_ranks.most_keys
+    rows = stage_rows(most, settings.buffer_rows(kind), stages=stages, in_hops=counted.forwards)
+    return counted if rows is None else replace(counted, stages=-(-most // rows))

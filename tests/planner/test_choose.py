@@ -8,8 +8,7 @@ import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.choose import candidates
-from hf_distca.planner.counted import count_plan
-from hf_distca.planner.metrics import loads_of
+from hf_distca.planner.metrics import count_plan, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.moves import any_key_crosses, any_query_crosses
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts

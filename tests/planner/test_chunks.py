@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.chunks import layout_of_kind
-from hf_distca.planner.layout import packed_layout
+from hf_distca.planner.layout import layout_of_kind, packed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import check_layout, check_plan

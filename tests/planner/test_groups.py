@@ -10,7 +10,7 @@ from hf_distca.planner.groups import arrange, divide_evenly, partitions, place_i
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.step import document_seconds
+from hf_distca.planner.walk import document_seconds
 from tests.planner.plan_checks import check_plan
 
 KIND = AttentionKind(None, 4, 2, 8, 8)

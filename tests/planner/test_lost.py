@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.lost import plan_lost, seconds_of, tasks_at_home
 from hf_distca.planner.metrics import loads_of
+from hf_distca.planner.servers import local_tasks, plan_lost, seconds_of
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import carried_out, local_rows
 from tests.planner.drawn_plans import plans_of_all_kinds
@@ -88,9 +88,9 @@ def rows_of(tasks):
 
 
 @given(plans_of_all_kinds())
-def test_tasks_at_home_are_at_the_ranks_that_hold_their_rows(plan):
+def test_local_tasks_are_at_the_ranks_that_hold_their_rows(plan):
     lost = range(plan.layout.ranks, plan.workers)
-    home = tasks_at_home(plan, lost)
+    home = local_tasks(plan, lost)
     assert (home.workers, home.window, home.stage_rows) == (plan.layout.ranks, plan.window, None)
     assert home.nodes == (plan.nodes and plan.nodes[: plan.layout.ranks])
     tasks = home.tasks.tolist()
@@ -108,7 +108,7 @@ def test_tasks_at_home_are_at_the_ranks_that_hold_their_rows(plan):
     st.integers(1, 12),
     st.sampled_from([SLOW, 1e10, FAST]),
 )
-def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_than_at_home(
+def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_than_local(
     plan, block, row_overhead, buffer_rows, pairs_per_second
 ):
     ranks = plan.layout.ranks
@@ -129,7 +129,7 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
     )
     lost = range(ranks, plan.workers)
     repair = plan_lost(plan, lost, kind, settings, pairs_per_second)
-    home = tasks_at_home(plan, lost)
+    home = local_tasks(plan, lost)
     assert sorted(rows_of(repair.tasks)) == sorted(rows_of(home.tasks))
     assert seconds_of(repair, kind, settings, pairs_per_second) <= seconds_of(home, kind, settings, pairs_per_second)
     tasks = repair.tasks.tolist()

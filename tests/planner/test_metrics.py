@@ -83,23 +83,23 @@ def test_bytes_within_and_between_nodes():
     assert moved[WITHIN].tolist() == [[0] * 4, [0] * 4]
     assert moved[BETWEEN].tolist() == [[200 + 30 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 40]]
     # Rows 0 to 2 are read by both: they go to rank 2 once, which passes them on.
-    passed_on = bytes_by_link(replace(plan, nodes=nodes), BYTES, nodes)
-    assert passed_on[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
-    assert passed_on[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]
+    forwarded = bytes_by_link(replace(plan, nodes=nodes), BYTES, nodes)
+    assert forwarded[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
+    assert forwarded[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]
     # 30 bytes at 1e-9 GB/s, 2000 at 100 times as much.
-    assert link_seconds(passed_on, 1e-9, 1e-7) == pytest.approx(30)
-    assert link_seconds(passed_on, 1e-9, 1e-9) == pytest.approx(2000)
+    assert link_seconds(forwarded, 1e-9, 1e-7) == pytest.approx(30)
+    assert link_seconds(forwarded, 1e-9, 1e-9) == pytest.approx(2000)
 
 
 def test_figures_of_exchanges_add_up_nano_batches_before_they_look_for_the_busiest():
     nodes = (0, 0, 1, 1)
     rows, others = [[4], [], [], []], [[], [4], [], []]
-    passed_on = replace(plan_of(rows, [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)], 4), nodes=nodes)  # as above
+    forwarded = replace(plan_of(rows, [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)], 4), nodes=nodes)  # as above
     within = plan_of(rows, [(0, 0, 2, 0), (0, 2, 4, 1)], 4)
     between = plan_of(others, [(0, 0, 2, 1), (0, 2, 4, 3)], 4)
     # Within nodes workers send 240, 2000, 30, 0 and receive 2000, 240, 0, 30;
     # between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
-    figures = exchange_figures([passed_on, within, between], BYTES, nodes)
+    figures = exchange_figures([forwarded, within, between], BYTES, nodes)
     assert figures == ExchangeFigures(
         bytes_total=6750,
         bytes_bottleneck=4000,

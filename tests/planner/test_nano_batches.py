@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.nano_batches import SMALLEST_SHARE, mirrored, split_documents, split_placed
+from hf_distca.planner.layout import SMALLEST_SHARE, fixed_layout, mirrored, split_documents, split_placed
 from tests.planner.plan_checks import check_layout
 
 

@@ -47,12 +47,14 @@ def test_a_document_on_two_ranks_and_a_server():
     assert keys[2] == {
         0: (0, 0, (0, 0)), 1: (0, 1, (0, 1)), 2: (0, 2, (0, 4)), 3: (1, 0, (0, 2)), 4: (1, 1, (0, 3))
     }  # fmt: skip
-    assert [row.tolist() for row in (routes[2].stages[0].visiting.q_lens, routes[2].stages[0].visiting.k_lens)] == [
+    assert [
+        row.tolist() for row in (routes[2].stages[0].remote_query.q_lens, routes[2].stages[0].remote_query.k_lens)
+    ] == [
         [1, 1],
         [5, 4],
     ]
-    assert [mine.stages[0].visiting.pairs for mine in routes] == [3, 0, 9]
-    assert [mine.own.pairs for mine in routes] == [3, 0, 0]
+    assert [mine.stages[0].remote_query.pairs for mine in routes] == [3, 0, 9]
+    assert [mine.local.pairs for mine in routes] == [3, 0, 0]
 
 
 def test_a_window_across_segments():
@@ -61,9 +63,9 @@ def test_a_window_across_segments():
     plan = Plan(Layout(np.array([6]), segments, 2), np.array([(0, 0, 3, 0), (0, 3, 4, 1), (0, 4, 6, 0)], TASK), 2, 2)
     check(plan)
     first, second = routes_of(plan)
-    assert (first.own.pairs, first.stages[0].prefix.pairs, first.stages[0].visiting.pairs) == (5, 0, 4)
-    assert (second.own.pairs, second.stages[0].prefix.pairs, second.stages[0].visiting.pairs) == (0, 2, 0)
-    assert second.stages[0].prefix.k_rows.tolist() == [0, 1]
+    assert (first.local.pairs, first.stages[0].remote_kv.pairs, first.stages[0].remote_query.pairs) == (5, 0, 4)
+    assert (second.local.pairs, second.stages[0].remote_kv.pairs, second.stages[0].remote_query.pairs) == (0, 2, 0)
+    assert second.stages[0].remote_kv.k_rows.tolist() == [0, 1]
     assert second.stages[0].keys.recv_counts.tolist() == [1, 1]
 
 
@@ -82,21 +84,21 @@ def test_rows_that_are_passed_on():
         [0, 0, 0, 2],
         [0, 0, 0, 0],
     ]
-    assert [mine.stages[0].passed_on.send_counts.tolist() for mine in routes] == [
+    assert [mine.stages[0].forwarded.send_counts.tolist() for mine in routes] == [
         [0, 0, 0, 0],
         [0, 0, 0, 0],
         [0, 0, 0, 2],
         [0, 0, 2, 0],
     ]
-    assert (third.passed_on.send_rows.tolist(), fourth.passed_on.send_rows.tolist()) == ([0, 1], [0, 1])
+    assert (third.forwarded.send_rows.tolist(), fourth.forwarded.send_rows.tolist()) == ([0, 1], [0, 1])
     # Rank 2 has rows 0 and 1, then 2 and 3 that rank 3 has passed on; rank 3 rows 2 to 5, then 0 and 1.
     local = [local_rows(plan, worker) for worker in range(4)]
     came = exchange(routes, 0, local)
     assert [[row for *_, (_, row) in came[rank].values()] for rank in (2, 3)] == [[0, 1, 2, 3], [2, 3, 4, 5, 0, 1]]
     assert first.keys.crossing
-    assert first.passed_on.crossing
-    assert second.prefix.k_rows.tolist() == [0, 1]
-    assert sorted(fourth.prefix.k_rows.tolist()) == [0, 1, 2, 3, 4, 5]
+    assert first.forwarded.crossing
+    assert second.remote_kv.k_rows.tolist() == [0, 1]
+    assert sorted(fourth.remote_kv.k_rows.tolist()) == [0, 1, 2, 3, 4, 5]
 
 
 def test_rows_of_a_server_come_in_the_first_stage_beside_others_that_are_passed_on():
@@ -108,4 +110,4 @@ def test_rows_of_a_server_come_in_the_first_stage_beside_others_that_are_passed_
     stages = len(server.stages)
     assert stages > 2
     assert [stage.keys.recv_counts.tolist() for stage in server.stages] == [[2, 2, 2, 2, 0], *[[0] * 5] * (stages - 1)]
-    assert [sum(int(stage.passed_on.recv_counts.sum()) for stage in rank.stages) for rank in ranks] == [0, 0, 2, 2]
+    assert [sum(int(stage.forwarded.recv_counts.sum()) for stage in rank.stages) for rank in ranks] == [0, 0, 2, 2]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.sources import Price, Source
+from hf_distca.planner.flows import Price, Source
 
 
 def source(stops, price, starts=None):

@@ -2,13 +2,12 @@ import numpy as np
 import pytest
 
 from hf_distca.plan import TASK
-from hf_distca.planner.balance import balance
+from hf_distca.planner.balance import balance, ideals_inside, layout_of_nodes, tasks_of_workers, workers_of_nodes
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.shifted import ShiftedRows
-from hf_distca.planner.two_levels import ideals_inside, layout_of_nodes, tasks_of_workers, workers_of_nodes
 
 
 def test_node_sizes():

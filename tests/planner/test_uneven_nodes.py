@@ -11,8 +11,8 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.metrics import BETWEEN, bytes_by_link, loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.with_servers import plan_with_servers
 from tests.planner.plan_checks import check_plan
 from tests.planner.test_routes_carried_out import check
 

@@ -7,8 +7,7 @@ import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.counted import CountedPlan, RowsMoved, count_plan, stages_of
-from hf_distca.planner.metrics import bytes_by_link
+from hf_distca.planner.metrics import CountedPlan, RowsMoved, bytes_by_link, count_plan, stages_of
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
@@ -114,12 +113,12 @@ def test_what_is_counted_of_a_plan_is_what_its_routes_carry(layout, window):
     found = count_plan(plan, kind, 2)
     for rank in range(3):
         routes = make_routes(plan, rank)
-        visiting = [group for stage in routes.stages for group in (stage.visiting, stage.visiting_prefix)]
-        here = [routes.own, *(stage.prefix for stage in routes.stages)]
+        visiting = [group for stage in routes.stages for group in (stage.remote_query, stage.remote_query_prefix)]
+        here = [routes.local, *(stage.remote_kv for stage in routes.stages)]
         if window is None:
-            assert found.own.pairs[rank] == routes.own.pairs
-        assert found.own.pairs[rank] + found.prefix.pairs[rank] == sum(group.pairs for group in here)
-        assert found.visiting.pairs[rank] == sum(group.pairs for group in visiting)
+            assert found.local.pairs[rank] == routes.local.pairs
+        assert found.local.pairs[rank] + found.remote_kv.pairs[rank] == sum(group.pairs for group in here)
+        assert found.remote_query.pairs[rank] == sum(group.pairs for group in visiting)
         keys = sum(stage.keys.send_counts[np.arange(3) != rank].sum() for stage in routes.stages)
         assert found.among_ranks.keys[0, 0, rank] == keys
         assert found.among_ranks.queries[0, 1, rank] == routes.queries.recv_counts.sum()

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from hf_distca.collator.long_documents import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.planner.bin_packing import whole_documents
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.whole import whole_documents
 from tests.planner.plan_checks import check_plan
 
 

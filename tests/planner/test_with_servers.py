@@ -8,8 +8,8 @@ from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import loads_of, query_rows_of
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.servers import _without_ranks, balance_with_servers, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.with_servers import _without_ranks, balance_with_servers, plan_with_servers
 from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
 
 ROWS = [[3000, 500], [700] * 5]

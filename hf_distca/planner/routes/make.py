@@ -1,25 +1,110 @@
-"""Construction of one rank's routes from a plan."""
+"""K/V rows that arrive at workers, stage by stage, and the tasks that read them.
 
-from dataclasses import replace
+Construction of one rank's routes from a plan."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import expand
-from hf_distca.planner.routes.arrivals import Arrivals
-from hf_distca.planner.routes.cut_tasks import Reads
+from hf_distca.planner.intervals import Intervals, by_document, expand, union
+from hf_distca.planner.routes.forwarded import Hops, forward_inside_nodes, hops_by_stage
 from hf_distca.planner.routes.moves import Moves, Received, any_key_crosses, any_query_crosses
-from hf_distca.planner.routes.tables import (
-    IntArray,
-    LocalRows,
-    Messages,
-    ReceivedRows,
-    Routes,
-    Stage,
-    TaskGroup,
+from hf_distca.planner.routes.reads import (
+    CutTasks,
+    KeysRead,
+    Reads,
+    before_queries,
+    full_keys,
+    up_to_queries,
+    windowed_keys,
+    within_window,
 )
+from hf_distca.planner.routes.stages import moves_by_stage, stage_intervals, tasks_by_stage
+from hf_distca.planner.routes.tables import ExchangedRows, IntArray, LocalRows, ReceivedRows, Routes, Stage, TaskGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Tasks of a plan and the K/V rows that are sent to their workers.
+
+    Attributes:
+        tasks: [n] the cut tasks; with a window they are also cut so that each has its keys in one stage.
+        keys: [n] K/V rows that the tasks read.
+        stages: for each stage, hops of the rows to all workers. Each row is sent once per worker; with a window, once
+            per worker and stage.
+        stage: [n] with a window, the stage of a task's keys.
+    """
+
+    window: int | None
+    tasks: CutTasks
+    keys: KeysRead
+    stages: tuple[Hops, ...]
+    stage: IntArray
+
+    @classmethod
+    def of(cls, plan: Plan, tasks: NDArray[np.void]) -> "Arrivals":
+        """Return the arrivals for some tasks of a plan.
+
+        Args:
+            tasks: tasks of the plan. All tasks are needed with stages, which depend on all that ranks send and
+                receive. They are also needed with nodes, since every rank has to know whether any rank forwards rows.
+        """
+        ranks = plan.layout.ranks
+        segments = by_document(plan.layout.segments)
+        cut = CutTasks.of(plan, tasks, segments)
+        stage = np.zeros_like(cut.segment_start)
+        if plan.window is None:
+            keys = full_keys(cut)
+            hops = forward_inside_nodes(_brought(cut, keys, segments), plan.nodes, ranks)
+            if plan.stage_rows is None:
+                stages: tuple[Hops, ...] = (hops,)
+            elif len(hops.second.source):
+                stages = hops_by_stage(hops, plan.stage_rows, ranks)
+            else:
+                stages = tuple(Hops.direct(moves) for moves in moves_by_stage(hops.first, plan.stage_rows, ranks))
+            return cls(plan.window, cut, keys, stages, stage)
+        keys = windowed_keys(cut, plan.window)
+        if plan.stage_rows is not None:
+            cut, stage = tasks_by_stage(cut, keys, plan.stage_rows, plan.window, ranks)
+            keys = windowed_keys(cut, plan.window)
+        of_stages = [stage == number for number in range(stage.max(initial=0) + 1)]
+        stages = tuple(
+            forward_inside_nodes(_brought(cut[these], keys[these], segments), plan.nodes, ranks) for these in of_stages
+        )
+        return cls(plan.window, cut, keys, stages, stage)
+
+    def reads(self, which: IntArray, rank: int) -> Iterator[tuple[Reads, Reads]]:
+        """Yield, for each stage, the reads up to the queries' own rows, and the reads of all rows before them.
+
+        `which` are indices of tasks of worker `rank`.
+        """
+        queries, keys = self.tasks.queries.rows[which], self.keys.brought_rows[which]
+        if self.window is not None:
+            none = which[:0]
+            for number in range(len(self.stages)):
+                task = np.flatnonzero(self.stage[which] == number)
+                yield (
+                    within_window(task, queries[task], keys[task], self.window),
+                    before_queries(none, queries[none], keys[none]),
+                )
+            return
+        stage, rows = stage_intervals([hops.arriving(rank) for hops in self.stages])
+        overlaps = keys.overlaps(rows)
+        for number in range(len(self.stages)):
+            found = np.flatnonzero(stage[overlaps.second] == number)
+            task, read = overlaps.first[found], overlaps.rows[found]
+            yield up_to_queries(task, queries[task], read), before_queries(task, queries[task], read)
+
+
+def _brought(tasks: CutTasks, keys: KeysRead, segments: NDArray[np.void]) -> Moves:
+    """Return the K/V rows that each worker's tasks read, each row once per worker."""
+    worker, rows = union(tasks.queries.target, keys.brought_rows)
+    found = rows.overlaps(Intervals.of(segments))
+    return Moves.from_segments(found.rows, segments[found.second], worker[found.first])
 
 
 def make_routes(plan: Plan, rank: int) -> Routes:
@@ -34,41 +119,43 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     arrivals = Arrivals.of(plan, _tasks_concerning(plan, rank) if alone else plan.tasks)
     tasks, keys = arrivals.tasks, arrivals.keys
 
-    # 2. The tasks of this worker: own tasks read keys in the segment of their queries, prefix tasks are own queries on
-    #    received keys, and visiting tasks are received queries, in the order of their arrival.
+    # 2. The tasks of this worker: local tasks read keys in the segment of their queries. Remote-KV tasks are local
+    #    queries on received keys. Remote-query tasks are received queries, in the order of their arrival.
     here = tasks.queries.target == rank
-    own = np.flatnonzero(here & keys.local)
-    prefix = np.flatnonzero(here & tasks.at_home & keys.brought)
-    visiting = np.flatnonzero(here & ~tasks.at_home)
-    visitors = tasks.queries[visiting]
-    visiting = visiting[np.lexsort((visitors.rows.start, visitors.rows.document, visitors.source))]
-    visitors = tasks.queries[visiting]
-    received_queries = np.cumsum(visitors.rows.lengths) - visitors.rows.lengths
+    local = np.flatnonzero(here & keys.local)
+    remote_kv = np.flatnonzero(here & tasks.queries_local & keys.brought)
+    remote_query = np.flatnonzero(here & ~tasks.queries_local)
+    received_query = tasks.queries[remote_query]
+    remote_query = remote_query[
+        np.lexsort((received_query.rows.start, received_query.rows.document, received_query.source))
+    ]
+    received_query = tasks.queries[remote_query]
+    received_queries = np.cumsum(received_query.rows.lengths) - received_query.rows.lengths
 
     # 3. For each stage: the rows that arrive, and the kernel calls on them.
     stages = []
-    at_home = tasks.queries[prefix]
-    for hops, of_home, of_visitors in zip(
-        arrivals.stages, arrivals.reads(prefix, rank), arrivals.reads(visiting, rank), strict=True
+    local_query = tasks.queries[remote_kv]
+    for hops, of_local, of_received in zip(
+        arrivals.stages, arrivals.reads(remote_kv, rank), arrivals.reads(remote_query, rank), strict=True
     ):
         received = Received(hops.arriving(rank))
-        home_up_to, home_before = of_home
-        visiting_up_to, visiting_before = of_visitors
+        local_up_to, local_before = of_local
+        received_up_to, received_before = of_received
         stages.append(
             Stage(
-                keys=hops.first.messages(rank, plan.workers, _crosses(plan, hops.first)),
-                passed_on=_passed_on(hops.second, rank, plan.workers, received),
-                prefix=_group(home_before, at_home, at_home.local, received, causal=False)
+                keys=hops.first.exchanged(rank, plan.workers, _crosses(plan, hops.first)),
+                forwarded=_forwarded(hops.second, rank, plan.workers, received),
+                remote_kv=_group(local_before, local_query, local_query.local, received, causal=False)
                 if plan.window is None
-                else _group(home_up_to, at_home, at_home.local, received),
-                visiting=_group(visiting_up_to, visitors, received_queries, received),
-                visiting_prefix=_group(visiting_before, visitors, received_queries, received, causal=False),
+                else _group(local_up_to, local_query, local_query.local, received),
+                remote_query=_group(received_up_to, received_query, received_queries, received),
+                remote_query_prefix=_group(received_before, received_query, received_queries, received, causal=False),
             )
         )
     return Routes(
         local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
-        queries=tasks.queries[~tasks.at_home].messages(rank, plan.workers, any_query_crosses(plan)),
-        own=_own(tasks.queries[own], keys.local_first[own], plan.window),
+        queries=tasks.queries[~tasks.queries_local].exchanged(rank, plan.workers, any_query_crosses(plan)),
+        local=_local(tasks.queries[local], keys.local_first[local], plan.window),
         stages=tuple(stages),
     )
 
@@ -89,14 +176,14 @@ def _crosses(plan: Plan, moves: Moves) -> bool:
     return bool(np.any((moves.source != moves.target) & (moves.target < plan.layout.ranks)))
 
 
-def _passed_on(moves: Moves, rank: int, workers: int, received: Received) -> Messages:
+def _forwarded(moves: Moves, rank: int, workers: int, received: Received) -> ExchangedRows:
     """Return the rows that one rank forwards, and the rows forwarded to it."""
-    messages = moves.messages(rank, workers, crossing=bool(len(moves.source)))
+    rows = moves.exchanged(rank, workers, crossing=bool(len(moves.source)))
     sent = moves[moves.source == rank]
-    return replace(messages, send_rows=received.find(sent.ordered(sent.target).rows))
+    return replace(rows, send_rows=received.find(sent.ordered(sent.target).rows))
 
 
-def _own(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
+def _local(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
     """Return the tasks that read keys in the segment of their queries.
 
     Args:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.planner.intervals import Intervals, expand
-from hf_distca.planner.routes.cut_tasks import CutTasks, KeysRead
 from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.reads import CutTasks, KeysRead
 from hf_distca.planner.routes.tables import IntArray
 
 GRAIN = 128

@@ -12,8 +12,7 @@ import torch
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
-from hf_distca.planner.chunks import layout_of_kind
-from hf_distca.planner.layout import packed_layout
+from hf_distca.planner.layout import layout_of_kind, packed_layout
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.shifted import merged
 from hf_distca.pool.memory import HostMemory

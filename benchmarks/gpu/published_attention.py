@@ -21,13 +21,7 @@ from hf_distca import PlanSettings
 from hf_distca.kernels import get_kernel
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.metrics import (
-    backward_bytes_of_rows,
-    bytes_of_rows,
-    key_rows_by_link,
-    link_seconds,
-    query_rows_by_link,
-)
+from hf_distca.planner.metrics import RowsMoved, link_seconds
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, node_sizes, nodes_of
 from hf_distca.sim.lengths import corpora, cut_at, micro_batches
@@ -105,11 +99,7 @@ def _figures(setting: Setting, lengths: list[int], ranks: int) -> dict[str, floa
 def _exchange_s(plan: MicroBatchPlan, kind: AttentionKind, settings: PlanSettings, per_node: int) -> list[float]:
     """Seconds of the exchanges of a forward and of a backward, reckoned."""
     nodes = nodes_of(node_sizes(settings.ranks, per_node))
-    row_bytes, seconds = RowBytes.of_kind(kind, settings.bytes_per_value), []
-    for count in (bytes_of_rows, backward_bytes_of_rows):
-        moved = sum(
-            count(query_rows_by_link(nano.plans[kind], nodes), key_rows_by_link(nano.plans[kind], nodes), row_bytes)
-            for nano in plan.nano_batches
-        )
-        seconds.append(link_seconds(moved, EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH))
-    return seconds
+    row_bytes = RowBytes.of_kind(kind, settings.bytes_per_value)
+    moved = [RowsMoved.of(nano.plans[kind], nodes) for nano in plan.nano_batches]
+    exchanges = ([each.forward_bytes(row_bytes) for each in moved], [each.backward_bytes(row_bytes) for each in moved])
+    return [link_seconds(sum(each), EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH) for each in exchanges]

@@ -23,7 +23,7 @@ from hf_distca.dispatch.rows import take
 from hf_distca.dispatch.totals import Columns, Gradients, Outputs
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.planner.schedule import Kept, KernelCall, Phase, Place, Transfer
+from hf_distca.planner.schedule import Kept, KernelCall, Location, Phase, Transfer
 
 KeptRows = dict[tuple[str, int], Tensor]
 """Rows that the forward received, by column and stage."""
@@ -88,7 +88,7 @@ class Pass:
     def __init__(self, attention: CoreAttention, *inputs: Tensor) -> None:
         self.attention, self.runtime, self.routes = attention, attention.runtime, attention.routes
         local = dict(zip(self.inputs, inputs, strict=True))
-        self.columns: dict[Place, Columns] = {"local": local, "received": {}}
+        self.columns: dict[Location, Columns] = {"local": local, "received": {}}
         self.received_keys: dict[int, Columns] = {}
         self.totals: Outputs | Gradients = self.totals_class(self.routes, local)
         self.work = Work(attention.layer, attention.nano.index, self.direction)

@@ -8,16 +8,10 @@ Each pass has three steps:
 3. Places: flows out of one stretch of a document lie side by side, where together they cost least (`BalancingPass`).
 
 Rounding to whole rows leaves small differences, so passes are repeated until every worker is within the tolerance.
-Where links between nodes are slower, nodes are balanced first, then the workers of each (two_levels.py).
-
-
-Balancing over nodes, and then inside each node.
 
 Between nodes a byte takes about nine times as long as inside one. So nodes are balanced first, each as if it were one
-worker. Only the differences in their pairs cross the network, and K/V rows cross to a node once.
-
-Then each node's tasks go to its own workers. Rows stay on the rank that holds them if it is on the node; other rows go
-to workers with room. Balancing continues inside the node, over its fast links.
+worker; only the differences in their pairs cross the network. Then each node's tasks go to its own workers. Rows stay
+on the rank that holds them if it is on the node; other rows go to workers with room.
 """
 
 from collections.abc import Sequence

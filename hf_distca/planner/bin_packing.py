@@ -1,16 +1,15 @@
-"""Packing of documents into bins of a fixed capacity: micro-batches, or ranks.
-
-Documents of each rank if none may be cut, since layers that mix along the row need whole documents."""
+"""Packing of documents into bins of a fixed capacity: micro-batches, or ranks that hold documents whole."""
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from math import isqrt
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.planner.cost import as_lengths
+from hf_distca.planner.layout import halves
 
 Item = TypeVar("Item")
 
@@ -94,24 +93,24 @@ def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
     Returns:
         The bin of each document, numbered from 0 in the order of opening.
     """
-    bins_with_room: dict[int, list[int]] = {}
-    rooms = _IntegerSet(capacity)
+    bins_of: dict[int, list[int]] = {}  # room -> bins with exactly this room
+    rooms: list[int] = []  # its keys, smallest first
     chosen = []
     opened = 0
     for length in lengths:
-        room = rooms.at_least(length)
-        if room is None:
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
             room, fullest = capacity, opened
             opened += 1
         else:
-            same = bins_with_room[room]
-            fullest = same.pop()
-            if not same:
-                rooms.remove(room)
-        same = bins_with_room.setdefault(room - length, [])
-        if not same:
-            rooms.add(room - length)
-        same.append(fullest)
+            room = rooms[at]
+            fullest = bins_of[room].pop()
+            if not bins_of[room]:
+                del bins_of[room], rooms[at]
+        if room - length not in bins_of:
+            bins_of[room - length] = []
+            insort(rooms, room - length)
+        bins_of[room - length].append(fullest)
         chosen.append(fullest)
     return chosen
 
@@ -132,44 +131,6 @@ def place_in_order(lengths: Sequence[int], bins: int, capacity: int) -> list[int
         load += length
         chosen.append(current)
     return None if current >= bins or max(lengths, default=0) > capacity else chosen
-
-
-class _IntegerSet:
-    """Set of integers from 0 to a maximum that quickly finds the smallest one of at least x.
-
-    The set keeps about √maximum integers of about √maximum bits each. One more integer marks those that are not 0.
-    """
-
-    def __init__(self, maximum: int):
-        self.width = isqrt(maximum) + 1
-        self.blocks = [0] * (maximum // self.width + 1)
-        self.occupied = 0
-
-    def add(self, value: int) -> None:
-        block, bit = divmod(value, self.width)
-        self.blocks[block] |= 1 << bit
-        self.occupied |= 1 << block
-
-    def remove(self, value: int) -> None:
-        block, bit = divmod(value, self.width)
-        self.blocks[block] &= ~(1 << bit)
-        if not self.blocks[block]:
-            self.occupied &= ~(1 << block)
-
-    def at_least(self, value: int) -> int | None:
-        block, bit = divmod(value, self.width)
-        above = self.blocks[block] >> bit
-        if above:
-            return value + _lowest_bit(above)
-        later = self.occupied >> (block + 1)
-        if not later:
-            return None
-        block += 1 + _lowest_bit(later)
-        return block * self.width + _lowest_bit(self.blocks[block])
-
-
-def _lowest_bit(value: int) -> int:
-    return (value & -value).bit_length() - 1
 
 
 def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> list[NDArray[np.int64]]:
@@ -214,15 +175,6 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int
     placed: list[list[int]] = [[] for _ in range(ranks)]
     for document, rank in zip(order.tolist(), chosen, strict=True):
         placed[rank].append(document)
-    return [_in_halves(documents, lengths) for documents in placed]
-
-
-def _in_halves(documents: list[int], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Order documents in two halves of about equal tokens: longest first, each to the smaller half."""
-    halves: tuple[list[int], list[int]] = ([], [])
-    tokens = [0, 0]
-    for document in sorted(documents, key=lambda document: -int(lengths[document])):
-        smaller = int(tokens[1] < tokens[0])
-        halves[smaller].append(document)
-        tokens[smaller] += int(lengths[document])
-    return np.array(sorted(halves[0]) + sorted(halves[1]), np.int64)
+    # In two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
+    ordered = (np.sort(np.array(documents, np.int64)) for documents in placed)
+    return [np.concatenate([documents[half] for half in halves(lengths[documents])]) for documents in ordered]

@@ -1,6 +1,4 @@
-"""Tasks of one kind of attention on a layout, and their stages.
-
-Plans with the layout, tolerance and nano-batches that the settings name."""
+"""Plans with the layout, tolerance and nano-batches that the settings name."""
 
 from collections.abc import Sequence
 
@@ -60,11 +58,6 @@ def plan_tasks(
         row_overhead=settings.row_overhead,
         gather_cost=settings.gather_cost,
     )
-
-
-def plan_stages(plan: Plan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> Plan:
-    """Divide the K/V rows of a plan into stages."""
-    return with_stages(plan, settings.buffer_rows(kind), stages=stages)
 
 
 def plan_as_set(lengths: Sequence[int] | NDArray[np.int64], settings: PlanSettings) -> MicroBatchPlan:
@@ -142,12 +135,11 @@ def _plan(
     settings: PlanSettings,
 ) -> MicroBatchPlan:
     nano_batches = []
+    stages = usual_stages(len(layouts))
     for group, layout in zip(groups, layouts, strict=True):
-        plans = {
-            kind: plan_stages(plan_tasks(layout, kind, settings), kind, settings, stages=usual_stages(len(layouts)))
-            for kind in settings.kinds
-        }
-        nano_batches.append(NanoBatch(group, layout, plans))
+        plans = {kind: plan_tasks(layout, kind, settings) for kind in settings.kinds}
+        staged = {kind: with_stages(each, settings.buffer_rows(kind), stages=stages) for kind, each in plans.items()}
+        nano_batches.append(NanoBatch(group, layout, staged))
     return MicroBatchPlan(tuple(nano_batches), summary_of(lengths, nano_batches, settings))
 
 

@@ -1,4 +1,4 @@
-"""Choice of the fastest plan for one micro-batch, by predicted seconds.
+"""PlanChoice of the fastest plan for one micro-batch, by predicted seconds.
 
 Every rank chooses alike, since predictions depend on lengths and settings alone. Groups of ranks that exchange nothing
 with each other are searched near the smallest ones that compute about alike. Plans that are quick to make come first.
@@ -13,14 +13,14 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind, Choice, MicroBatchPlan, NanoBatch
-from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, plan_stages, summary_of
+from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
+from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, summary_of
 from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.stages import usual_stages
+from hf_distca.planner.stages import usual_stages, with_stages
 from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
@@ -72,7 +72,7 @@ class Candidate:
     placing: Placing
     evenly: bool
     nano_batches: tuple[NanoBatch, ...]
-    choice: Choice
+    choice: PlanChoice
     waited: float
 
 
@@ -160,7 +160,7 @@ class _Search:
             replace(
                 nano,
                 plans={
-                    kind: plan_stages(replace(plan, stage_rows=None), kind, self._settings, stages=stages)
+                    kind: with_stages(replace(plan, stage_rows=None), self._settings.buffer_rows(kind), stages=stages)
                     for kind, plan in nano.plans.items()
                 },
             )
@@ -424,7 +424,7 @@ class _Search:
         stages = usual_stages(len(nano_batches))
         step = self._walked(nano_batches, self._counted(nano_batches, settings), settings, stages)
         attention = tuple(step.attention.tolist())
-        choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
+        choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
         return Candidate(placing, evenly, nano_batches, choice, float(step.waited.max()) / step.seconds)
 
     def _counted(
@@ -432,10 +432,8 @@ class _Search:
     ) -> list[dict[AttentionKind, CountedPlan]]:
         """Count the plans of each nano-batch, in one stage."""
         nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
-        return [
-            {kind: count_plan(plan, kind, settings.bytes_per_value, nodes) for kind, plan in nano.plans.items()}
-            for nano in nano_batches
-        ]
+        count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes, exact=False)
+        return [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
 
     def _walked(
         self,

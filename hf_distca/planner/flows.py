@@ -1,10 +1,8 @@
-"""Flows: how many query-key pairs each worker gives to which other.
+"""Flows: how many query-key pairs each worker gives to which other, and from which documents.
 
 Moving F pairs costs about √F bytes. So flows should be few and large: the sum of their roots is minimised, over all
 givers and for the busiest one.
-
-
-Sources of a flow: the documents from which giving pairs costs least."""
+"""
 
 import math
 from bisect import bisect_left, insort

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-# Combines a document and a row into one number to sort by; every document has fewer rows than this.
-_ROW_LIMIT = 1 << 40
+ROW_LIMIT = 1 << 32
+"""More than the rows of any document, so that a document and a row fit into one number, which sorts quickly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +52,9 @@ class Intervals:
             ordered: disjoint intervals in the order of (document, start) that together hold all rows of these
                 intervals.
         """
-        border = _sortable(ordered.document, ordered.start)
-        low = np.searchsorted(border, _sortable(self.document, self.start), side="right") - 1
-        high = np.searchsorted(border, _sortable(self.document, self.stop - 1), side="right")
+        border = sortable(ordered.document, ordered.start)
+        low = np.searchsorted(border, sortable(self.document, self.start), side="right") - 1
+        high = np.searchsorted(border, sortable(self.document, self.stop - 1), side="right")
         counts = high - low
         which, other = np.repeat(np.arange(len(self)), counts), expand(low, counts)
         start = np.maximum(self.start[which], ordered.start[other])
@@ -123,7 +123,7 @@ def union(owner: IntArray, intervals: Intervals) -> tuple[IntArray, Intervals]:
     group = np.cumsum(other)
     covered = np.zeros_like(stop)
     if len(order):
-        covered[1:] = np.maximum.accumulate(_sortable(group, stop))[:-1] - _sortable(group[1:], 0)
+        covered[1:] = np.maximum.accumulate(sortable(group, stop))[:-1] - sortable(group[1:], 0)
     start = np.maximum(start, covered)  # negative where another document's rows came before
     kept = stop > start
     return owner[kept], Intervals(document[kept], start[kept], stop[kept])
@@ -175,5 +175,6 @@ def expand(starts: IntArray, counts: IntArray) -> IntArray:
     return offsets + np.arange(total, dtype=np.int64)
 
 
-def _sortable(document: IntArray, row: IntArray | int) -> IntArray:
-    return document * _ROW_LIMIT + row
+def sortable(document: IntArray, row: IntArray | int) -> IntArray:
+    """Return numbers that sort as (document, row)."""
+    return document * ROW_LIMIT + row

@@ -1,8 +1,4 @@
-"""Layouts: which rank holds which rows of a micro-batch's documents.
-
-Chunked attention: each chunk of a document is planned as a document of its own.
-
-Division of a micro-batch into two nano-batches of about equal tokens, with no document in both."""
+"""Layouts: which rank holds which rows of a micro-batch's documents."""
 
 from collections.abc import Sequence
 
@@ -12,26 +8,19 @@ from numpy.typing import NDArray
 from hf_distca.plan import SEGMENT, AttentionKind, Layout
 from hf_distca.planner import nodes
 from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
-from hf_distca.planner.intervals import merge_touching
+from hf_distca.planner.intervals import expand, merge_touching
 from hf_distca.planner.joint.place import place_on_ranks
 
 
-def fixed_layout(
-    placed: Sequence[Sequence[int]], ranks: int | None = None, *, tokens_per_rank: int | None = None
-) -> Layout:
+def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> Layout:
     """Return the layout of documents that are already placed.
 
-    There is one list of documents per rank. If `ranks` is k times the number of lists, there is one list per k
-    consecutive ranks, and its documents may span these ranks.
-
     Args:
-        placed: placed[r] = lengths of the documents on rank r in order, possibly none.
-        tokens_per_rank: a list over k ranks is cut wherever a rank is full. None divides each list evenly: tokens / k
-            per rank, rounded up on the first ranks and down on the others. With one rank per list, the most tokens
-            that a list may hold; None for no limit.
+        placed: one list of documents' lengths per rank, possibly empty. If `ranks` is k times the number of lists, a
+            list is divided evenly over k consecutive ranks; the first ranks get the rows that are left over.
 
     Raises:
-        ValueError: a length below 1, a number of lists that does not divide the ranks, or a list with too many tokens.
+        ValueError: a length below 1, or a number of lists that does not divide the ranks.
     """
     ranks = len(placed) if ranks is None else ranks
     if not placed or ranks < 1 or ranks % len(placed):
@@ -47,19 +36,8 @@ def fixed_layout(
     ends = np.append(0, stops)[np.cumsum(counts)][:, None]
     begins = np.append(0, ends[:-1])[:, None]
     nth = np.arange(span)  # ranks of one list
-    if tokens_per_rank is None:
-        share, extra = np.divmod(ends - begins, span)
-        full = begins + nth * share + np.minimum(nth, extra)
-    else:
-        over = np.flatnonzero(ends - begins > tokens_per_rank * span)
-        if len(over):
-            row = int(over[0])
-            raise ValueError(
-                f"row {row} holds {int(ends[row, 0] - begins[row, 0])} tokens, but its {span} rank(s) take "
-                f"{tokens_per_rank} each; raise tokens_per_rank or move documents to another row"
-            )
-        full = begins + nth * tokens_per_rank
-    first_of_rank = np.minimum(full, ends).ravel()
+    share, extra = np.divmod(ends - begins, span)
+    first_of_rank = (begins + nth * share + np.minimum(nth, extra)).ravel()
     cuts = np.union1d(stops - lengths, first_of_rank)
     cuts = cuts[cuts < lengths.sum()]
     document = np.searchsorted(stops, cuts, "right")
@@ -68,19 +46,6 @@ def fixed_layout(
     rank = np.searchsorted(first_of_rank, cuts, "right") - 1
     stop = np.append(cuts[1:], stops[-1:])[: len(cuts)]
     return assemble(lengths, (document, cuts - first, stop - first, rank), ranks)
-
-
-def packed_layout(lengths: Sequence[int] | NDArray[np.int64], ranks: int, tokens_per_rank: int) -> Layout:
-    """Lay out documents in the given order, filling each rank to tokens_per_rank before the next.
-
-    A document is cut where a rank is full. Nothing is balanced: later ranks may hold few rows or none.
-
-    Raises:
-        ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
-    """
-    array = as_lengths(lengths)
-    check_capacity(array, ranks, tokens_per_rank)
-    return fixed_layout([array.tolist()], ranks, tokens_per_rank=tokens_per_rank)
 
 
 def joint_layout(
@@ -169,30 +134,22 @@ def assemble(
     return Layout(lengths, segments, ranks)
 
 
-def chunk_counts(lengths: NDArray[np.int64], chunk: int) -> NDArray[np.int64]:
-    """Return [documents] the number of chunks of each document, counted from its first row."""
-    counts: NDArray[np.int64] = -(-lengths // chunk)
-    return counts
-
-
 def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
     """Return the layout as one kind of layer sees it: the same rows at the same places.
 
-    With chunked attention the documents of the returned layout are the chunks.
+    With chunked attention each chunk is a document of the returned layout.
     """
     if kind.chunk is None:
         return layout
-    counts = chunk_counts(layout.lengths, kind.chunk)
+    counts = -(-layout.lengths // kind.chunk)
     before = np.cumsum(counts) - counts  # chunks of earlier documents
     lengths = np.full(counts.sum(), kind.chunk, np.int64)
     lengths[before + counts - 1] = layout.lengths - (counts - 1) * kind.chunk
 
     segments = layout.segments
     first = segments["start"] // kind.chunk
-    pieces = chunk_counts(segments["stop"], kind.chunk) - first
-    nth = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    cut = np.repeat(segments, pieces)
-    chunk = np.repeat(first, pieces) + nth
+    pieces = -(-segments["stop"] // kind.chunk) - first
+    cut, chunk = np.repeat(segments, pieces), expand(first, pieces)
     start = np.maximum(cut["start"], chunk * kind.chunk)
     stop = np.minimum(cut["stop"], (chunk + 1) * kind.chunk)
     cut["offset"] += start - cut["start"]
@@ -206,28 +163,35 @@ SMALLEST_SHARE = 0.25
 exchanges."""
 
 
-def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
+def halves(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Divide documents into two groups of about equal tokens: longest first, each to the smaller group.
 
     Args:
         lengths: [documents] tokens of each document.
 
     Returns:
-        The documents of each group in order. Groups differ by one document at most, so each has at least a quarter of
-        the tokens. None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
+        The documents of each group in order.
     """
-    total = int(lengths.sum())
-    if len(lengths) < 2 or 2 * int(lengths.max()) > total:
-        return None
-    group = np.zeros(len(lengths), bool)
-    tokens = [0, 0]
+    second = np.zeros(len(lengths), bool)
+    ahead = 0  # tokens of the first group beyond those of the second
     for document in np.argsort(-lengths, kind="stable").tolist():
-        smaller = int(tokens[1] < tokens[0])
-        group[document] = smaller
-        tokens[smaller] += int(lengths[document])
-    if min(tokens) < ranks:
+        second[document] = ahead > 0
+        ahead += -int(lengths[document]) if ahead > 0 else int(lengths[document])
+    return [np.flatnonzero(~second), np.flatnonzero(second)]
+
+
+def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
+    """Divide documents into two nano-batches, see `halves`.
+
+    Groups differ by one document at most, so each has at least a quarter of the tokens.
+
+    Returns:
+        None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
+    """
+    if len(lengths) < 2 or 2 * int(lengths.max()) > int(lengths.sum()):
         return None
-    return [np.flatnonzero(~group), np.flatnonzero(group)]
+    groups = halves(lengths)
+    return groups if min(int(lengths[group].sum()) for group in groups) >= ranks else None
 
 
 def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
@@ -242,14 +206,13 @@ def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
     """
     cuts = []
     for lengths in placed:
-        before = np.cumsum(lengths)
-        total = int(before[-1]) if len(lengths) else 0
         if len(lengths) < 2:
             return None
-        cut = int(np.argmin(np.abs(2 * before[:-1] - total))) + 1
-        if min(int(before[cut - 1]), total - int(before[cut - 1])) < SMALLEST_SHARE * total:
+        *before, total = np.cumsum(lengths).tolist()
+        cut = min(range(len(before)), key=lambda at: abs(2 * before[at] - total))
+        if min(before[cut], total - before[cut]) < SMALLEST_SHARE * total:
             return None
-        cuts.append(cut)
+        cuts.append(cut + 1)
     return cuts
 
 

@@ -1,10 +1,8 @@
-"""Balancing over ranks and dedicated servers together.
+"""Plans with dedicated servers, and plans for the tasks of lost servers.
 
-Plans for tasks of lost servers: the ranks, which hold the rows, compute them within the micro-batch.
-
-Each task goes to the ranks that hold its rows, or the tasks are balanced over the ranks again, whichever finishes
-sooner. Ranks have finished their own tasks by then, so only the lost servers' tasks are balanced. The remaining
-servers take no part: they would need the plan first.
+The ranks hold the rows, so they compute the tasks of a lost server within the micro-batch. Each task goes to the ranks
+that hold its rows, or the tasks are balanced over the ranks again, whichever finishes sooner. Ranks have finished
+their local tasks by then. The remaining servers take no part: they would need the plan first.
 """
 
 import math
@@ -17,23 +15,14 @@ from numpy.typing import NDArray
 from hf_distca.plan import TASK, AttentionKind, Layout, MicroBatchPlan, Plan
 from hf_distca.planner.balance import ideals_inside
 from hf_distca.planner.balancing_pass import BalancingPass, Goal, Prices
-from hf_distca.planner.build import plan_stages, plan_tasks
+from hf_distca.planner.build import plan_tasks
 from hf_distca.planner.cost import Workers, pairs
 from hf_distca.planner.intervals import Intervals, by_document
-from hf_distca.planner.metrics import (
-    backward_bytes_of_rows,
-    bytes_of_rows,
-    exchange_figures,
-    key_rows_by_link,
-    link_seconds,
-    loads_of,
-    query_rows_by_link,
-    query_rows_of,
-)
+from hf_distca.planner.metrics import RowsMoved, exchange_figures, link_seconds, loads_of, query_rows_of
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.shifted import ShiftedRows, merged
-from hf_distca.planner.stages import usual_stages
+from hf_distca.planner.stages import usual_stages, with_stages
 
 IDLE = 1e-9
 """Speed of a rank that should compute no core attention."""
@@ -100,12 +89,11 @@ def plan_with_servers(
         replace(
             nano,
             plans={
-                kind: plan_stages(
+                kind: with_stages(
                     balance_with_servers(
                         nano.layout, kind, workers, settings, ranks_serve=ranks_serve, server_nodes=server_nodes
                     ),
-                    kind,
-                    settings,
+                    settings.buffer_rows(kind),
                     stages=usual_stages(len(plan.nano_batches)),
                 )
                 for kind in nano.plans
@@ -161,7 +149,7 @@ def plan_lost(
     if local.nodes is not None:
         candidates.append(_spread(local, kind, settings, local.nodes))
     soonest = min(candidates, key=lambda plan: seconds_of(plan, kind, settings, pairs_per_second))
-    return plan_stages(soonest, kind, settings, stages=usual_stages(1))
+    return with_stages(soonest, settings.buffer_rows(kind), stages=usual_stages(1))
 
 
 def local_tasks(plan: Plan, workers: Collection[int]) -> Plan:
@@ -184,9 +172,9 @@ def seconds_of(plan: Plan, kind: AttentionKind, settings: PlanSettings, pairs_pe
     """
     loads = loads_of(plan) + settings.row_overhead * query_rows_of(plan)
     nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
-    queries, keys, row_bytes = query_rows_by_link(plan, nodes), key_rows_by_link(plan, nodes), settings.row_bytes(kind)
-    exchanges = (bytes_of_rows(queries, keys, row_bytes), backward_bytes_of_rows(queries, keys, row_bytes))
-    return float(loads.max()) / pairs_per_second + sum(link_seconds(moved) for moved in exchanges)
+    moved, row_bytes = RowsMoved.of(plan, nodes), settings.row_bytes(kind)
+    exchanges = (moved.forward_bytes(row_bytes), moved.backward_bytes(row_bytes))
+    return float(loads.max()) / pairs_per_second + sum(map(link_seconds, exchanges))
 
 
 def _spread(local: Plan, kind: AttentionKind, settings: PlanSettings, nodes: tuple[int, ...] | None) -> Plan:

@@ -1,10 +1,8 @@
-"""Prediction of one layer on all ranks: the executor's schedule, walked with measured costs.
+"""Prediction of a micro-batch: the executor's schedules, walked with measured costs for all ranks at once.
 
 Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that travels with O is left out: it has 4 bytes a
 head, O some 256.
-
-
-Prediction of a micro-batch: every layer's schedule walked forward and backward, and everything else added."""
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -98,13 +98,6 @@ def test_layouts_that_are_given_are_kept(layout):
     assert found.choice.group == 4
 
 
-def test_the_choice_is_logged_with_its_figures():
-    plan = chosen([60, *[10] * 12])
-    assert plan.summary.max_over_mean >= 1
-    assert plan.choice.nano_batches == len(plan.nano_batches)
-    assert plan.choice.tolerance in Choices(costs(FREE, FREE)).tolerances
-
-
 @pytest.mark.parametrize("bandwidth", [5e9, 50e9])
 def test_the_search_finds_what_trying_everything_finds(bandwidth):
     """Eight H100 in two nodes, Llama-3-8B."""

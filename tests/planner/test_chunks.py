@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.layout import layout_of_kind, packed_layout
+from hf_distca.planner.layout import fixed_layout, layout_of_kind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.plan_checks import check_layout, check_plan
@@ -12,7 +12,7 @@ from tests.planner.plan_checks import check_layout, check_plan
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 70))
 def test_chunks_are_documents_whose_rows_stay_where_they_are(lengths, ranks, chunk):
-    layout = packed_layout(lengths, ranks, -(-sum(lengths) // ranks))
+    layout = fixed_layout([lengths], ranks)
     chunked = layout_of_kind(layout, AttentionKind(chunk=chunk))
     check_layout(chunked)
     numbers = {}  # of each chunk, in the order of its document and of its rows

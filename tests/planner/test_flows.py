@@ -22,10 +22,6 @@ def test_partners_share_takers():
     assert plan_flows([5.0, 4.0, -5.0, -9.0, -4.0], partners) == {0: [(3, 5.0)], 1: [(3, 4.0)]}
 
 
-def test_nothing_to_give():
-    assert plan_flows([0.0, -1.0], {}) == {}
-
-
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=12), st.sets(st.integers(0, 11)))
 def test_flows_end_every_surplus_that_there_is_room_for(surplus, near):
     near = near & set(range(len(surplus)))

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from hf_distca.plan import TASK
 from hf_distca.planner.intervals import (
     Intervals,
-    by_document,
     expand,
     grain,
     merge_touching,
@@ -33,25 +32,6 @@ def rows_in(some):
 def test_expand_counts_every_range_up():
     assert expand(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
     assert expand(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
-
-
-def test_tables_in_the_order_of_documents_and_rows():
-    table = np.array([(1, 0, 2, 0), (0, 4, 5, 1), (0, 0, 4, 2)], TASK)
-    assert by_document(table).tolist() == [(0, 0, 4, 2), (0, 4, 5, 1), (1, 0, 2, 0)]
-
-
-def test_intervals_are_cut_where_others_begin():
-    found = intervals((0, 2, 6), (1, 0, 1), (0, 0, 2)).overlaps(intervals((0, 0, 4), (0, 4, 7), (1, 0, 3)))
-    assert found.first.tolist() == [0, 0, 1, 2]
-    assert found.second.tolist() == [0, 1, 2, 0]
-    assert listed(found.rows) == [(0, 2, 4), (0, 4, 6), (1, 0, 1), (0, 0, 2)]
-
-
-def test_a_union_has_every_row_once_an_owner():
-    owner = np.array([1, 0, 0, 1, 0, 0])
-    owners, rows = union(owner, intervals((0, 0, 4), (0, 1, 3), (0, 2, 5), (1, 0, 2), (1, 1, 1), (0, 2, 3)))
-    assert owners.tolist() == [0, 0, 1, 1]
-    assert listed(rows) == [(0, 1, 3), (0, 3, 5), (0, 0, 4), (1, 0, 2)]
 
 
 @pytest.mark.parametrize(

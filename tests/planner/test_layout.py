@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.planner.layout import fixed_layout, joint_layout, packed_layout
+from hf_distca.planner.layout import fixed_layout, joint_layout
 from tests.planner.plan_checks import check_layout
 
 
@@ -17,30 +17,10 @@ def test_fixed_layout_keeps_every_row_on_its_rank():
     assert segments(layout) == [(0, 0, 3, 0, 0), (1, 0, 2, 0, 3), (2, 0, 4, 2, 0)]
 
 
-def test_fixed_layout_cuts_a_row_that_spans_ranks_where_a_rank_is_full():
-    layout = fixed_layout([[3, 5], [8]], 4)
-    assert segments(layout) == [
-        (0, 0, 3, 0, 0), (1, 0, 1, 0, 3), (1, 1, 5, 1, 0), (2, 0, 4, 2, 0), (2, 4, 8, 3, 0)
-    ]  # fmt: skip
-
-
 def test_fixed_layout_divides_a_row_evenly():
     layout = fixed_layout([[], [1], [8]], 9)
     assert layout.tokens.tolist() == [0, 0, 0, 1, 0, 0, 3, 3, 2]
     assert segments(layout) == [(0, 0, 1, 3, 0), (1, 0, 3, 6, 0), (1, 3, 6, 7, 0), (1, 6, 8, 8, 0)]
-
-
-def test_fixed_layout_fills_the_ranks_of_a_row_in_turn():
-    layout = fixed_layout([[1], [8]], 6, tokens_per_rank=4)
-    assert segments(layout) == [(0, 0, 1, 0, 0), (1, 0, 4, 3, 0), (1, 4, 8, 4, 0)]
-
-
-def test_packed_layout_fills_rank_after_rank():
-    layout = packed_layout([3, 5, 1], 4, 4)
-    assert segments(layout) == [
-        (0, 0, 3, 0, 0), (1, 0, 1, 0, 3), (1, 1, 5, 1, 0), (2, 0, 1, 2, 0)
-    ]  # fmt: skip
-    assert layout.tokens.tolist() == [4, 4, 1, 0]
 
 
 def test_joint_layout_of_equal_documents_cuts_nothing():
@@ -58,18 +38,12 @@ def test_joint_layout_cuts_the_end_of_one_long_document():
     assert all(row[1] % 128 == 0 for row in cut)
 
 
-def test_joint_layout_of_nothing():
-    assert joint_layout([], 3, 4).tokens.tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: fixed_layout([]), "got 0 rows of documents"),
         (lambda: fixed_layout([[1], [1]], 3), "got 2 rows of documents for 3 ranks"),
-        (lambda: fixed_layout([[5]], tokens_per_rank=4), "row 0 holds 5 tokens"),
         (lambda: fixed_layout([[1, 0]]), "document 1 has length 0"),
-        (lambda: packed_layout([9], 2, 4), "1 documents hold 9 tokens"),
         (lambda: joint_layout([9], 2, 4), "1 documents hold 9 tokens, but 2 ranks of 4 take 8"),
         (lambda: joint_layout([1], 0, 4), "must be positive"),
         (lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1), "balance_tolerance must be 0 or more"),
@@ -139,18 +113,12 @@ def test_joint_layouts_on_nodes_hold_every_row_once_with_tokens_equal(lengths, s
 
 
 @settings(max_examples=60)
-@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4), st.none() | st.integers(0, 9))
-def test_fixed_layouts_hold_every_row_once(rows, span, spare):
-    full = None if spare is None else max(1, *(-(-sum(row) // span) for row in rows)) + spare
-    layout = fixed_layout(rows, len(rows) * span, tokens_per_rank=full)
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
+def test_fixed_layouts_hold_every_row_once(rows, span):
+    layout = fixed_layout(rows, len(rows) * span)
     check_layout(layout)
-    expected = []
-    for row in rows:
-        share, extra = divmod(sum(row), span)
-        for rank in range(span):
-            in_turn = full and min(full, max(sum(row) - rank * full, 0))
-            expected.append(share + (rank < extra) if full is None else in_turn)
-    assert layout.tokens.tolist() == expected
+    shares = [divmod(sum(row), span) for row in rows]
+    assert layout.tokens.tolist() == [share + (rank < extra) for share, extra in shares for rank in range(span)]
     # Row after row, documents lie in their order.
     placed = [(document, start) for document, start, *_ in segments(layout)]
     assert placed == sorted(placed)

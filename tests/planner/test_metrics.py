@@ -43,17 +43,6 @@ def test_one_moved_task():
     assert (metrics.tasks_below_block, metrics.tasks_cut_below_block) == (1, 0)
 
 
-def test_a_kv_row_counts_once_per_worker_and_not_where_it_lives():
-    # The document lies on ranks 0 and 1; rank 1 computes all of it but needs only the K/V rows of rank 0.
-    plan = plan_of([[4]], [(0, 0, 1, 0), (0, 1, 4, 1)], 2, ranks=2)
-    assert bytes_moved(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
-
-
-def test_a_window_needs_only_the_rows_it_reaches():
-    plan = plan_of([[6], []], [(0, 0, 5, 0), (0, 5, 6, 1)], 2, window=2)
-    assert bytes_moved(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
-
-
 def test_nothing_costs_nothing():
     metrics = measure(plan_of([[], []], [], 2))
     assert (metrics.max_over_mean, metrics.tokens_max_over_mean, metrics.min_rows) == (1.0, 1.0, 0)

@@ -63,16 +63,6 @@ def test_a_task_in_the_middle_is_cut_into_its_first_queries_with_their_keys_and_
     assert (second.q_lens.tolist(), second.k_lens.tolist()) == ([2], [4])
 
 
-def test_split_gives_every_task_its_rows():
-    before, after = group([2, 1, 3], [2, 4, 3]).split(1)
-    assert (before.q_lens.tolist(), before.k_lens.tolist()) == ([2], [2])
-    assert (before.q_rows.tolist(), before.k_rows.tolist()) == ([0, 1], [0, 1])
-    assert (after.q_lens.tolist(), after.k_lens.tolist()) == ([1, 3], [4, 3])
-    assert (after.q_rows.tolist(), after.k_rows.tolist()) == ([2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8])
-    assert (before.task_pairs.tolist(), before.pairs) == ([3], 3)
-    assert (after.task_pairs.tolist(), after.pairs) == ([4, 6], 10)
-
-
 @pytest.mark.parametrize(
     ("lengths", "ranks", "tasks", "workers", "expected"),
     [
@@ -110,17 +100,6 @@ def test_where_nothing_moves_each_rank_computes_its_rows_and_nothing_crosses(pla
         assert routes.local.q_lens.tolist() == routes.local.k_lens.tolist() == lengths
         assert routes.local.q_rows.tolist() == list(range(sum(lengths)))
         assert [len(stage.remote_kv.q_lens) + len(stage.remote_query.q_lens) for stage in routes.stages] == [0]
-
-
-def test_a_window_needs_the_rows_that_it_reaches_and_no_more():
-    # Row 5 of six is computed on rank 1, and needs rows 4 and 5.
-    plan = Plan(fixed_layout([[6], []]), np.array([(0, 0, 5, 0), (0, 5, 6, 1)], TASK), 2, 2)
-    giver, taker = routes_of(plan)
-    assert giver.queries.send_rows.tolist() == [5]
-    assert giver.stages[0].keys.send_rows.tolist() == [4, 5]
-    assert taker.stages[0].keys.recv_counts.tolist() == [2, 0]
-    assert taker.stages[0].remote_query.k_lens.tolist() == [2]
-    assert giver.local.k_lens.tolist() == [5]
 
 
 @settings(max_examples=150)
@@ -189,16 +168,6 @@ def test_of_all_that_goes_from_rank_to_rank_as_much_goes_in_each_stage():
     # Where there is no room for all, the next rank comes before others.
     first, *_ = routes_of(Plan(layout, tasks, 4, stage_rows=8))
     assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 3, 3, 2], [0, 3, 3, 2], [0, 2, 2, 4]]
-
-
-def test_keys_of_one_query_in_two_stages():
-    # Rank 1 computes row 3, whose keys all lie on rank 0: two a stage, the second with the query's own.
-    plan = Plan(fixed_layout([[4], []]), np.array([(0, 0, 3, 0), (0, 3, 4, 1)], TASK), 2, stage_rows=2)
-    first, second = routes_of(plan)[1].stages
-    assert (first.remote_query_prefix.q_lens.tolist(), first.remote_query_prefix.k_lens.tolist()) == ([1], [2])
-    assert (len(first.remote_query.q_lens), len(second.remote_query_prefix.q_lens)) == (0, 0)
-    assert (second.remote_query.q_lens.tolist(), second.remote_query.k_lens.tolist()) == ([1], [2])
-    assert (first.remote_query_prefix.pairs, second.remote_query.pairs) == (2, 2)
 
 
 def crossing(rows, readers):

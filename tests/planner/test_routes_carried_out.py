@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import SEGMENT, TASK, Layout, Plan
+from hf_distca.plan import TASK, Plan
 from hf_distca.planner.layout import fixed_layout
 from tests.planner.carried_out import carried_out, exchange, local_rows, routes_of
 from tests.planner.drawn_plans import plans_of_all_kinds
@@ -30,43 +30,6 @@ def check(plan):
 @given(plans_of_all_kinds(), st.none() | st.integers(1, 12))
 def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
     check(replace(plan, stage_rows=stage_rows))
-
-
-def test_a_document_on_two_ranks_and_a_server():
-    # Rank 0 holds rows 0 and 1, then 4; rank 1 holds 2 and 3. Rank 0 computes 0, 1 and 2, the server 3 and 4.
-    segments = np.array([(0, 0, 2, 0, 0), (0, 4, 5, 0, 2), (0, 2, 4, 1, 0)], SEGMENT)
-    layout = Layout(np.array([5]), segments, 2)
-    plan = Plan(layout, np.array([(0, 0, 3, 0), (0, 3, 5, 2)], TASK), 3)
-    check(plan)
-    routes = routes_of(plan)
-    local = [local_rows(plan, worker) for worker in range(3)]
-    queries, keys = (exchange(routes, kind, local) for kind in ("queries", 0))
-    assert queries == [{0: (1, 0, (0, 2))}, {}, {0: (0, 2, (0, 4)), 1: (1, 1, (0, 3))}]
-    # The keys of row 2 are rows 0 to 2; its worker gathers its own two.
-    assert keys[0] == {0: (0, 0, (0, 0)), 1: (0, 1, (0, 1)), 2: (1, 0, (0, 2))}
-    assert keys[2] == {
-        0: (0, 0, (0, 0)), 1: (0, 1, (0, 1)), 2: (0, 2, (0, 4)), 3: (1, 0, (0, 2)), 4: (1, 1, (0, 3))
-    }  # fmt: skip
-    assert [
-        row.tolist() for row in (routes[2].stages[0].remote_query.q_lens, routes[2].stages[0].remote_query.k_lens)
-    ] == [
-        [1, 1],
-        [5, 4],
-    ]
-    assert [mine.stages[0].remote_query.pairs for mine in routes] == [3, 0, 9]
-    assert [mine.local.pairs for mine in routes] == [3, 0, 0]
-
-
-def test_a_window_across_segments():
-    # Row 3 reads rows 2 and 3: of two segments of one rank, so both are gathered.
-    segments = np.array([(0, 0, 3, 0, 0), (0, 3, 6, 1, 0)], SEGMENT)
-    plan = Plan(Layout(np.array([6]), segments, 2), np.array([(0, 0, 3, 0), (0, 3, 4, 1), (0, 4, 6, 0)], TASK), 2, 2)
-    check(plan)
-    first, second = routes_of(plan)
-    assert (first.local.pairs, first.stages[0].remote_kv.pairs, first.stages[0].remote_query.pairs) == (5, 0, 4)
-    assert (second.local.pairs, second.stages[0].remote_kv.pairs, second.stages[0].remote_query.pairs) == (0, 2, 0)
-    assert second.stages[0].remote_kv.k_rows.tolist() == [0, 1]
-    assert second.stages[0].keys.recv_counts.tolist() == [1, 1]
 
 
 def test_rows_that_are_passed_on():
@@ -99,15 +62,3 @@ def test_rows_that_are_passed_on():
     assert first.forwarded.crossing
     assert second.remote_kv.k_rows.tolist() == [0, 1]
     assert sorted(fourth.remote_kv.k_rows.tolist()) == [0, 1, 2, 3, 4, 5]
-
-
-def test_rows_of_a_server_come_in_the_first_stage_beside_others_that_are_passed_on():
-    # As above, but a server of the second node computes the last row.
-    tasks = np.array([(0, 0, 2, 0), (0, 2, 4, 1), (0, 4, 6, 2), (0, 6, 7, 3), (0, 7, 8, 4)], TASK)
-    plan = Plan(fixed_layout([[8]], 4), tasks, 5, stage_rows=2, nodes=(0, 0, 1, 1, 1))
-    check(plan)
-    *ranks, server = routes_of(plan)
-    stages = len(server.stages)
-    assert stages > 2
-    assert [stage.keys.recv_counts.tolist() for stage in server.stages] == [[2, 2, 2, 2, 0], *[[0] * 5] * (stages - 1)]
-    assert [sum(int(stage.forwarded.recv_counts.sum()) for stage in rank.stages) for rank in ranks] == [0, 0, 2, 2]

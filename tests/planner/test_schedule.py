@@ -94,6 +94,7 @@ def test_what_was_kept_is_not_sent_again(kept, sent):
     assert next(phase for phase in schedule if phase.wait).name == f"wait {sent}; run remote-query; send dq"
 
 
+@pytest.mark.parametrize("forwards", [False, True])
 @pytest.mark.parametrize(
     ("direction", "asked", "answered"),
     [
@@ -101,9 +102,9 @@ def test_what_was_kept_is_not_sent_again(kept, sent):
         ("backward", "q do o lse k v to servers", "dq dk dv from servers"),
     ],
 )
-def test_servers_are_asked_first_and_waited_for_last(direction, asked, answered):
+def test_servers_are_asked_first_and_waited_for_last(direction, asked, answered, forwards):
     with_servers, without = (
-        make_schedule(direction, "second", groups=UNDIVIDED, windowed=False, servers=servers)
+        make_schedule(direction, "second", groups=UNDIVIDED, windowed=False, forwards=forwards, servers=servers)
         for servers in (True, False)
     )
     assert with_servers[0].name == f"{without[0].name}, {asked}"
@@ -173,23 +174,10 @@ def test_stages_of_a_backward_written_out():
     ]
 
 
-@pytest.mark.parametrize("kept", ["received", "results"])
-def test_kept_keys_are_not_sent_again_in_any_stage(kept):
-    schedule = make_schedule("backward", "first", groups=DIVIDED, windowed=False, stages=4, kept=kept)
-    sent = [transfer.name for phase in schedule for transfer in phase.send]
-    assert sent[1:] == ["dk dv", "dk dv [1]", "dk dv [2]", "dq", "dk dv [3]"]
-
-
 IN_HOPS = {
     ("forward", "alone", 1): """
 send q, k v / run local / | / wait k v; send k v forwarded
 wait q, k v forwarded; run remote-query; send o lse / run remote-KV / |
-wait o lse
-""",
-    ("forward", "second", 2): """
-send q, k v, k v [1] / run local / | / wait k v; send k v forwarded
-wait q, k v forwarded, k v [1]; send k v forwarded [1] / run remote-query, remote-query prefix / run remote-KV
-wait k v forwarded [1]; run remote-query [1], remote-query prefix [1]; send o lse / run remote-KV [1] / |
 wait o lse
 """,
     ("forward", "first", 4): """
@@ -207,15 +195,6 @@ send do o lse q, k v / run local 1/2 / | / wait k v; send k v forwarded
 wait do o lse q, k v forwarded; run remote-query; send dq / run remote-KV; send dk dv to gateways
 wait dk dv to gateways; send dk dv / run local 2/2 / |
 wait dq, dk dv
-""",
-    ("backward", "second", 2): """
-send do o lse q, k v, k v [1] / | / wait k v; send k v forwarded / run local
-wait do o lse q, k v forwarded, k v [1]; send k v forwarded [1]
-run remote-query, remote-query prefix / run remote-KV; send dk dv to gateways
-wait k v forwarded [1]; run remote-query [1], remote-query prefix [1]; send dq
-run remote-KV [1]; send dk dv to gateways [1]
-wait dk dv to gateways; send dk dv / wait dk dv to gateways [1]; send dk dv [1] / |
-wait dq, dk dv, dk dv [1]
 """,
     ("backward", "first", 4): """
 send do o lse q, k v, k v [1] / | / wait k v; send k v forwarded
@@ -246,45 +225,6 @@ def groups_of(direction, turn, stages):
 def test_each_hop_of_a_stage_travels_while_another_stage_is_computed(case):
     schedule = make_schedule(*case[:2], groups=groups_of(*case), windowed=False, stages=case[2], forwards=True)
     assert names(schedule) == IN_HOPS[case].strip().replace("\n", " / ").split(" / ")
-
-
-@pytest.mark.parametrize(("kept", "sent"), [("received", "do o lse"), ("results", "do")])
-def test_kept_keys_are_not_passed_on_again_but_their_gradients_passed_back(kept, sent):
-    schedule = make_schedule(
-        "backward",
-        "first",
-        groups=groups_of("backward", "first", 2),
-        windowed=False,
-        stages=2,
-        forwards=True,
-        kept=kept,
-    )
-    assert names(schedule) == [
-        *[
-            f"send {sent}",
-            "|",
-            f"wait {sent}; run remote-query, remote-query prefix",
-            "run remote-KV; send dk dv to gateways",
-        ],
-        *["run remote-query [1], remote-query prefix [1]; send dq", "run remote-KV [1]; send dk dv to gateways [1]"],
-        *["wait dk dv to gateways; send dk dv", "wait dk dv to gateways [1]; send dk dv [1]", "run local", "|"],
-        "wait dq, dk dv, dk dv [1]",
-    ]
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_rows_of_servers_are_not_passed_on(direction):
-    groups = groups_of(direction, "second", 2)
-    with_servers, without = (
-        make_schedule(direction, "second", groups=groups, windowed=False, stages=2, forwards=True, servers=servers)
-        for servers in (True, False)
-    )
-    asked, answered = (with_servers[end].name.removeprefix(without[end].name) for end in (0, -1))
-    assert (asked, answered) == {
-        "forward": (", q k v to servers", ", o lse from servers"),
-        "backward": (", q do o lse k v to servers", ", dq dk dv from servers"),
-    }[direction]
-    assert with_servers[1:-1] == without[1:-1]
 
 
 def happenings(schedule):

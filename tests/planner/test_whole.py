@@ -30,10 +30,6 @@ def test_where_that_fails_too_ranks_are_filled_in_the_order_of_the_documents():
     assert on_ranks([5, 2, 2, 3, 3, 3], 2, 9) == [[0, 1, 2], [3, 5, 4]]
 
 
-def test_no_rank_is_left_empty():
-    assert on_ranks([5, 3, 2], 3, 10) == [[0], [1], [2]]
-
-
 def test_a_document_that_does_not_fit():
     with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents"):
         on_ranks([3, 11], 2, 10)

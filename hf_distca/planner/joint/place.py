@@ -1,29 +1,16 @@
-"""Phase 2 of the joint layout: place uncut documents and heads whole, the longest first.
-
-Each goes to the rank with the most missing pairs per missing token, so that every rank's need falls towards the
-shortest documents, which come last. Once the remaining documents hardly matter in pairs, each goes to the rank with
-the most room.
-
-
-Phase 3 of the joint layout: ends of short documents move until every rank is full.
-
-Placement of documents with equal tokens and equal pairs on all ranks, and with few and cheap cuts.
+"""Placement of documents with equal tokens and equal pairs on all ranks, and with few and cheap cuts.
 
 Only cut documents cost bytes: rows from row s on need K/V rows [0, s) of their document. So there are three phases:
 
-1. A document too large for one rank is cut from its end (cut_large.py). Each segment is as large as its rank can take
+1. A document too large for one rank is cut from its end (`cut_large`). Each segment is as large as its rank can take
    beside the shortest documents. So every cut lies as early in the document as possible.
-2. Other documents stay whole. Longest first, each goes to the rank with the most missing pairs per missing token
-   (place_whole.py).
-3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal (even_out.py).
+2. Other documents stay whole (`place_whole`). Longest first, each goes to the rank with the most missing pairs per
+   missing token, so that every rank's need falls towards the shortest documents. Once the remaining documents hardly
+   matter in pairs, each goes to the rank with the most room.
+3. Ranks then differ by less than a short document. The ends of short documents make their tokens equal (`even_out`).
 
-The remaining differences in pairs are left to `balance`.
-
-
-Placement on one level or two: documents on nodes, and then each node's rows on its ranks.
-
-Only rows of documents that are cut between nodes cross between them. So a document goes to one node if it fits. Nodes
-share the pairs per rank equally within a part of the tolerance; the rest of the tolerance is for the ranks inside.
+The remaining differences in pairs are left to `balance`. With several nodes, documents are placed on nodes first, and
+then each node's rows on its ranks: only rows of documents that are cut between nodes cross between them.
 """
 
 from bisect import bisect_left, insort
@@ -154,14 +141,9 @@ def _shed(placement: Placement, rank: int, items: list[tuple[int, int]], under: 
 
 
 def place(placement: Placement) -> NDArray[np.int64]:
-    """Place all rows so that every rank is full.
-
-    Returns:
-        [segments, 4] int64: document, start, stop and rank of each segment, in no order.
-    """
+    """Place all rows so that every rank is full, and return the segments, see `Placement.segments`."""
     cut_large(placement)
-    spare = place_whole(placement)
-    even_out(placement, spare)
+    even_out(placement, place_whole(placement))
     return placement.segments()
 
 

@@ -1,12 +1,8 @@
-"""Forwarded K/V rows, which cross to a node once and are sent on inside it.
+"""Forwarded K/V rows, which cross to a node once and are sent on inside it, and their stages.
 
 Between nodes a byte takes about nine times as long as inside one. Ranks of a node often read the same rows of a long
-document. Such rows go to one of these ranks, the gateway, which forwards them to the others.
-
-
-Stages of K/V rows that are forwarded inside nodes.
-
-A row is forwarded in the stage in which it crosses, so ranks of a node that read it compute with it in the same stage.
+document. Such rows go to one of these ranks, the gateway, which forwards them to the others. A row is forwarded in the
+stage in which it crosses, so ranks of a node that read it compute with it in the same stage.
 """
 
 from collections.abc import Sequence
@@ -15,13 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.planner.intervals import Intervals, expand
+from hf_distca.planner.intervals import ROW_LIMIT, Intervals, expand, sortable
 from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.stages import GRAIN
 from hf_distca.planner.routes.tables import IntArray
 
-ROW_BITS = 31
-"""Bits that are enough to number the rows of any document."""
+PARTS = 8
+"""Number of pieces that a stage should have room for.
+
+Rows are spread over stages in pieces of GRAIN rows, or of fewer if a stage has too little room. Each piece is
+forwarded to all its readers.
+"""
+_GOLDEN = (5**0.5 - 1) / 2
+"""The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however many there are."""
+_BITS = 62
 PIECE = 128
 """Least rows of a piece: a kernel block.
 
@@ -107,12 +110,11 @@ def forward_inside_nodes(moves: Moves, nodes: Sequence[int] | None, ranks: int) 
     into = node[crossed.target] * (int(crossed.rows.document.max()) + 1) + crossed.rows.document
     into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
     keyed = Intervals(into, crossed.rows.start, crossed.rows.stop)
-    parts = _between_borders(keyed)
+    parts, readers = between_borders(keyed)
     overlaps = keyed.overlaps(parts)
     which, part = overlaps.first, overlaps.second
     order = np.lexsort((crossed.target[which], part))
     which, part = which[order], part[order]
-    readers = np.bincount(part, minlength=len(parts))
     first_reader = np.cumsum(readers) - readers
 
     # 2. Divide each part among its readers. Each piece crosses to one of them, in turn; every part begins with the
@@ -141,26 +143,19 @@ def forward_inside_nodes(moves: Moves, nodes: Sequence[int] | None, ranks: int) 
     return Hops(kept.followed_by(hop), second, len(kept.source) + piece)
 
 
-def _between_borders(intervals: Intervals) -> Intervals:
-    """Cut the rows of some intervals wherever one begins or ends; sort them by (document, start)."""
-    # One number for document, row and whether an interval ends or begins there: numbers alone sort quickly.
-    keys = (intervals.document << ROW_BITS) * 2
-    keys = np.sort(np.concatenate([keys + 2 * intervals.start + 1, keys + 2 * intervals.stop]))
-    document, row = keys >> (ROW_BITS + 1), (keys >> 1) & ((1 << ROW_BITS) - 1)
-    covered = np.cumsum(2 * (keys & 1) - 1)[:-1] > 0
-    within = covered & (document[1:] == document[:-1]) & (row[1:] > row[:-1])
-    return Intervals(document[:-1][within], row[:-1][within], row[1:][within])
+def between_borders(intervals: Intervals) -> tuple[Intervals, IntArray]:
+    """Cut the rows of some intervals wherever one begins or ends.
 
-
-PARTS = 8
-"""Number of pieces that a stage should have room for.
-
-Rows are spread over stages in pieces of GRAIN rows, or of fewer if a stage has too little room. Each piece is
-forwarded to all its readers.
-"""
-_GOLDEN = (5**0.5 - 1) / 2
-"""The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however many there are."""
-_BITS = 62
+    Returns:
+        The parts by (document, start), and how many intervals each of them lies in.
+    """
+    # One number for document, row and whether an interval ends or begins there.
+    begin, end = (2 * sortable(intervals.document, row) for row in (intervals.start, intervals.stop))
+    places = np.sort(np.concatenate([begin + 1, end]))
+    (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
+    covering = np.cumsum(2 * begins - 1)[:-1]
+    kept = (covering > 0) & (row[1:] > row[:-1])
+    return Intervals(document[:-1][kept], row[:-1][kept], row[1:][kept]), covering[kept]
 
 
 def hops_by_stage(hops: Hops, stage_rows: int, ranks: int) -> tuple[Hops, ...]:

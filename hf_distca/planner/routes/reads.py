@@ -1,33 +1,27 @@
-"""Tasks cut at the borders of segments, and the K/V rows that each of them reads.
+"""Tasks cut at the borders of segments, the K/V rows that each of them reads, and the stage of these rows."""
 
-K/V rows that tasks of full attention read.
-
-A local task reads its own segment in place, and all rows of the document before the segment, which all its queries
-see. A remote-query task reads rows [0, stop) among the rows sent to the worker. Of the rows of a stage a query sees
-the rows up to its own: all of them, a part if its own row is among them, or none.
-
-
-K/V rows that tasks of sliding-window attention read.
-
-A task reads rows [first, stop), where `first` is the edge of its first query's window. If all these rows are in the
-segment of its queries, they are read in place. Otherwise all of them are sent to the worker, in one stage.
-"""
-
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.intervals import Intervals, expand
+from hf_distca.planner.intervals import Intervals, by_document, expand, union
+from hf_distca.planner.routes.forwarded import Hops, forward_inside_nodes, hops_by_stage
 from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.stages import moves_by_stage, pieces_of_windows, stage_intervals
 from hf_distca.planner.routes.tables import IntArray
 
 
 @dataclass(frozen=True, eq=False)
 class CutTasks:
     """Tasks cut at the borders of segments: all query rows of a task lie on one rank.
+
+    A local task reads keys in the segment of its queries in place. With full attention all other keys are sent to the
+    worker. With a window a task reads all keys in place, or all of them are sent to the worker, in one stage.
 
     Attributes:
         queries: [n] query rows, from the rank that holds them to the worker that computes them.
@@ -36,6 +30,7 @@ class CutTasks:
 
     queries: Moves
     segment_start: IntArray
+    window: int | None
 
     @classmethod
     def of(cls, plan: Plan, tasks: NDArray[np.void], segments: NDArray[np.void]) -> "CutTasks":
@@ -46,14 +41,11 @@ class CutTasks:
         """
         found = Intervals.of(tasks).overlaps(Intervals.of(segments))
         held = segments[found.second]
-        return cls(Moves.from_segments(found.rows, held, tasks["worker"][found.first]), held["start"])
+        queries = Moves.from_segments(found.rows, held, tasks["worker"][found.first])
+        return cls(queries, held["start"], plan.window)
 
     def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "CutTasks":
-        return CutTasks(self.queries[index], self.segment_start[index])
-
-    def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "CutTasks":
-        """Return parts of these tasks, see `Moves.pieces`."""
-        return CutTasks(self.queries.pieces(which, first, last), self.segment_start[which])
+        return CutTasks(self.queries[index], self.segment_start[index], self.window)
 
     @property
     def queries_local(self) -> NDArray[np.bool_]:
@@ -61,24 +53,34 @@ class CutTasks:
         same: NDArray[np.bool_] = self.queries.source == self.queries.target
         return same
 
+    @cached_property
+    def local_first(self) -> IntArray:
+        """[n] first K/V row that a task reads in place; the last one is its own last row."""
+        if self.window is None:
+            return self.segment_start
+        first: IntArray = np.maximum(self.queries.rows.start - self.window + 1, 0)
+        return first
 
-@dataclass(frozen=True, eq=False)
-class KeysRead:
-    """K/V rows that cut tasks read, in the queries' segment or sent to the worker. All [n].
+    @cached_property
+    def keys_local(self) -> NDArray[np.bool_]:
+        """[n] whether a task reads keys in place."""
+        local: NDArray[np.bool_] = self.queries_local & (self.local_first >= self.segment_start)
+        return local
 
-    Attributes:
-        local: whether a task reads rows [local_first, stop) of its document, up to its own last row, in the segment of
-            its queries.
-        brought_rows: rows of the document that are sent to the worker and read, if `brought`; else empty.
-    """
+    @cached_property
+    def received(self) -> Intervals:
+        """[n] K/V rows that are sent to the worker and read, possibly none."""
+        rows = self.queries.rows
+        if self.window is None:
+            stop = np.where(self.queries_local, self.segment_start, rows.stop)
+            return Intervals(rows.document, np.zeros_like(stop), stop)
+        return Intervals(rows.document, self.local_first, np.where(self.keys_local, self.local_first, rows.stop))
 
-    local: NDArray[np.bool_]
-    local_first: IntArray
-    brought: NDArray[np.bool_]
-    brought_rows: Intervals
-
-    def __getitem__(self, index: IntArray | NDArray[np.bool_]) -> "KeysRead":
-        return KeysRead(self.local[index], self.local_first[index], self.brought[index], self.brought_rows[index])
+    def key_moves(self, segments: NDArray[np.void]) -> Moves:
+        """Return the K/V rows that are sent, each row once per worker."""
+        worker, rows = union(self.queries.target, self.received)
+        found = rows.overlaps(Intervals.of(segments))
+        return Moves.from_segments(found.rows, segments[found.second], worker[found.first])
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,18 +100,6 @@ class Reads:
     counts: IntArray
     keys: Intervals
     pairs: IntArray
-
-
-def full_keys(tasks: CutTasks) -> KeysRead:
-    """Return the K/V rows that tasks read; query row p reads rows 0 to p."""
-    rows, queries_local = tasks.queries.rows, tasks.queries_local
-    stop = np.where(queries_local, tasks.segment_start, rows.stop)
-    return KeysRead(
-        local=queries_local,
-        local_first=tasks.segment_start,
-        brought=stop > 0,
-        brought_rows=Intervals(rows.document, np.zeros_like(stop), stop),
-    )
 
 
 def before_queries(task: IntArray, queries: Intervals, keys: Intervals) -> Reads:
@@ -151,25 +141,70 @@ def up_to_queries(task: IntArray, queries: Intervals, keys: Intervals) -> Reads:
     return Reads(task, seeing, np.ones_like(task), keys, pairs(start - keys.start, keys.lengths))
 
 
-def windowed_keys(tasks: CutTasks, window: int) -> KeysRead:
-    """Return the K/V rows that tasks read; query row p reads rows max(0, p - window + 1) to p."""
-    rows = tasks.queries.rows
-    first = np.maximum(rows.start - window + 1, 0)
-    inside = tasks.queries_local & (first >= tasks.segment_start)
-    return KeysRead(
-        local=inside,
-        local_first=first,
-        brought=~inside,
-        brought_rows=Intervals(rows.document, first, np.where(inside, first, rows.stop)),
-    )
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """Tasks of a plan and the K/V rows that are sent to their workers.
 
-
-def within_window(task: IntArray, queries: Intervals, keys: Intervals, window: int) -> Reads:
-    """Return queries with all rows that their windows reach.
-
-    Args:
-        task: [n] cut task of each interval of queries.
-        queries: [n] query rows of the task.
-        keys: [n] K/V rows that the task reads.
+    Attributes:
+        tasks: [n] the cut tasks; with a window they are also cut so that each has its keys in one stage.
+        stages: for each stage, hops of the rows to all workers. Each row is sent once per worker; with a window, once
+            per worker and stage.
+        stage: [n] with a window, the stage of a task's keys.
     """
-    return Reads(task, queries, np.ones_like(task), keys, pairs(queries.start, queries.stop, window))
+
+    tasks: CutTasks
+    stages: tuple[Hops, ...]
+    stage: IntArray
+
+    @classmethod
+    def of(cls, plan: Plan, tasks: NDArray[np.void]) -> "Arrivals":
+        """Return the arrivals for some tasks of a plan.
+
+        Args:
+            tasks: tasks of the plan. All tasks are needed with stages, which depend on all that ranks send and
+                receive. They are also needed with nodes, since every rank has to know whether any rank forwards rows.
+        """
+        ranks = plan.layout.ranks
+        segments = by_document(plan.layout.segments)
+        cut = CutTasks.of(plan, tasks, segments)
+        stage = np.zeros_like(cut.segment_start)
+        if plan.window is None:
+            hops = forward_inside_nodes(cut.key_moves(segments), plan.nodes, ranks)
+            if plan.stage_rows is None:
+                return cls(cut, (hops,), stage)
+            if len(hops.second.source):
+                return cls(cut, hops_by_stage(hops, plan.stage_rows, ranks), stage)
+            return cls(cut, tuple(map(Hops.direct, moves_by_stage(hops.first, plan.stage_rows, ranks))), stage)
+        if plan.stage_rows is not None:
+            rows, target = cut.queries.rows, cut.queries.target
+            cut = cut[np.lexsort((rows.start, rows.document, target))]
+            pieces = pieces_of_windows(cut.queries, cut.received, plan.stage_rows, plan.window, ranks)
+            which, first, last, stage = pieces
+            cut = CutTasks(cut.queries.pieces(which, first, last), cut.segment_start[which], plan.window)
+        of_stages = [cut[stage == number] for number in range(stage.max(initial=0) + 1)]
+        hops_of = [forward_inside_nodes(each.key_moves(segments), plan.nodes, ranks) for each in of_stages]
+        return cls(cut, tuple(hops_of), stage)
+
+    def reads(self, which: IntArray, rank: int) -> Iterator[tuple[Reads, Reads]]:
+        """Yield, for each stage, the reads up to the queries' own rows, and the reads of all rows before them.
+
+        `which` are indices of tasks of worker `rank`.
+        """
+        queries, keys = self.tasks.queries.rows[which], self.tasks.received[which]
+        if self.tasks.window is not None:
+            none = which[:0]
+            for number in range(len(self.stages)):
+                task = np.flatnonzero(self.stage[which] == number)
+                rows, read = queries[task], keys[task]
+                amount = pairs(rows.start, rows.stop, self.tasks.window)
+                yield (
+                    Reads(task, rows, np.ones_like(task), read, amount),
+                    before_queries(none, queries[none], keys[none]),
+                )
+            return
+        stage, rows = stage_intervals([hops.arriving(rank) for hops in self.stages])
+        overlaps = keys.overlaps(rows)
+        for number in range(len(self.stages)):
+            found = np.flatnonzero(stage[overlaps.second] == number)
+            task, read = overlaps.first[found], overlaps.rows[found]
+            yield up_to_queries(task, queries[task], read), before_queries(task, queries[task], read)

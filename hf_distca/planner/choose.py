@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
-from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, summary_of
+from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed, packed_seconds
 from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.stages import usual_stages, with_stages
+from hf_distca.planner.stages import usual_stages
 from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
@@ -94,9 +94,8 @@ def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choic
     Args:
         placed: for each rank, lengths of its documents in the order of its rows.
     """
-    lengths = np.array([length for of_rank in placed for length in of_rank], np.int64)
-    search = _Search(lengths, settings, choices)
-    return search.chosen(search.as_set(partial(plan_placed, placed)))
+    search = _Search(lengths_of(placed), settings, choices)
+    return search.chosen(search.as_set(partial(nano_batches_placed, placed)))
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -156,18 +155,8 @@ class _Search:
             stages = min(steps, key=lambda each: (steps[each].seconds, each))
             step = steps[stages]
             choice = replace(choice, seconds=step.seconds, attention=tuple(step.attention.tolist()))
-        nano_batches = tuple(
-            replace(
-                nano,
-                plans={
-                    kind: with_stages(replace(plan, stage_rows=None), self._settings.buffer_rows(kind), stages=stages)
-                    for kind, plan in nano.plans.items()
-                },
-            )
-            for nano in best.nano_batches
-        )
         choice = replace(choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
-        return MicroBatchPlan(nano_batches, summary_of(self._lengths, nano_batches, self._settings), choice=choice)
+        return finished(self._lengths, best.nano_batches, self._settings, stages, choice)
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield every candidate that is worth trying."""
@@ -178,7 +167,7 @@ class _Search:
             return
         if layout == "whole" and groups:
             yield from self._whole()
-        yield from self.as_set(partial(plan_as_set, self._lengths))
+        yield from self.as_set(partial(nano_batches_as_set, self._lengths))
 
     def _whole(self) -> Iterator[Candidate]:
         """Yield a plan of whole documents, the costliest placed first, without exchange."""
@@ -189,11 +178,11 @@ class _Search:
             if candidate is not None:
                 yield candidate
 
-    def as_set(self, plan: Callable[[PlanSettings], MicroBatchPlan]) -> Iterator[Candidate]:
+    def as_set(self, plan: Callable[[PlanSettings], tuple[NanoBatch, ...]]) -> Iterator[Candidate]:
         """Yield plans with the layout of the settings, first those that move nothing for balance.
 
         Args:
-            plan: makes a plan from settings with a tolerance and a number of nano-batches.
+            plan: makes nano-batches from settings with a tolerance and a number of nano-batches.
         """
         every = Placing.of_all(self._seconds, self._speeds)
         finest, *coarser = self._choices.tolerances
@@ -205,7 +194,7 @@ class _Search:
                 return
             for count in self._choices.nano_batches:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
-                nano_batches = plan(chosen).nano_batches
+                nano_batches = plan(chosen)
                 candidate = self._candidate(nano_batches, every, tolerance, self._settings, evenly=False)
                 if len(nano_batches) == count or count == self._choices.nano_batches[0]:
                     yield candidate
@@ -229,7 +218,7 @@ class _Search:
                 level, chosen = self.partitions.index(part.placing.sizes), part.choice
                 whole = self.planned(level, chosen.tolerance, chosen.nano_batches, evenly=part.evenly)
             best = min((each for each in (best, whole) if each is not None), key=_seconds, default=None)
-        return best or min(self.as_set(partial(plan_as_set, self._lengths)), key=_seconds)
+        return best or min(self.as_set(partial(nano_batches_as_set, self._lengths)), key=_seconds)
 
     def _in_groups(self) -> None:
         """Try plans whose documents lie inside groups of ranks."""

@@ -61,26 +61,6 @@ class Intervals:
         stop = np.minimum(self.stop[which], ordered.stop[other])
         return Overlaps(which, other, Intervals(ordered.document[other], start, stop))
 
-    def covers_once(self, lengths: IntArray) -> bool:
-        """Return whether every row of every document is in exactly one of these intervals.
-
-        Args:
-            lengths: [documents] rows of each document.
-        """
-        if not len(self):
-            return not len(lengths)
-        if self.document.min() < 0 or self.document.max() >= len(lengths):
-            return False
-        mine = self[np.lexsort((self.start, self.document))]
-        first = np.append(True, mine.document[1:] != mine.document[:-1])
-        last = np.append(first[1:], True)
-        begins = np.where(first, 0, np.append(0, mine.stop[:-1]))
-        return (
-            np.array_equal(mine.start, begins)
-            and np.array_equal(mine.stop[last], lengths)
-            and bool(np.all(mine.stop > mine.start))
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Overlaps:

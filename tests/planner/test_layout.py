@@ -1,9 +1,21 @@
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.planner.layout import fixed_layout, joint_layout
-from tests.planner.plan_checks import check_layout
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.layout import (
+    SMALLEST_SHARE,
+    fixed_layout,
+    joint_layout,
+    layout_of_kind,
+    mirrored,
+    split_documents,
+    split_placed,
+)
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
+from tests.planner.plan_checks import check_layout, check_plan
 
 
 def segments(layout):
@@ -129,3 +141,125 @@ def test_joint_layout_of_documents_cut_at_both_ends():
     layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, balance_block_size=16)
     check_layout(layout)
     assert layout.tokens.tolist() == [21] * 6 + [20] * 2
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 70))
+def test_chunks_are_documents_whose_rows_stay_where_they_are(lengths, ranks, chunk):
+    layout = fixed_layout([lengths], ranks)
+    chunked = layout_of_kind(layout, AttentionKind(chunk=chunk))
+    check_layout(chunked)
+    numbers = {}  # of each chunk, in the order of its document and of its rows
+    for document, length in enumerate(lengths):
+        for row in range(length):
+            numbers.setdefault((document, row // chunk), len(numbers))
+    assert chunked.lengths.sum() == sum(lengths)
+    assert len(chunked.lengths) == len(numbers)
+    assert rows_of(chunked) == {
+        (rank, offset): (numbers[document, row // chunk], row % chunk)
+        for (rank, offset), (document, row) in rows_of(layout).items()
+    }
+
+
+def rows_of(layout):
+    """The document and the row in it that lie at each place of each rank."""
+    return {
+        (rank, offset + row - start): (document, row)
+        for document, start, stop, rank, offset in layout.segments.tolist()
+        for row in range(start, stop)
+    }
+
+
+@pytest.mark.parametrize("chunk", [16, 96])
+def test_chunks_are_planned_beside_whole_documents(chunk):
+    kinds = (AttentionKind(chunk=chunk), AttentionKind())
+    settings = PlanSettings(2, 200, kinds, balance_block_size=8, ping_pong=True)
+    assert settings.dominant_kind == AttentionKind()
+    plan = plan_micro_batch([150, 100, 90, 7, 1], settings)
+    for nano in plan.nano_batches:
+        for kind in kinds:
+            check_plan(nano.plans[kind])
+            assert np.array_equal(nano.plans[kind].layout.tokens, nano.layout.tokens)
+        assert nano.plans[kinds[0]].layout.lengths.max() == min(chunk, nano.layout.lengths.max())
+        assert nano.plans[kinds[1]].layout is nano.layout
+
+
+def test_layers_of_chunks_alone_are_balanced():
+    settings = PlanSettings(2, 300, (AttentionKind(chunk=64),), balance_block_size=8)
+    assert plan_micro_batch([400, 5, 80, 15], settings).summary.max_over_mean < 1.06
+
+
+def documents_split(lengths, ranks=1):
+    groups = split_documents(np.array(lengths, np.int64), ranks)
+    return groups and [group.tolist() for group in groups]
+
+
+def test_documents_go_to_the_smaller_group_longest_first():
+    assert documents_split([5, 4, 3, 2]) == [[0, 3], [1, 2]]
+    assert documents_split([2, 3, 4, 5]) == [[0, 3], [1, 2]]
+    assert documents_split([1, 1, 1]) == [[0, 2], [1]]
+
+
+def test_a_document_of_half_of_the_tokens_is_a_group():
+    assert documents_split([2, 5, 3]) == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize("lengths", [[], [4], [6, 2, 3]])
+def test_documents_that_make_no_two_groups(lengths):
+    assert documents_split(lengths) is None
+
+
+def test_every_rank_needs_a_row_of_each_group():
+    assert documents_split([3, 2], ranks=2) is None  # 3 is more than half
+    assert documents_split([2, 2], ranks=2) == [[0], [1]]
+    assert documents_split([2, 2], ranks=3) is None
+
+
+def test_rows_are_cut_next_to_the_middle_of_every_rank():
+    assert split_placed([[4, 4], [2, 6], [1, 1, 1, 1, 1], [3, 1, 3]]) == [1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("row", [[], [5], [1, 6, 1], [1, 4], [4, 1]])
+def test_rows_of_a_rank_that_cannot_be_cut(row):
+    assert split_placed([[4, 4], row]) is None
+
+
+def test_mirrored_reverses_the_ranks():
+    layout = mirrored(fixed_layout([[3, 2], [], [4]]))
+    assert layout.ranks == 3
+    assert layout.lengths.tolist() == [3, 2, 4]
+    assert layout.segments.tolist() == [(2, 0, 4, 0, 0), (0, 0, 3, 2, 0), (1, 0, 2, 2, 3)]
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_every_document_is_in_one_group_of_a_quarter_or_more(lengths, ranks):
+    groups = documents_split(lengths, ranks)
+    total = sum(lengths)
+    if groups is None:
+        # Groups of at least a quarter would have sufficed.
+        assert len(lengths) < 2 or 2 * max(lengths) > total or total < 4 * ranks
+        return
+    assert sorted(groups[0] + groups[1]) == list(range(len(lengths)))
+    assert all(group == sorted(group) for group in groups)
+    assert all(sum(lengths[document] for document in group) >= max(ranks, total / 4) for group in groups)
+
+
+@given(st.lists(LENGTHS, max_size=4))
+def test_rows_are_cut_where_both_parts_have_their_share(rows):
+    def parts(row, cut):
+        return sum(row[:cut]), sum(row[cut:])
+
+    cuts = split_placed(rows)
+    if cuts is None:
+        assert any(all(min(parts(row, cut)) < SMALLEST_SHARE * sum(row) for cut in range(1, len(row))) for row in rows)
+        return
+    for row, cut in zip(rows, cuts, strict=True):
+        assert min(parts(row, cut)) == max(min(parts(row, other)) for other in range(1, len(row)))
+        assert min(parts(row, cut)) >= SMALLEST_SHARE * sum(row)
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 3))
+def test_mirrored_twice_is_the_layout(rows, span):
+    layout = fixed_layout(rows, len(rows) * span)
+    check_layout(mirrored(layout))
+    assert mirrored(layout).tokens.tolist() == layout.tokens.tolist()[::-1]
+    assert mirrored(mirrored(layout)).segments.tolist() == layout.segments.tolist()

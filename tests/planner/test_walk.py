@@ -12,7 +12,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.walk import LayerCosts, walk_layer
+from hf_distca.planner.walk import walk_layer
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
 
@@ -41,24 +41,20 @@ def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 
     )
 
 
-def costs(before: float = 0.0, after: float = 0.0, bandwidth: float = np.inf, nano_batches: int = 1) -> LayerCosts:
+def walk(nano_batches, direction="forward", before: float = 0.0, after: float = 0.0, bandwidth: float = np.inf):
     """A pair takes a second, in the backward two; a row that travels 1 / bandwidth."""
-    return LayerCosts(
-        forward=KernelCost(0, 0, 0, 1.0),
-        backward=KernelCost(0, 0, 0, 2.0),
-        before=[np.full(2, before)] * nano_batches,
-        after=[np.full(2, after)] * nano_batches,
-        backward_factor=3.0,
-        exchange=Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth)),
-    )
+    kernel = KernelCost(0, 0, 0, 1.0 if direction == "forward" else 2.0)
+    links = Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth))
+    parts = ([np.full(2, seconds)] * len(nano_batches) for seconds in (before, after))
+    return walk_layer(nano_batches, kernel, *parts, links, direction)
 
 
 def test_without_an_exchange_the_slowest_rank_is_the_step():
-    walked = walk_layer([counted(local=(5, 7))], costs(before=1, after=2), "forward")
+    walked = walk([counted(local=(5, 7))], before=1, after=2)
     assert walked.seconds == 10
     assert walked.attention.tolist() == [5, 7]
     assert walked.other.tolist() == [3, 3]
-    backward = walk_layer([counted(local=(5, 7))], costs(before=1, after=2), "backward")
+    backward = walk([counted(local=(5, 7))], "backward", before=6, after=3)
     assert backward.seconds == 14 + 9
 
 
@@ -72,7 +68,7 @@ def test_without_an_exchange_the_slowest_rank_is_the_step():
 )
 def test_local_tasks_hide_the_way_there(bandwidth, seconds):
     """Rank 1 computes two rows of rank 0, who waits for the results."""
-    walked = walk_layer([counted(local=(4, 4), remote_query=(0, 2), rows=2)], costs(bandwidth=bandwidth), "forward")
+    walked = walk([counted(local=(4, 4), remote_query=(0, 2), rows=2)], bandwidth=bandwidth)
     # In the middle of a model rank 1 begins the next layer while rank 0 still waits.
     assert walked.seconds == seconds
     assert walked.attention.tolist() == [4, 6]
@@ -84,13 +80,13 @@ def test_transfers_of_a_link_follow_each_other():
     keys[0, 0, 0] = keys[0, 1, 1] = 2
     plan = counted(local=(0, 0), remote_query=(0, 2), rows=2)
     plan = replace(plan, among_ranks=RowsMoved(plan.among_ranks.queries, keys))
-    assert walk_layer([plan], costs(bandwidth=1.0), "forward").seconds == 2 + 2 + 2 + 2
+    assert walk([plan], bandwidth=1.0).seconds == 2 + 2 + 2 + 2
 
 
 def test_two_nano_batches_hide_each_others_exchange():
-    alone = walk_layer([counted((8, 8), (0, 4), 4)], costs(1, 1, bandwidth=1.0), "forward")
+    alone = walk([counted((8, 8), (0, 4), 4)], "forward", 1, 1, bandwidth=1.0)
     halves = [counted((4, 4), (0, 2), 2), counted((4, 4), (0, 2), 2)]
-    in_turns = walk_layer(halves, costs(0.5, 0.5, bandwidth=1.0, nano_batches=2), "forward")
+    in_turns = walk(halves, "forward", 0.5, 0.5, bandwidth=1.0)
     assert in_turns.seconds < alone.seconds
     assert in_turns.attention.tolist() == alone.attention.tolist()
     assert in_turns.waited.max() < alone.waited.max()

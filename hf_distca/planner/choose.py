@@ -225,18 +225,22 @@ class _Search:
         finest, *coarser = self._choices.tolerances
         few, *_, many = self._choices.nano_batches * 2
         top, first = len(self.partitions) - 1, self._first()
+        inside = max(level for level, sizes in enumerate(self.partitions) if max(sizes) <= self._ranks_of_node)
         # 1. Long documents divided evenly, or whole ones only. Ranks compute about alike, so one nano-batch suffices.
-        level = first
-        self._evenly(first, finest, few)
-        if self._best is None:
-            self._jointly(first, finest)
+        #    Groups inside nodes come first, since they are quick to plan; larger ones as long as they help.
+        level = near = min(first, inside)
+        self._evenly(near, finest, few)
         while level > 0 and self._worth(level - 1):
             level -= 1
             self._evenly(level, finest, few)
-        if first < top and max(self.partitions[first + 1]) <= self._ranks_of_node and self._worth(first + 1):
-            self._evenly(first + 1, finest, few)
+        for level in range(near + 1, max(first, min(first + 1, inside)) + 1):
+            best = self._best
+            if self._worth(level):
+                self._evenly(level, finest, few)
+            if best is not None and self._best is best:
+                break
         # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help.
-        level = first if self._best is None else self._level()
+        level = first if self._best is None else max(first, self._level())
         if self._worth(level):
             self._jointly(level, finest)
         while level < top and self._worth(level + 1):

@@ -153,7 +153,7 @@ class RowsMoved:
         else:
             direct = np.ones(len(reader), bool) if plan.nodes is None else reader >= plan.layout.ranks
             keys.add_reads(segments, reader, read, direct)
-        return cls(queries.rows.astype(np.int64), keys.rows.astype(np.int64))
+        return cls(np.rint(queries.rows).astype(np.int64), np.rint(keys.rows).astype(np.int64))
 
     def forward_bytes(self, row_bytes: RowBytes) -> IntArray:
         """Return [2, 2, workers] bytes of the forward: Q, K and V are sent; as many rows of O come back."""

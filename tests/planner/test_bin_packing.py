@@ -33,10 +33,6 @@ def test_in_order_a_document_waits_for_sixteen_others_at_most():
     assert [bin_[0] for bin_ in bins] == list(range(41))
 
 
-def test_in_order_of_nothing():
-    assert packed([], 6) == []
-
-
 @given(some_lengths)
 def test_in_order_gives_each_document_once_and_never_overfills(lengths):
     bins = packed(lengths, 100)
@@ -47,11 +43,6 @@ def test_in_order_gives_each_document_once_and_never_overfills(lengths):
 def test_evenly_into_the_emptiest():
     assert place_evenly([5, 4, 3, 2], 2, 7) == [0, 1, 1, 0]
     assert place_evenly([5, 4, 3, 2], 2, 6) is None
-
-
-def test_tightly_into_the_fullest_that_has_room():
-    assert place_tightly([7, 6, 3, 3, 1], 10) == [0, 1, 0, 1, 1]
-    assert place_tightly([10, 10], 10) == [0, 1]
 
 
 @given(some_lengths, st.integers(100, 400))

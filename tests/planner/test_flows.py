@@ -52,16 +52,6 @@ def test_reach_is_where_rows_cost_least():
     assert ends[costs.argmin()] == pytest.approx(price.reach * (2 * flow) ** 0.5, rel=1e-3)
 
 
-def test_what_the_taker_has_is_free():
-    price = Price(rows=10, kv=1, window=None)
-    assert price.of(np.array([4.0]), np.array([6.0]), np.array([5.0])).tolist() == [2 * 10 + 1]
-
-
-def test_a_window_needs_no_rows_before_it():
-    price = Price(rows=10, kv=1, window=3)
-    assert price.of(np.array([4.0]), np.array([6.0]), np.zeros(1)).tolist() == [2 * 10 + 4]
-
-
 def test_a_small_amount_comes_from_one_task():
     assert source([1000, 30000, 900], Price(16384, 4096, None)).take(1e6, {}) == {1: 1e6}
 
@@ -69,11 +59,6 @@ def test_a_small_amount_comes_from_one_task():
 def test_a_large_amount_comes_from_several_tasks_one_after_another():
     given = source([1000, 1000, 1000], Price(16384, 4096, None)).take(pairs(0, 1000) * 1.5, {})
     assert given == {0: 500500.0, 1: 250250.0}
-
-
-def test_more_than_there_is_takes_everything():
-    given = source([10, 20], Price(16384, 4096, None)).take(1e9, {})
-    assert given == {0: 55.0, 1: 210.0}
 
 
 def test_the_taker_that_has_the_keys_gets_them():

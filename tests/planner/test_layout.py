@@ -199,37 +199,6 @@ def test_documents_go_to_the_smaller_group_longest_first():
     assert documents_split([1, 1, 1]) == [[0, 2], [1]]
 
 
-def test_a_document_of_half_of_the_tokens_is_a_group():
-    assert documents_split([2, 5, 3]) == [[1], [0, 2]]
-
-
-@pytest.mark.parametrize("lengths", [[], [4], [6, 2, 3]])
-def test_documents_that_make_no_two_groups(lengths):
-    assert documents_split(lengths) is None
-
-
-def test_every_rank_needs_a_row_of_each_group():
-    assert documents_split([3, 2], ranks=2) is None  # 3 is more than half
-    assert documents_split([2, 2], ranks=2) == [[0], [1]]
-    assert documents_split([2, 2], ranks=3) is None
-
-
-def test_rows_are_cut_next_to_the_middle_of_every_rank():
-    assert split_placed([[4, 4], [2, 6], [1, 1, 1, 1, 1], [3, 1, 3]]) == [1, 1, 2, 1]
-
-
-@pytest.mark.parametrize("row", [[], [5], [1, 6, 1], [1, 4], [4, 1]])
-def test_rows_of_a_rank_that_cannot_be_cut(row):
-    assert split_placed([[4, 4], row]) is None
-
-
-def test_mirrored_reverses_the_ranks():
-    layout = mirrored(fixed_layout([[3, 2], [], [4]]))
-    assert layout.ranks == 3
-    assert layout.lengths.tolist() == [3, 2, 4]
-    assert layout.segments.tolist() == [(2, 0, 4, 0, 0), (0, 0, 3, 2, 0), (1, 0, 2, 2, 3)]
-
-
 @given(LENGTHS, st.integers(1, 9))
 def test_every_document_is_in_one_group_of_a_quarter_or_more(lengths, ranks):
     groups = documents_split(lengths, ranks)

@@ -64,14 +64,6 @@ def test_with_nodes_tasks_may_be_spread_inside_them_alone():
     assert over_all.nodes == inside.nodes == home.nodes == (0, 0, 1, 1)
 
 
-def test_rows_of_a_window_are_spread():
-    # Each row but the first two sees 3 keys: 24 pairs of rows 8 to 15.
-    layout = fixed_layout([[16], [1]])
-    tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (0, 8, 16, 2)], TASK)
-    spread = lost_server(Plan(layout, tasks, 3, window=3), SLOW, settings_of(2, 2))
-    assert spread.tasks.tolist() == [(0, 12, 16, 0), (0, 8, 12, 1)]
-
-
 def test_what_a_repair_exchanges_travels_in_the_stages_that_it_needs():
     # Rank 1 holds rows 8 to 15 and reads rows 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages.
     # In the plan nothing was exchanged between ranks.

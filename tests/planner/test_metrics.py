@@ -12,6 +12,7 @@ from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import (
     BETWEEN,
     WITHIN,
+    RowsMoved,
     bytes_by_link,
     bytes_moved,
     exchange_figures,
@@ -20,7 +21,7 @@ from hf_distca.planner.metrics import (
     measure,
     query_rows_of,
 )
-from tests.planner.drawn_plans import drawn_plans
+from tests.planner.drawn_plans import drawn_plans, drawn_with_nodes
 from tests.planner.plan_checks import bytes_by_row, loads_by_row
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -124,3 +125,14 @@ def test_rows_cross_to_a_node_once_and_every_worker_receives_what_it_did(plan, d
                 node = nodes[worker] if worker < plan.layout.ranks else ("server", worker)
                 readers[(d, row), node].add(worker)
     assert moved[BETWEEN, 0].sum() == between + len(readers) * BYTES.kv
+
+
+@settings(max_examples=100)
+@given(drawn_with_nodes())
+def test_counts_without_hops_differ_only_in_who_is_the_gateway(plan):
+    hops, shares = (RowsMoved.of(plan, plan.nodes, exact=exact) for exact in (True, False))
+    assert hops.queries.tolist() == shares.queries.tolist()
+    # Shares of a row are rounded on every worker.
+    assert np.abs(hops.keys.sum(axis=2) - shares.keys.sum(axis=2)).max() <= plan.workers
+    assert np.abs(hops.keys[:, 1].sum(axis=0) - shares.keys[:, 1].sum(axis=0)).max() <= 1
+    assert (hops.keys[BETWEEN, 0] == shares.keys[BETWEEN, 0]).all()

@@ -96,7 +96,7 @@ def test_stages_are_those_of_the_schedule():
     tasks = ("remote-KV", "remote-query", "remote-query prefix")
     groups = frozenset([("local", 0), *((name, stage) for name in tasks for stage in range(4))])
     written = _written(make_schedule("forward", "first", groups=groups, windowed=False, stages=4))
-    assert f"own │ {told} │" in written
+    assert f"local │ {told} │" in written
 
 
 def _written(schedule: Any) -> str:

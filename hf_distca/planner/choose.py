@@ -45,14 +45,16 @@ HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
 
 Up to this share, larger groups are tried only if they compute more evenly.
 """
+FEW_RANKS = 32
+"""Number of ranks up to which groups of every size are tried."""
 UNEVEN = 0.05
 """Share by which the slowest group may compute longer than the mean. Up to it, the search stops at the first larger
 group that is no faster."""
-WAITING = 0.1
+WAITING = 0.25
 """Share of a step that ranks wait in two nano-batches, from which a coarser balance may be faster."""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which one nano-batch may be faster."""
-NEAR = 0.02
+NEAR = 0.04
 """Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
 
 
@@ -136,6 +138,7 @@ class _Search:
         self._placings: dict[int, Placing | None] = {}
         self._tried: dict[tuple[int, float, int, bool], Candidate | None] = {}
         self._best: Candidate | None = None
+        self._even_limit = MOST_EVEN_RANKS  # ranks of the largest groups with evenly divided documents that may help
         self.partitions = partitions(sizes)
 
     def chosen(self, candidates: Iterator[Candidate]) -> MicroBatchPlan:
@@ -229,35 +232,37 @@ class _Search:
         # 1. Long documents divided evenly, or whole ones only. Ranks compute about alike, so one nano-batch suffices.
         #    Groups inside nodes come first, since they are quick to plan; larger ones as long as they help.
         level = near = min(first, inside)
-        self._evenly(near, finest, few)
-        while level > 0 and self._worth(level - 1):
+        if near == first or not self._leaves_documents(near):
+            self._evenly(near, finest, few)
+        while level > 0 and self._best is not None and self._worth(level - 1):
             level -= 1
             self._evenly(level, finest, few)
         for level in range(near + 1, max(first, min(first + 1, inside)) + 1):
             best = self._best
-            if self._worth(level):
-                self._evenly(level, finest, few)
-            if best is not None and self._best is best:
+            if not self._worth(level) or (level < first and self._leaves_documents(level)):
+                continue
+            if self._evenly(level, finest, few) is not None and best is not None and self._best is best:
+                self._even_limit = max(self.partitions[level])
                 break
-        # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help.
-        level = first if self._best is None else max(first, self._level())
-        if self._worth(level):
-            self._jointly(level, finest)
-        while level < top and self._worth(level + 1):
-            level, best = level + 1, self._best
-            self._jointly(level, finest)
-            placing = self._placing(level)
-            cuts = placing is not None and placing.left  # documents that fit into no group cross nodes
-            uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
-            if self._best is best and best is not None and not cuts and not uneven:
-                break
+        # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help. Of many
+        #    ranks, groups of several nodes that do not compute alike are left out: plans take long and rarely help.
+        level = start = first if self._best is None else self._level()
+        while level <= top and self._worth(level):
+            best = self._best
+            if not inside < level < first or self._settings.ranks <= FEW_RANKS:
+                self._jointly(level, finest)
+                uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
+                helped = self._best is not best or uneven or self._leaves_documents(level)
+                if level > start and best is not None and not helped:
+                    break
+            level += 1
         if self._best is None:
             return
         # 3. Variations of the best plan: two nano-batches, then coarser tolerances.
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
         for level, seconds in even.items():
-            near = seconds <= min(even.values()) * (1 + NEAR)
-            if near and self._best.waited > HARDLY_WAITING_IN_NODES and self._worth(level):
+            near_best = seconds <= self._best.choice.seconds * (1 + NEAR)
+            if near_best and self._best.waited > HARDLY_WAITING_IN_NODES and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
@@ -301,6 +306,11 @@ class _Search:
             )
         return self._placings[level]
 
+    def _leaves_documents(self, level: int) -> bool:
+        """Return whether some documents fit into no group of a level, and cross nodes."""
+        placing = self._placing(level)
+        return placing is None or bool(placing.left)
+
     def _worth(self, level: int) -> bool:
         """Return whether a level could be faster than the best plan so far."""
         if self._best is None:
@@ -337,7 +347,8 @@ class _Search:
             and 2 * self._ranks_of_node < most <= MOST_EVEN_RANKS
             and placing.longest_share(self._seconds) > LONG_OVER_NODES
         ):
-            self._evenly(level, tolerance, min(self._choices.nano_batches))
+            if most <= self._even_limit:
+                self._evenly(level, tolerance, min(self._choices.nano_batches))
             return
         for count in reversed(self._choices.nano_batches):
             candidate = self._try(level, tolerance, count, evenly=False)

@@ -140,7 +140,7 @@ class _Layer:
             servers=counted.servers > 0,
         )
         self.other += self._before[index] + self._after[index]
-        acts = [partial(self._compute, self._before[index])]
+        acts: list[Callable[[], None]] = [partial(self._compute, self._before[index])]
         kernel_seconds = cache(partial(self._kernel_seconds, counted))
         transfer_cost = cache(partial(self._transfer_cost, counted))
         for phase in schedule:

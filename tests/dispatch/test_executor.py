@@ -140,7 +140,7 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
     assert [part for kind, part, _ in found if kind == "phase"] == [
         "send k v, q",
         "run local; send k v [1]",
-        "wait q, k v; run remote-query, prefix; send o lse",
+        "wait q, k v; run remote-query, remote-KV; send o lse",
         "wait k v [1]",
         "wait o lse",
     ]
@@ -182,7 +182,7 @@ def test_keys_are_passed_on_when_they_have_come_and_read_when_all_are_there(kept
 
 FORWARDS = {
     "as made": None,
-    "own last before prefix": (
+    "local last before remote-KV": (
         Phase(send=(Q, KV), pause=True),
         Phase(wait=(Q, KV), run=(VISITING,), send=(RESULTS,)),
         Phase(run=(OWN, PREFIX), pause=True),
@@ -253,7 +253,7 @@ def _of_groups(schedule, groups):
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [
-        ("own last before prefix", "as made"),
+        ("local last before remote-KV", "as made"),
         ("keys before queries", "as made"),
         ("as made", "own first"),
         ("as made", "own last"),

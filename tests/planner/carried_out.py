@@ -137,7 +137,7 @@ def carried_out(plan):
 
 def _check_hops(plan, routes):
     """Where a plan knows of nodes, a K/V row crosses to a node once (in a stage, with a window), and all that ranks do
-    beyond that is to pass it on inside nodes."""
+    beyond that is to forward it inside nodes."""
     ranks, node = plan.layout.ranks, plan.nodes
     crossed = defaultdict(set)
     for stage in range(len(routes[0].stages)):

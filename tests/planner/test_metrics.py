@@ -72,7 +72,7 @@ def test_bytes_within_and_between_nodes():
     moved = bytes_by_link(plan, BYTES, nodes)
     assert moved[WITHIN].tolist() == [[0] * 4, [0] * 4]
     assert moved[BETWEEN].tolist() == [[200 + 30 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 40]]
-    # Rows 0 to 2 are read by both: they go to rank 2 once, which passes them on.
+    # Rows 0 to 2 are read by both: they go to rank 2 once, which forwards them.
     forwarded = bytes_by_link(replace(plan, nodes=nodes), BYTES, nodes)
     assert forwarded[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
     assert forwarded[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]

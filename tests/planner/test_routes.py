@@ -127,7 +127,7 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
 def test_stages_hold_so_many_rows_and_servers_have_one(plan, stage_rows):
     whole, routes = routes_of(plan), routes_of(replace(plan, stage_rows=stage_rows))
     most_received = stage_rows if plan.window is None else max(stage_rows, 2 * plan.window - 1)
-    readers = max(np.bincount(plan.nodes or [0])) - 1  # of a row that is passed on
+    readers = max(np.bincount(plan.nodes or [0])) - 1  # of a row that is forwarded
     for rank, mine in enumerate(routes):
         received = [hop_rows(stage, "recv_counts") for stage in mine.stages]
         total = hop_rows(whole[rank].stages[0], "recv_counts")
@@ -205,7 +205,7 @@ def test_a_row_goes_on_to_all_its_readers_in_its_stage_even_if_they_are_more_tha
     ]
 
 
-def test_rows_are_passed_on_whatever_the_number_of_documents_and_nodes():
+def test_rows_are_forwarded_whatever_the_number_of_documents_and_nodes():
     nodes = [rank // 8 for rank in range(4096)]
     ends = {}
     for document in (0, 50_000):  # times nodes, and behind them rows: more than 63 bits

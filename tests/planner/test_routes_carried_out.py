@@ -32,14 +32,14 @@ def test_every_query_sees_its_keys_once_and_results_go_home(plan, stage_rows):
     check(replace(plan, stage_rows=stage_rows))
 
 
-def test_rows_that_are_passed_on():
+def test_rows_that_are_forwarded():
     # Each rank of two nodes of two computes its own two rows of a document of eight.
     tasks = np.array([(0, 2 * rank, 2 * rank + 2, rank) for rank in range(4)], TASK)
     plan = Plan(fixed_layout([[8]], 4), tasks, 4, nodes=(0, 0, 1, 1))
     check(plan)
     routes = routes_of(plan)
     (first,), (second,), (third,), (fourth,) = (mine.stages for mine in routes)
-    # Ranks 2 and 3 read rows 0 to 3, two from each of ranks 0 and 1: they cross to one of them, and are passed on to
+    # Ranks 2 and 3 read rows 0 to 3, two from each of ranks 0 and 1: they cross to one of them, and are forwarded to
     # the other. Rows 4 and 5 go from rank 2 to rank 3 directly.
     assert [mine.stages[0].keys.send_counts.tolist() for mine in routes] == [
         [0, 2, 2, 0],
@@ -54,7 +54,7 @@ def test_rows_that_are_passed_on():
         [0, 0, 2, 0],
     ]
     assert (third.forwarded.send_rows.tolist(), fourth.forwarded.send_rows.tolist()) == ([0, 1], [0, 1])
-    # Rank 2 has rows 0 and 1, then 2 and 3 that rank 3 has passed on; rank 3 rows 2 to 5, then 0 and 1.
+    # Rank 2 has rows 0 and 1, then 2 and 3 that rank 3 has forwarded; rank 3 rows 2 to 5, then 0 and 1.
     local = [local_rows(plan, worker) for worker in range(4)]
     came = exchange(routes, 0, local)
     assert [[row for *_, (_, row) in came[rank].values()] for rank in (2, 3)] == [[0, 1, 2, 3], [2, 3, 4, 5, 0, 1]]

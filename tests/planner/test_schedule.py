@@ -154,8 +154,8 @@ def test_stages_of_a_forward_written_out():
         *["wait k v [3]; run remote-query [3], remote-query prefix [3]; send o lse", "run remote-KV [3]", "|"],
         "wait o lse",
     ]
-    visiting = schedule[2].run
-    assert visiting == (
+    remote_query = schedule[2].run
+    assert remote_query == (
         KernelCall("remote-query", "received", "received", first=False),
         KernelCall("remote-query prefix", "received", "received", causal=False, first=False),
     )

@@ -19,8 +19,18 @@ from hf_distca.dispatch.sums import RowSum
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.schedule import Group, Kept, Place, Schedule, Tasks, Transfer, Turn, make_schedule, stage_slots
+from hf_distca.planner.routes import ExchangedRows, Stage, TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.schedule import (
+    Group,
+    Kept,
+    Location,
+    Schedule,
+    TaskName,
+    Transfer,
+    Turn,
+    make_schedule,
+    stage_slots,
+)
 
 IntArray = NDArray[np.int64]
 
@@ -57,7 +67,7 @@ class LocalTasks:
         self.pairs = sum(pairs(0, length, window) for length in lengths)
 
 
-Source = Tasks | Literal["total", "ranks", "servers"]
+Source = TaskName | Literal["total", "ranks", "servers"]
 """Source of a gradient of rows: a kernel call, the total over stages so far, or rows that return to this rank."""
 
 
@@ -100,7 +110,7 @@ class BoundStage:
     def __init__(
         self, stage: Stage, ranks: int, rows: int, *, divided: bool, peers: IntArray | None, buffer: IndexBuffer
     ) -> None:
-        hop = stage.passed_on
+        hop = stage.forwarded
         forwarded = None
         if peers is not None:
             sent, came = hop.send_counts[peers].tolist(), hop.recv_counts[peers].tolist()
@@ -108,14 +118,14 @@ class BoundStage:
         self.keys = _bound_route(stage.keys, ranks, buffer, forwarded)
         received = sum(self.keys.received)
         self.forwarded_sums = _onto(received, hop.send_rows, buffer)
-        read: dict[Source, IntArray] = {"visiting": stage.visiting.k_rows, "prefix": stage.prefix.k_rows}
+        read: dict[Source, IntArray] = {"remote-query": stage.remote_query.k_rows, "remote-KV": stage.remote_kv.k_rows}
         if divided:
-            read["visiting prefix"] = stage.visiting_prefix.k_rows
+            read["remote-query prefix"] = stage.remote_query_prefix.k_rows
         self.received_sums = GradientSum(read, received + int(hop.recv_counts.sum()), buffer, in_place=False)
         self.key_sums = _onto(rows, _rows_of_ranks(stage.keys, ranks), buffer) if divided else None
 
 
-def _bound_route(messages: Messages, ranks: int, buffer: IndexBuffer, forwarded: Route | None = None) -> Route:
+def _bound_route(messages: ExchangedRows, ranks: int, buffer: IndexBuffer, forwarded: Route | None = None) -> Route:
     """Return the route of rows between ranks, without the rows of servers.
 
     Args:
@@ -134,7 +144,7 @@ def _onto(rows: int, targets: IntArray, buffer: IndexBuffer) -> RowSum:
     return RowSum([np.arange(rows), targets], rows, buffer)
 
 
-def _rows_of_ranks(messages: Messages, ranks: int) -> IntArray:
+def _rows_of_ranks(messages: ExchangedRows, ranks: int) -> IntArray:
     """Return the local rows that go to ranks, without the rows that go to servers."""
     return messages.send_rows[: messages.send_counts[:ranks].sum()]
 
@@ -167,9 +177,9 @@ class BoundRoutes:
         self.divided = len(routes.stages) > 1
         self.merges = self.divided and plan.window is None
         self.queries = _bound_route(routes.queries, ranks, buffer)
-        self.rows: dict[Place, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
+        self.rows: dict[Location, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
         peers = None
-        if plan.nodes is not None and any(stage.passed_on.crossing for stage in routes.stages):
+        if plan.nodes is not None and any(stage.forwarded.crossing for stage in routes.stages):
             nodes = np.asarray(plan.nodes[:ranks])
             peers = np.flatnonzero(nodes == nodes[rank])
         self.forwards = peers is not None
@@ -178,22 +188,22 @@ class BoundRoutes:
             BoundStage(stage, ranks, routes.local_rows, divided=self.divided, peers=peers, buffer=buffer)
             for stage in routes.stages
         )
-        self.slots = stage_slots(len(self.stages), passes_on=self.forwards)
+        self.slots = stage_slots(len(self.stages), forwards=self.forwards)
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
         groups: dict[Group, TaskGroup] = {}
         for number, stage in enumerate(routes.stages):
-            groups["visiting", number] = stage.visiting
-            groups["visiting prefix", number] = stage.visiting_prefix
-            groups["prefix", number] = stage.prefix
+            groups["remote-query", number] = stage.remote_query
+            groups["remote-query prefix", number] = stage.remote_query_prefix
+            groups["remote-KV", number] = stage.remote_kv
         groups = {group: tasks for group, tasks in groups.items() if len(tasks.q_lens)}
-        own: dict[Tasks, TaskGroup] = {"own": routes.own}
+        own: dict[TaskName, TaskGroup] = {"local": routes.local}
         own_in_backward = own
         if turn == "alone" and groups:
             # Later rows first: they see more keys, so that their memory use peaks before the sums exist.
-            earlier, later = routes.own.halves(plan.window)
+            earlier, later = routes.local.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
-            own_in_backward = {"own 1/2": halves[0], "own 2/2": halves[1]}
+            own_in_backward = {"local 1/2": halves[0], "local 2/2": halves[1]}
         groups |= {(tasks, 0): group for tasks, group in (own | own_in_backward).items() if len(group.q_lens)}
         self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items()}
 
@@ -204,7 +214,7 @@ class BoundRoutes:
         dk_rows = dict(dq_rows)
         if not self.divided:
             dq_rows = {tasks: group.q_rows for tasks, group in own_in_backward.items()}
-            dq_rows["prefix"] = routes.stages[0].prefix.q_rows
+            dq_rows["remote-KV"] = routes.stages[0].remote_kv.q_rows
             dk_rows = {tasks: group.k_rows for tasks, group in own_in_backward.items()}
             dk_rows["ranks"] = key_rows
         dq_rows["ranks"] = query_rows
@@ -213,7 +223,7 @@ class BoundRoutes:
             dk_rows["servers"] = first_keys.send_rows[len(key_rows) :]
         self.query_sums = GradientSum(dq_rows, routes.local_rows, buffer)
         self.key_sums = GradientSum(dk_rows, routes.local_rows, buffer)
-        self.own_key_sums: dict[Tasks, RowSum] = {
+        self.own_key_sums: dict[TaskName, RowSum] = {
             tasks: _onto(routes.local_rows, group.k_rows, buffer)
             for tasks, group in own_in_backward.items()
             if self.divided
@@ -224,7 +234,7 @@ class BoundRoutes:
             groups=frozenset(self.groups),
             windowed=plan.window is not None,
             stages=len(routes.stages),
-            passes_on=self.forwards,
+            forwards=self.forwards,
             servers=bool(self.servers),
         )
         self.forward = schedule("forward")
@@ -234,7 +244,7 @@ class BoundRoutes:
         """Return the rows of a transfer between ranks, for the recorder; NO_ROWS if no rank sends rows to another."""
         route = self.queries if transfer.rows == "queries" else self.stages[transfer.stage].keys
         peers: IntArray | slice | None = slice(None)
-        if transfer.rows == "passed on":
+        if transfer.rows == "forwarded":
             assert route.forwarded is not None
             route, peers = route.forwarded, self._peers
         if not route.crossing:

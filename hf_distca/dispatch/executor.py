@@ -23,7 +23,7 @@ from hf_distca.dispatch.rows import take
 from hf_distca.dispatch.totals import Columns, Gradients, Outputs
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.planner.schedule import Kept, KernelCall, Phase, Place, Transfer
+from hf_distca.planner.schedule import Kept, KernelCall, Location, Phase, Transfer
 
 KeptRows = dict[tuple[str, int], Tensor]
 """Rows that the forward received, by column and stage."""
@@ -88,7 +88,7 @@ class Pass:
     def __init__(self, attention: CoreAttention, *inputs: Tensor) -> None:
         self.attention, self.runtime, self.routes = attention, attention.runtime, attention.routes
         local = dict(zip(self.inputs, inputs, strict=True))
-        self.columns: dict[Place, Columns] = {"local": local, "received": {}}
+        self.columns: dict[Location, Columns] = {"local": local, "received": {}}
         self.received_keys: dict[int, Columns] = {}
         self.totals: Outputs | Gradients = self.totals_class(self.routes, local)
         self.work = Work(attention.layer, attention.nano.index, self.direction)
@@ -260,10 +260,10 @@ class _Ranks:
                 if not routes.forwards:  # else the gradients were written before they went to the gateways
                     run.gradients.write_received_keys(stage, buffer.received)
                 buffer.return_received()
-            case "passed on", True:
+            case "forwarded", True:
                 run.gradients.write_received_keys(stage, buffer.received)
                 buffer.return_forwarded()
-            case "passed on", False:
+            case "forwarded", False:
                 assert route.forwarded is not None
                 buffer.forward(route.forwarded.rows)
             case _:
@@ -279,7 +279,7 @@ class _Ranks:
                 run.totals.add_from_ranks(columns)
             case "keys", True:
                 run.gradients.add_from_stage(transfer.stage, columns)
-            case "passed on", True:
+            case "forwarded", True:
                 run.gradients.add_forwarded(transfer.stage, buffer.received, columns)
             case "queries", False:
                 run.columns["received"].update(run.taken(columns))
@@ -289,6 +289,6 @@ class _Ranks:
                 run.received_keys[transfer.stage] = run.taken(columns)
 
 
-CARRIERS: dict[str, _Ranks | _Servers] = dict.fromkeys(("queries", "keys", "passed on"), _Ranks())
+CARRIERS: dict[str, _Ranks | _Servers] = dict.fromkeys(("queries", "keys", "forwarded"), _Ranks())
 CARRIERS["servers"] = _Servers()
 """Transport of each kind of rows, see `Transfer.rows`."""

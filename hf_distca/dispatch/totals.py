@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_distca.dispatch.bound import BoundGroup, BoundRoutes, Source
 from hf_distca.dispatch.rows import RowIndex, add_rows, merge_rows, put, take
-from hf_distca.planner.schedule import KernelCall, Place
+from hf_distca.planner.schedule import KernelCall, Location
 
 Columns = dict[str, Tensor]
 """Rows of one place, by column."""
@@ -28,7 +28,7 @@ class Outputs:
 
     def __init__(self, routes: BoundRoutes, local: Columns) -> None:
         self._routes, self._q_THD, self._v_TGE = routes, local["q"], local["v"]
-        self._results: dict[Place, Results] = {}
+        self._results: dict[Location, Results] = {}
 
     def add(self, call: KernelCall, group: BoundGroup, part: tuple[Tensor, ...]) -> None:
         """Put or merge the results of a kernel call, O and LSE."""
@@ -69,12 +69,12 @@ class Outputs:
         """Return O and LSE of local rows."""
         return self._final("local")
 
-    def _final(self, place: Place) -> Results:
+    def _final(self, place: Location) -> Results:
         """Return O and LSE at a place, in the dtypes in which they travel."""
         o_THE, lse_TH = self._at(place)
         return o_THE.to(self._q_THD.dtype), lse_TH
 
-    def _at(self, place: Place) -> Results:
+    def _at(self, place: Location) -> Results:
         """Return O and LSE so far of the query rows at a place.
 
         Rows without a result yet are undefined. Where results of several stages are merged, such received rows hold
@@ -92,7 +92,7 @@ class Outputs:
             self._results[place] = o_THE, lse_TH
         return self._results[place]
 
-    def _put(self, place: Place, index: RowIndex, part: Results) -> None:
+    def _put(self, place: Location, index: RowIndex, part: Results) -> None:
         for x_T, rows_Q in zip(self._at(place), part, strict=True):
             put(x_T, index, rows_Q.to(x_T.dtype))
 
@@ -109,7 +109,7 @@ class Gradients:
         inputs = {name: local[name.removeprefix("d")] for name in DQKV}
         self._no_rows = {name: x_T.new_empty((0, *x_T.shape[1:])) for name, x_T in inputs.items()}
         self._parts: dict[tuple[Source, int], Columns] = {}  # by source and stage
-        self._totals: dict[tuple[Place, str], Tensor] = {}  # over the stages so far
+        self._totals: dict[tuple[Location, str], Tensor] = {}  # over the stages so far
         self._repaired: tuple[Tensor, ...] | None = None
 
     def add(self, call: KernelCall, group: BoundGroup, part: tuple[Tensor, ...]) -> None:
@@ -121,7 +121,7 @@ class Gradients:
         if not self._routes.divided:
             return
         for name in DQKV if call.keys == "local" else (DQ,):
-            place: Place = call.queries if name == DQ else "local"
+            place: Location = call.queries if name == DQ else "local"
             index, rows = (group.q_rows if name == DQ else group.k_rows), columns.pop(name)
             if (place, name) not in self._totals and index == slice(0, self._routes.rows[place]):
                 self._totals[place, name] = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -163,7 +163,7 @@ class Gradients:
 
     def of_received_queries(self) -> Sequence[Tensor]:
         """Return dQ that goes back to other ranks."""
-        dq_RHD = self._total("received", DQ) if self._routes.divided else self._part(DQ, 0, "visiting")
+        dq_RHD = self._total("received", DQ) if self._routes.divided else self._part(DQ, 0, "remote-query")
         return [dq_RHD.to(self._no_rows[DQ].dtype)]
 
     def write_received_keys(self, stage: int, columns_R: Sequence[Tensor]) -> None:
@@ -193,7 +193,7 @@ class Gradients:
             return self._total("local", name)
         return self._parts.get((source, stage), self._no_rows)[name]
 
-    def _total(self, place: Place, name: str) -> Tensor:
+    def _total(self, place: Location, name: str) -> Tensor:
         """Return a gradient of all rows at a place, summed over the stages so far in at least float32."""
         if (place, name) not in self._totals:
             wide = torch.promote_types(self._no_rows[name].dtype, torch.float32)

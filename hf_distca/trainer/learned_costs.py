@@ -16,7 +16,7 @@ from hf_distca.dispatch.recorder import Recording, Span
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.step import predict_plan
+from hf_distca.planner.walk import predict_plan
 
 logger = logging.getLogger(__name__)
 

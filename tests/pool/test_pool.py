@@ -9,9 +9,9 @@ import torch.distributed as dist
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.cost import Workers
-from hf_distca.planner.lost import tasks_at_home
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.servers import local_tasks
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.rank.pool import use_servers
@@ -113,7 +113,7 @@ def watched_repair(repair, repairs):
 
     def watched(plan, kind, lost):
         repaired = repair(plan, kind, lost)
-        home = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
+        home = local_tasks(plan, [plan.layout.ranks + server for server in lost])
         repairs.append((loads_of(home).max(), loads_of(repaired).max()))
         return repaired
 

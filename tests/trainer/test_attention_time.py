@@ -7,7 +7,7 @@ import torch
 
 from hf_distca import DistCAConfig
 from hf_distca.models.settings import plan_settings
-from hf_distca.plan import Choice
+from hf_distca.plan import PlanChoice
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.metrics import AttentionTime
 from tests.models_and_batches import small_model
@@ -36,5 +36,7 @@ def test_plans_that_were_chosen_carry_their_prediction(planned):
     """The busiest rank is that of all micro-batches together."""
     model, plans = planned
     attention = ((5.0, 1.0), (1.0, 6.0))
-    chosen = [replace(plan, choice=Choice(1, 1, 0.01, 9.0, each)) for plan, each in zip(plans, attention, strict=True)]
+    chosen = [
+        replace(plan, choice=PlanChoice(1, 1, 0.01, 9.0, each)) for plan, each in zip(plans, attention, strict=True)
+    ]
     assert AttentionTime(model).predicted(chosen, [100.0, 100.0]) == 7.0

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
 from hf_distca.models.settings import plan_settings
-from hf_distca.plan import Choice, ExchangeFigures, PlanSummary
+from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.metrics import ModelFlops, StepMeter
 from tests.models_and_batches import small_model
@@ -149,7 +149,7 @@ def test_figures_of_plans_that_were_chosen(monkeypatch):
     meter = StepMeter(dispatcher, None, attention, processes=2, costs=SimpleNamespace(besides=0.5))
     # Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
     for moved in ([0] * 9, [7, 7, 7, 7, 7, 0, 0, 0, 0], [7, 7, 4, 4, 4, 3, 3, 3, 0], [7, 7, 4, 4, 4, 3, 3, 3, 0]):
-        choice = Choice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
+        choice = PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
         plan = SimpleNamespace(
             tokens=np.array([20, 4]), summary=PlanSummary(1.5, 1.0, ExchangeFigures(*moved)), choice=choice
         )

@@ -54,7 +54,7 @@ class ServedTasks:
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         stage = routes.stages[0]
-        self.group = BoundGroup(stage.visiting, buffer)
+        self.group = BoundGroup(stage.remote_query, buffer)
         self.rows: dict[str, list[slice]] = {}
         self.totals: dict[str, int] = {}
         for kind, messages in (("queries", routes.queries), ("keys", stage.keys)):
@@ -62,14 +62,14 @@ class ServedTasks:
             stops = np.cumsum(counts)
             self.rows[kind] = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
             self.totals[kind] = int(counts.sum())
-        self.key_sums = RowSum([stage.visiting.k_rows], self.totals["keys"], buffer)
+        self.key_sums = RowSum([stage.remote_query.k_rows], self.totals["keys"], buffer)
         self.ranks = frozenset(
             rank
             for rank, parts in enumerate(zip(self.rows["queries"], self.rows["keys"], strict=True))
             if any(part.stop > part.start for part in parts)
         )
         # Counted from a task's first key on; with a window that is where the first row's window begins.
-        q_lens, k_lens = stage.visiting.q_lens, stage.visiting.k_lens
+        q_lens, k_lens = stage.remote_query.q_lens, stage.remote_query.k_lens
         self.pairs = int(np.sum(pairs(k_lens - q_lens, k_lens, plan.window)))
 
 

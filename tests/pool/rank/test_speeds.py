@@ -86,7 +86,7 @@ def answered(server: int, work: Work, way_s: float, seconds: float, pairs: int) 
 
 
 PING, PONG = Work(0, 0, "forward"), Work(0, 1, "forward")
-SEND, COLLECT = "run own; send q, q k v to servers", "wait o lse, o lse from servers"
+SEND, COLLECT = "run local; send q, q k v to servers", "wait o lse, o lse from servers"
 
 
 def test_nothing_is_observed_in_nothing():
@@ -95,15 +95,15 @@ def test_nothing_is_observed_in_nothing():
 
 def test_kernel_calls_and_the_time_between_phases_while_calls_to_servers_are_under_way():
     spans = [
-        phase(PING, "run own", 1, 2),
+        phase(PING, "run local", 1, 2),
         phase(PING, SEND, 5, 6),
-        Span("kernel", "own", PING, 50.0, 57.0, pairs=10),
+        Span("kernel", "local", PING, 50.0, 57.0, pairs=10),
         phase(PONG, SEND, 7, 9),
-        phase(PING, "run visiting", 13, 14),
+        phase(PING, "run remote-query", 13, 14),
         phase(PING, COLLECT, 20, 30),
-        Span("kernel", "visiting", PONG, 57.0, 58.0, pairs=4),
+        Span("kernel", "remote-query", PONG, 57.0, 58.0, pairs=4),
         phase(PONG, COLLECT, 33, 35),
-        phase(PING, "run own", 40, 41),
+        phase(PING, "run local", 40, 41),
     ]
     assert observe(spans) == Observed(calls=2, pairs=14, seconds=8.0, between_s=1 + 4 + 6 + 3)
 
@@ -143,8 +143,8 @@ def test_a_repair_is_the_ranks_own_work_within_the_phase_that_found_the_loss():
         phase(PING, SEND, 0, 1),
         phase(PONG, SEND, 2, 3),
         # The phases of the repair end before the one that they are in.
-        phase(PING, "run own", 5, 6),
-        Span("kernel", "own", PING, 5.0, 6.0, pairs=10),
+        phase(PING, "run local", 5, 6),
+        Span("kernel", "local", PING, 5.0, 6.0, pairs=10),
         phase(PING, COLLECT, 4, 8),
         *answered(9, PONG, 1.0, 2.0, 20),
         phase(PONG, COLLECT, 8, 9),
@@ -155,7 +155,7 @@ def test_a_repair_is_the_ranks_own_work_within_the_phase_that_found_the_loss():
 
 def test_spans_whose_beginnings_were_not_kept_do_no_harm():
     _, cut = answered(7, PING, 1.0, 2.0, 20)
-    spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run own", 5, 6)]
+    spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run local", 5, 6)]
     assert observe(spans) == Observed(calls=1, servers={7: Served(pairs=20, seconds=2.0)})
     whole = answered(7, PING, 1.0, 2.0, 20)  # the call of another answer
     assert observe([*whole, cut]).servers == {7: Served(pairs=40, seconds=4.0, alone=1, way_s=1.0)}

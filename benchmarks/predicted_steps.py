@@ -36,7 +36,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
-from hf_distca.sim.ways import Setup, on_ranks, planned
+from hf_distca.sim.strategies import Setup, on_ranks, planned
 
 RANKS = 2
 KIND = AttentionKind(None, 4, 4, 64, 64)

@@ -32,7 +32,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches
 from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.ways import CHOSEN, PLAIN, Setup, StepTime, on_ranks, packed_rows, ways_to_train
+from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, all_strategies, on_ranks, packed_rows
 
 RANKS, RANKS_PER_NODE, TOKENS_PER_RANK = (8, 64), 8, 32768
 BUSIEST = "busiest packed rank"
@@ -58,7 +58,7 @@ def simulated(draw: Draw, ranks: int, count: int) -> dict[str, list[StepTime]]:
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     kinds = tuple(LLAMA_8B.layers)
     settings = PlanSettings(ranks, TOKENS_PER_RANK, kinds, ping_pong=True, ranks_per_node=RANKS_PER_NODE)
-    ways = [way for way in ways_to_train(setup, settings, 0) if way.document_layout is None or way.name == CHOSEN]
+    ways = [way for way in all_strategies(setup, settings, 0) if way.document_layout is None or way.name == CHOSEN]
     batches = list(islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count))
     busiest = {BUSIEST: [busiest_packed(lengths, setup) for lengths in batches]}
     return busiest | {way.name: [way.step(lengths)[0] for lengths in batches] for way in ways}

@@ -31,7 +31,7 @@ Part = Literal[
 """
 
 
-def without_numbers() -> FakeTensorMode:
+def fake_tensors() -> FakeTensorMode:
     """Return a mode in which all tensors are fake."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 

@@ -4,15 +4,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hf_distca.timeline.drawing import svg_of
-from hf_distca.timeline.steps import RankStep, runs, steps_of
+from hf_distca.timeline.steps import RankStep, runs, steps_of, svg_of
 
 LETTERS = {"attention": "a", "waits": "w", "other": "o", None: "-"}
 
 
 def drawn(step: RankStep, begin: int, end: int, count: int) -> str:
     """A letter a cell."""
-    return "".join(LETTERS[doing] * (last - first) for first, last, doing in runs(step, begin, end, count))
+    return "".join(LETTERS[activity] * (last - first) for first, last, activity in runs(step, begin, end, count))
 
 
 def piece(rank: int, name: str, category: str, begin: int, end: int) -> dict:
@@ -63,6 +62,8 @@ def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
     assert drawn(RankStep(0, 0, 10, [(0, 5, "attention")]), 0, 10, 1) == "o"
     # A stretch that began before the time.
     assert drawn(RankStep(0, -10, 20, [(-10, 8, "waits")]), 0, 20, 2) == "wo"
+    # Stretches before and after the time.
+    assert drawn(RankStep(0, -50, 90, [(-50, -30, "waits"), (60, 90, "waits")]), 0, 20, 2) == "oo"
 
 
 @pytest.mark.parametrize(

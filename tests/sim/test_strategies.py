@@ -8,7 +8,7 @@ from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import LLAMA_8B, ModelShape
-from hf_distca.sim.ways import Setup, data_and_context_parallel, plain, planned
+from hf_distca.sim.strategies import Setup, data_and_context_parallel, plain, planned
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape({KIND: 3}, hidden=8, before=0, after=0, head=0, parameters=0)

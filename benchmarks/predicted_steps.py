@@ -139,7 +139,7 @@ class Step:
         few, many = self.tokens // 4, self.tokens
         others = [
             seconds[f"{tokens} tokens"]
-            - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)).attention
+            - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)).attention.max()
             for tokens in (few, many)
         ]
         token = (others[1] - others[0]) / (many - few)

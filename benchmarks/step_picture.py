@@ -51,8 +51,8 @@ class Shown:
     @classmethod
     def of(cls, title: str, step: StepTime) -> "Shown":
         """A simulated step, to the millisecond."""
-        attention = tuple(round(seconds, 3) for seconds in step.attention_by_rank)
-        return cls(title, round(step.seconds, 3), round(step.other_mean, 3), attention)
+        attention = tuple(round(seconds, 3) for seconds in step.attention.tolist())
+        return cls(title, round(step.seconds, 3), round(float(step.other.mean()), 3), attention)
 
 
 def picture(steps: Sequence[Shown]) -> str:

@@ -236,7 +236,6 @@ def _figures_of_ranks(documents: Sequence[int], plan: MicroBatchPlan, settings: 
     return {
         "histogram": [asdict(each) for each in histogram(lengths)],
         "packed_max_over_mean": float(packed.max() / packed.mean()),
-        "attention_speed_up": float(packed.max() / planned.max()),
         "by_rank": {
             "pairs_packed": packed.tolist(),
             "pairs": planned.tolist(),

@@ -96,7 +96,8 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(f"cannot listen on {options.bind}:{options.port}: {error}; see --bind and --port") from error
     before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        server.run(*options.join, options.wait, lambda line: print(line, flush=True))
+        host, port = options.join
+        server.run(host, port, options.wait, lambda line: print(line, flush=True))
     except MismatchError as error:
         raise InputError(f"the training run cannot use this server: {error}") from error
     except LinkLost as error:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -33,7 +34,7 @@ from hf_distca.models.shape import model_shape
 from hf_distca.planner.seconds import Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.figures import Simulation
+from hf_distca.sim.figures import Simulation, columns_of
 from hf_distca.sim.model import MODELS
 from hf_distca.sim.report.simulation import simulation_report
 from hf_distca.sim.simulate import simulate
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace) -> None:
         figures["setting"]["ranks_per_node"] = options.ranks_per_node or str(RANKS_PER_NODE)
         figures["profile_source"] = setup.profile.source
         write(options.report, simulation_report(figures))
-    print(json.dumps(figures) if options.json else _table(result, setup, simulated_in))
+    print(json.dumps(figures) if options.json else _table(figures))
 
 
 def _setup(options: argparse.Namespace) -> Setup:
@@ -178,27 +179,13 @@ def _to_copy(options: argparse.Namespace, result: Simulation, setup: Setup) -> d
     }
 
 
-def _table(result: Simulation, setup: Setup, seconds: float) -> str:
-    header = ("", "step, s", "attention, s", "other, s", "waits, s", "idle", "tokens/s", "MFU", "GB", "cut")
-    rows = [
-        (
-            each.name,
-            f"{each.step_seconds:.3f}",
-            f"{each.attention_seconds:.3f}",
-            f"{each.other_seconds:.3f}",
-            f"{each.exchange_seconds:.3f}",
-            f"{each.idle:.0%}",
-            f"{each.tokens_per_second:,.0f}",
-            f"{each.mfu:.1%}",
-            "" if each.rows_bytes is None else f"{(each.rows_bytes + (each.state_bytes or 0)) / GB:.1f}",
-            f"{each.documents_cut:.1%}",
-        )
-        for each in result.strategies
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in (header, *rows)]
+def _table(figures: Mapping[str, Any]) -> str:
+    rows = [columns_of(each) for each in figures["strategies"]]
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
     first = (
-        f"{result.documents:,} documents, {result.tokens:,} tokens; {result.ranks} ranks of "
-        f"{result.tokens_per_rank:,} tokens; {setup.profile.name}"
+        f"{figures['documents']:,} documents, {figures['tokens']:,} tokens; {figures['ranks']} ranks of "
+        f"{figures['tokens_per_rank']:,} tokens; {figures['profile']}"
     )
-    return "\n".join([first, "", *lines, "", *result.advice, f"simulated in {seconds:.1f} s"])
+    return "\n".join([first, "", *lines, "", *figures["advice"], f"simulated in {figures['simulated_in']:.1f} s"])

@@ -127,26 +127,15 @@ def _of_file(path: str, column: str | None) -> list[int] | list[list[int]] | Non
         raise InputError(f"{path} is not JSON ({error}); {EXPECTED}") from error
     if not isinstance(content, list):
         raise InputError(f"{path} holds {_described(content)}; {EXPECTED}")
-    nested = [isinstance(item, list) for item in content]
-    if any(nested) and not all(nested):
-        odd = nested.index(not nested[0])
-        raise InputError(
-            f"{path} mixes rows and lengths: item 0 is {_described(content[0])}, "
-            f"item {odd} is {_described(content[odd])}; {EXPECTED}"
-        )
-    rows = {f"row {number}, ": row for number, row in enumerate(content)} if any(nested) else {"": content}
-    for place, row in rows.items():
+    nested = any(isinstance(item, list) for item in content)
+    for number, row in enumerate(content if nested else [content]):
+        if not isinstance(row, list):
+            raise InputError(f"{path} mixes rows and lengths: item {number} is {_described(row)}; {EXPECTED}")
         for index, length in enumerate(row):
-            if isinstance(length, bool) or not isinstance(length, int):
-                raise InputError(
-                    f"{path}: {place}item {index} is {_described(length)}, not a number of tokens; {EXPECTED}"
-                )
-            if length < 1:
-                raise InputError(
-                    f"{path}: {place}item {index} is {length}, but a document has at least 1 token; leave empty "
-                    "documents out"
-                )
-    if not any(rows.values()):
+            place = f"row {number}, item {index}" if nested else f"item {index}"
+            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+                raise InputError(f"{path}: {place} is {_described(length)}, not 1 or more tokens; {EXPECTED}")
+    if not content or content == [[]] * len(content):
         raise InputError(f"{path} holds no documents; {EXPECTED}")
     return content
 

@@ -1,7 +1,8 @@
 """Figures of a simulation: of each strategy and of all together, and advice from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,6 @@ class StrategyFigures:
         other_mean_seconds: mean of all other computation over ranks.
         exchange_seconds: mean of the waits of the rank that waits the longest.
         exchange_mean_seconds: mean of the waits over ranks.
-        idle_seconds: mean over ranks of the rest of the step: waits for the slowest rank.
         idle: mean share of the ranks' time without computation, waits for exchanges included.
         mfu: model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
         bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
@@ -51,7 +51,6 @@ class StrategyFigures:
     other_mean_seconds: float
     exchange_seconds: float
     exchange_mean_seconds: float
-    idle_seconds: float
     idle: float
     tokens_per_second: float
     mfu: float
@@ -77,34 +76,49 @@ class StrategyFigures:
             every: lengths of the documents of each micro-batch.
         """
         gpus = (setup.ranks + strategy.servers) * setup.tensor_parallel
+        seconds, tokens = sum(step.seconds for step in steps), sum(int(lengths.sum()) for lengths in every)
 
-        def mean(field: str) -> float:
-            return float(np.mean([getattr(step, field) for step in steps]))
+        def mean(of_step: Callable[[StepTime], float]) -> float:
+            return float(np.mean([of_step(step) for step in steps]))
 
-        step_seconds, seconds = mean("seconds"), sum(step.seconds for step in steps)
-        busy = mean("attention_mean") + mean("other_mean") + mean("waited_mean")
         return cls(
             name=strategy.name,
             document_layout=strategy.document_layout,
             servers=strategy.servers,
             gpus=gpus,
-            step_seconds=step_seconds,
-            attention_seconds=mean("attention"),
-            attention_mean_seconds=mean("attention_mean"),
-            other_seconds=mean("other"),
-            other_mean_seconds=mean("other_mean"),
-            exchange_seconds=mean("waited"),
-            exchange_mean_seconds=mean("waited_mean"),
-            idle_seconds=max(step_seconds - busy, 0.0),
-            idle=mean("idle"),
-            tokens_per_second=sum(int(lengths.sum()) for lengths in every) / seconds,
+            step_seconds=seconds / len(steps),
+            attention_seconds=mean(lambda step: step.attention.max()),
+            attention_mean_seconds=mean(lambda step: step.attention.mean()),
+            other_seconds=mean(lambda step: step.other.max()),
+            other_mean_seconds=mean(lambda step: step.other.mean()),
+            exchange_seconds=mean(lambda step: step.waited.max()),
+            exchange_mean_seconds=mean(lambda step: step.waited.mean()),
+            idle=mean(lambda step: 1.0 - (step.attention + step.other).mean() / step.seconds),
+            tokens_per_second=tokens / seconds,
             mfu=sum(_flops(lengths, setup) for lengths in every) / seconds / gpus / setup.profile.peak_flops,
-            bytes_bottleneck=mean("bytes_bottleneck"),
+            bytes_bottleneck=mean(lambda step: step.bytes_bottleneck),
             tokens_most=max(step.tokens_most for step in steps),
             rows_bytes=rows_bytes,
             state_bytes=state_bytes,
             documents_cut=sum(step.documents_cut for step in steps) / sum(map(len, every)),
         )
+
+
+def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of a table of strategies, from the fields of `StrategyFigures`."""
+    in_bytes = figures["rows_bytes"], figures["state_bytes"]
+    return {
+        "": figures["name"],
+        "step, s": f"{figures['step_seconds']:.3f}",
+        "attention, s": f"{figures['attention_seconds']:.3f}",
+        "other, s": f"{figures['other_seconds']:.3f}",
+        "waits, s": f"{figures['exchange_seconds']:.3f}",
+        "idle": f"{figures['idle']:.0%}",
+        "tokens/s": f"{figures['tokens_per_second']:,.0f}",
+        "MFU": f"{figures['mfu']:.1%}",
+        "GB": "" if None in in_bytes else f"{sum(in_bytes) / 1e9:.1f}",
+        "cut": f"{figures['documents_cut']:.1%}",
+    }
 
 
 @dataclass(frozen=True)

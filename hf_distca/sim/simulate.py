@@ -70,7 +70,7 @@ def simulate(
         plain.name,
         planned.name,
         {
-            name: tuple(round(seconds, 6) for seconds in steps[name][0].attention_by_rank)
+            name: tuple(round(seconds, 6) for seconds in steps[name][0].attention.tolist())
             for name in (PLAIN, plain.name, planned.name)
         },
         Gain.of(steps[PLAIN], steps[planned.name]),

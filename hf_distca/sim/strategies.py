@@ -95,54 +95,19 @@ class Setup:
         return flops + touched * self.model.hidden * self.profile.bytes_per_value / self.profile.bytes_per_second
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Predicted step of one global micro-batch; times are in seconds.
+@dataclass(frozen=True, eq=False)
+class StepTime(Walked):
+    """Predicted step of one global micro-batch.
 
     Attributes:
-        attention: core attention of the busiest rank.
-        attention_mean: mean core attention over ranks.
-        other: all other computation of the busiest rank.
-        other_mean: mean of all other computation over ranks.
-        waited: waits for exchanges, of the rank that waits the longest.
-        waited_mean: mean of the waits over ranks.
-        idle: share of the ranks' time without computation.
         bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
         tokens_most: rows of the rank that holds the most.
-        attention_by_rank: [ranks] core attention.
         documents_cut: number of documents that lose context, because no rank or group of ranks can hold them.
     """
 
-    seconds: float
-    attention: float
-    attention_mean: float
-    other: float
-    other_mean: float
-    waited: float
-    waited_mean: float
-    idle: float
     bytes_bottleneck: int
     tokens_most: int
-    attention_by_rank: tuple[float, ...]
     documents_cut: int = 0
-
-    @classmethod
-    def of(cls, step: Walked, moved: float, rows: float, cut: int = 0) -> "StepTime":
-        """Summarise the seconds of all ranks.
-
-        Args:
-            moved: as `bytes_bottleneck`.
-            rows: as `tokens_most`.
-            cut: as `documents_cut`.
-        """
-        extremes = [
-            float(number)
-            for of_ranks in (step.attention, step.other, step.waited)
-            for number in (of_ranks.max(), of_ranks.mean())
-        ]
-        idle = 1.0 - float((step.attention + step.other).mean()) / step.seconds
-        by_rank = tuple(step.attention.tolist())
-        return cls(step.seconds, *extremes, idle, int(moved), int(np.ceil(rows)), by_rank, cut)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +231,8 @@ def planned(
     ]
     tokens = [nano.layout.tokens for nano in plan.nano_batches]
     moved = max(int(np.sum([each[kind].bytes_moved for each in counted], axis=0).max()) for kind in settings.kinds)
-    return StepTime.of(predict_step(counted, tokens, setup.costs), moved, float(np.sum(tokens, axis=0).max())), plan
+    walked = predict_step(counted, tokens, setup.costs)
+    return StepTime(**vars(walked), bytes_bottleneck=moved, tokens_most=int(np.sum(tokens, axis=0).max())), plan
 
 
 def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
@@ -299,4 +265,4 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
     other = setup.costs.token * tokens
     seconds = float((attention + other + gathered).max())
     by_rank = (np.repeat(of_groups, context) for of_groups in (attention, other, gathered))
-    return StepTime.of(Walked(seconds, *by_rank), moved, float(tokens.max()), cut)
+    return StepTime(seconds, *by_rank, int(moved), int(np.ceil(tokens.max())), cut)

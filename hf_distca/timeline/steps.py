@@ -159,10 +159,9 @@ def svg_of(name: str, steps: Sequence[RankStep]) -> str:
     for row, step in enumerate(steps):
         y = TOP + ROW * row
         drawing.text(LEFT - 8, y + 12, f"rank {step.rank}", "end")
-        for first, last, activity in runs(step, begin, end, WIDTH):
-            if activity is not None:
-                label = f"rank {step.rank}, {NAMES[activity]}"
-                drawing.bar(LEFT + first, y, last - first, ROW - 3, activity, label)
+        for first, last, main in runs(step, begin, end, WIDTH):
+            if main is not None:
+                drawing.bar(LEFT + first, y, last - first, ROW - 3, main, f"rank {step.rank}, {NAMES[main]}")
         totals = " + ".join(f"{time / 1e6:.1f}" for time in step.totals().values())
         drawing.text(LEFT + WIDTH + 24, y + 12, f"{totals} ms")
     return drawing.file(f"{name}: what each of {len(steps)} ranks did in {took:.1f} ms")

@@ -54,7 +54,7 @@ def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
     stretches = [(120, 127, "attention"), (127, 134, "waits"), (136, 140, "waits"), (145, 185, "attention")]
     step = RankStep(0, 115, 190, stretches)
     assert drawn(step, 100, 200, 10) == "-oawoaaao-"
-    assert list(runs(step, 100, 200, 2)) == [(0, 2, "attention")]
+    assert list(runs(step, 100, 200, 2)) == [(0, 1, "other"), (1, 2, "attention")]  # 12 of 35 each: other
     assert drawn(RankStep(0, 0, 30), 0, 100, 4) == "o---"  # 5 of 25 are less than half
     assert drawn(RankStep(0, 0, 40), 0, 100, 4) == "oo--"  # 15 of 25 are more than half
     # As long each: attention, then what is neither.

@@ -54,12 +54,6 @@ def section(title: str, sentences: Sequence[str], *parts: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{paragraphs}{''.join(parts)}</section>"
 
 
-def key_figures(figures: Mapping[str, str]) -> str:
-    """Return the most important numbers, by their titles."""
-    shown = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures.items())
-    return f'<dl class="keys">{shown}</dl>'
-
-
 def figure(label: str, drawing: Drawing, legend: Sequence[tuple[str, str]]) -> str:
     """Return a picture below its legend, which has a class and a name for each colour.
 

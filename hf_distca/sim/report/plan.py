@@ -6,7 +6,6 @@ from typing import Any
 from hf_distca.sim.report.drawing import loads_picture
 from hf_distca.sim.report.page import (
     figure,
-    key_figures,
     lengths_section,
     origin_section,
     page,
@@ -35,14 +34,7 @@ def plan_report(figures: Mapping[str, Any]) -> str:
         f"{sum(each['documents'] for each in bins):,} documents, {sum(each['tokens'] for each in bins):,} tokens; "
         f"{given['ranks']} ranks of at most {given['tokens_per_rank']:,} tokens."
     )
-    keys = {
-        "core attention alone, speed as planned over as packed": f"{figures['attention_speed_up']:.2f}×",
-        "busiest rank's core attention over the mean": f"{figures['max_over_mean']:.3f}",
-        "most tokens of a rank over the mean": f"{figures['tokens_max_over_mean']:.3f}",
-        "busiest rank's bytes in a layer's forward": f"{figures['bytes_bottleneck'] / MILLION:,.1f} MB",
-    }
     sections = [
-        key_figures(keys),
         lengths_section(bins),
         *_ranks(figures),
         origin_section({**given, "planned in": f"{figures['plan_ms']:.1f} ms"}),
@@ -74,7 +66,8 @@ def _ranks(figures: Mapping[str, Any]) -> list[str]:
             "Load of the ranks, before and after",
             [
                 "Millions of query-key pairs that each rank computes in a layer. They are core attention alone: the "
-                "whole step gains less, since other layers take their part of it. hf-distca simulate predicts both."
+                "whole step gains less, since other layers take their part of it. hf-distca simulate predicts both. "
+                f"The most tokens of a rank are {figures['tokens_max_over_mean']:.3f}× the mean."
             ],
             load,
             table_of_ranks("Query-key pairs of each rank", millions, ",.2f"),
@@ -84,7 +77,8 @@ def _ranks(figures: Mapping[str, Any]) -> list[str]:
             "Bytes by rank",
             [
                 "Megabytes that each rank sends and receives in one layer's forward: rows of Q, K and V, and O rows "
-                f"back. All ranks send {figures['bytes_total'] / MILLION:,.1f} MB. K and V travel in "
+                f"back. All ranks send {figures['bytes_total'] / MILLION:,.1f} MB, the busiest "
+                f"{figures['bytes_bottleneck'] / MILLION:,.1f} MB. K and V travel in "
                 f"{figures['stages']} stages; exchange buffers of the busiest rank take "
                 f"{figures['exchange_buffers'] / MILLION:,.1f} MB. {figures['tasks']:,} tasks in "
                 f"{figures['nano_batches']} nano-batches; the smallest has {figures['min_rows']:,} rows."

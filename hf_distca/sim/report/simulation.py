@@ -4,12 +4,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hf_distca.sim.figures import NOT_WORTH
+from hf_distca.sim.figures import NOT_WORTH, columns_of
 from hf_distca.sim.report.drawing import loads_picture, stacks_picture
 from hf_distca.sim.report.page import (
     code,
     figure,
-    key_figures,
     lengths_section,
     origin_section,
     page,
@@ -23,18 +22,19 @@ STEP_PARTS = {
     "attention_mean_seconds": ("attention", "core attention"),
     "other_mean_seconds": ("other", "other layers"),
     "exchange_mean_seconds": ("waits", "waits for rows of other ranks"),
-    "idle_seconds": ("idle", "idle until the slowest rank is done"),
 }
 """Parts of the mean rank's step: class and name, by field."""
+IDLE = ("idle", "idle until the slowest rank is done")
 PLANNED = [("plain", "without plans"), ("planned", "planned by hf_distca"), ("level", "mean of the ranks")]
-GB, MB = 1e9, 1e6
-MEMORY = (
-    "rows, state: memory of one GPU, with weights, gradients and optimizer divided over all GPUs as by FSDP2. A step "
-    "of the model was run on fake tensors and counted: a planned strategy with the plan that exchanges the most; the "
-    "others without an exchange, and context parallelism with K and V of its group besides. CUDA, NCCL and gaps "
-    "between tensors, some 2 GB, are left out."
+COLUMNS = (
+    "attention, other: of the busiest rank. waits: of the rank that waits the longest. idle: share of the ranks' time "
+    "without computation. sent: the busiest rank's bytes in one layer's forward. cut: documents that lose context. "
+    "GB: memory of one GPU, with weights, gradients and optimizer divided over all GPUs as by FSDP2. A step of the "
+    "model was run on fake tensors and counted: a planned strategy with the plan that exchanges the most; the others "
+    "without an exchange, and context parallelism with K and V of its group besides. CUDA, NCCL and gaps between "
+    "tensors, some 2 GB, are left out."
 )
-"""What the columns on memory hold."""
+"""What the columns of the table hold."""
 
 
 def simulation_report(figures: Mapping[str, Any]) -> str:
@@ -56,7 +56,6 @@ def simulation_report(figures: Mapping[str, Any]) -> str:
         "simulated in": f"{figures['simulated_in']:.1f} s",
     }
     sections = [
-        _gains(figures),
         _advice(figures),
         lengths_section(figures["histogram"]),
         _strategies(figures),
@@ -76,20 +75,6 @@ def outcome(figures: Mapping[str, Any]) -> str:
     return f"{packing:.2f}× the speed of {PLAIN}, {gain:.2f}× that of the best alternative"
 
 
-def _gains(figures: Mapping[str, Any]) -> str:
-    def times(gain: Mapping[str, float]) -> str:
-        return f"{gain['speed_up']:.2f}×"
-
-    def spread(gain: Mapping[str, float]) -> str:
-        return f", {gain['least']:.2f}× to {gain['most']:.2f}× by micro-batch" if gain["least"] < gain["most"] else ""
-
-    packing, best = figures["over_packing"], figures["over_best"]
-    shown = {f"the speed of {PLAIN}{spread(packing)}": times(packing)} if figures["best_plain"] != PLAIN else {}
-    shown[f"the speed of {figures['best_plain']}, the best alternative{spread(best)}"] = times(best)
-    shown["the best alternative's speed, for core attention alone"] = f"{figures['attention_speed_up']:.2f}×"
-    return key_figures(shown)
-
-
 def _advice(figures: Mapping[str, Any]) -> str:
     settings = "".join(
         f"    {name}={json.dumps(value) if isinstance(value, str) else repr(value)},\n"
@@ -97,9 +82,19 @@ def _advice(figures: Mapping[str, Any]) -> str:
     )
     arguments = f'args = hf_distca.DistCATrainingArguments(\n    output_dir="out",\n{settings})'
     processes = figures["ranks"] * figures["setting"]["tensor_parallel"]
+    packing, best = (
+        f"{figures[gain]['least']:.2f}× to {figures[gain]['most']:.2f}×" for gain in ("over_packing", "over_best")
+    )
+    sentences = [
+        *figures["advice"],
+        f"By micro-batch, {packing} the speed of {PLAIN} and {best} that of {figures['best_plain']}; on average "
+        f"{figures['attention_speed_up']:.2f}× for core attention alone.",
+    ]
+    if figures["speed_up"] < NOT_WORTH:
+        sentences.append("Settings to try it all the same:")
     return section(
         "What to do",
-        [*figures["advice"], *(["Settings to try it all the same:"] if figures["speed_up"] < NOT_WORTH else [])],
+        sentences,
         code(arguments, "settings in Python"),
         code(f"accelerate launch --num_processes {processes} train.py", "the launch"),
     )
@@ -107,27 +102,14 @@ def _advice(figures: Mapping[str, Any]) -> str:
 
 def _strategies(figures: Mapping[str, Any]) -> str:
     compared = [figures["best_plain"], figures["best_planned"]]
-    bars = {
-        each["name"]: [(each[part], style, name) for part, (style, name) in STEP_PARTS.items()]
-        for each in figures["strategies"]
-    }
-    rows = [
-        [
-            each["name"],
-            f"{each['step_seconds']:.3f}",
-            f"{each['attention_seconds']:.3f}",
-            f"{each['exchange_seconds']:.3f}",
-            f"{each['idle']:.1%}",
-            f"{each['tokens_per_second']:,.0f}",
-            f"{each['mfu']:.1%}",
-            f"{each['bytes_bottleneck'] / MB:,.1f}",
-            *("–" if each[of] is None else f"{each[of] / GB:.2f}" for of in ("rows_bytes", "state_bytes")),
-            f"{each['documents_cut']:.1%}",
-        ]
-        for each in figures["strategies"]
+    bars = {}
+    for each in figures["strategies"]:
+        parts = [(each[part], style, name) for part, (style, name) in STEP_PARTS.items()]
+        idle = max(each["step_seconds"] - sum(size for size, _, _ in parts), 0.0)
+        bars[each["name"]] = [*parts, (idle, *IDLE)]
+    columns = [
+        columns_of(each) | {"sent, MB": f"{each['bytes_bottleneck'] / 1e6:,.1f}"} for each in figures["strategies"]
     ]
-    titles = ["", "step, s", "attention, s", "waits, s", "not computing", "tokens/s", "MFU", "sent, MB"]
-    titles += ["rows, GB", "state, GB", "cut"]
     return section(
         "Strategies",
         [
@@ -138,12 +120,10 @@ def _strategies(figures: Mapping[str, Any]) -> str:
         figure(
             "Seconds of a step by strategy, divided into core attention, other layers, waits and idle time",
             stacks_picture(bars, " s", compared),
-            list(STEP_PARTS.values()),
+            [*STEP_PARTS.values(), IDLE],
         ),
-        table("Means over all micro-batches", titles, rows, compared),
-        "<p class='caption'>attention: core attention of the busiest rank. waits: of the rank that waits the longest. "
-        "not computing: share of the ranks' time in waits and idle. sent: the busiest rank's bytes in one layer's "
-        f"forward. cut: share of documents that lose context. {MEMORY}</p>",
+        table("Means over all micro-batches", list(columns[0]), [list(each.values()) for each in columns], compared),
+        f"<p class='caption'>{COLUMNS}</p>",
     )
 
 

@@ -22,30 +22,25 @@ def page(tool: str, title: str, source: str, lead: str, sections: Sequence[str])
         source: origin of the predictions.
         lead: documents and ranks of the report.
     """
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(title)} – {escape(tool)}</title>",
-            f"<style>\n{style_sheet()}{STYLE.read_text(encoding='utf-8')}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            f'<header><p class="eyebrow">{escape(tool)}</p><h1>{escape(title)}</h1>',
-            f"<p><strong>Predictions, not measurements:</strong> {escape(source)}</p>",
-            f'<p class="lead">{escape(lead)}</p></header>',
-            *sections,
-            "</main>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)} – {escape(tool)}</title>
+<style>
+{style_sheet()}{STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body><main>
+<header><p class="eyebrow">{escape(tool)}</p><h1>{escape(title)}</h1>
+<p><strong>Predictions, not measurements:</strong> {escape(source)}</p>
+<p class="lead">{escape(lead)}</p></header>
+{"".join(sections)}
+</main></body>
+</html>
+"""
 
 
 def section(title: str, sentences: Sequence[str], *parts: str) -> str:
@@ -80,19 +75,17 @@ def table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]], ma
     )
 
 
-def table_of_ranks(caption: str, columns: Mapping[str, Sequence[float]], numbers: str) -> str:
+def table_of_ranks(caption: str, columns: Mapping[str, Sequence[float]], numbers: str = ",.3f") -> str:
     """Return a folded table with a row for each rank; empty if there are too many ranks to read.
 
     Args:
         columns: [ranks] values of each column, by its title.
-        numbers: format of values, such as ",.3f".
+        numbers: format of values.
     """
-    rows = [
-        [str(rank), *(format(value, numbers) for value in values)]
-        for rank, values in enumerate(zip(*columns.values(), strict=True))
-    ]
-    if len(rows) > MOST_RANKS:
+    of_ranks = list(zip(*columns.values(), strict=True))
+    if len(of_ranks) > MOST_RANKS:
         return ""
+    rows = [[str(rank), *(format(value, numbers) for value in values)] for rank, values in enumerate(of_ranks)]
     shown = table(caption, ["rank", *columns], rows)
     return f"<details><summary>{escape(caption)}</summary>{shown}</details>"
 

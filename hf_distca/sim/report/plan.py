@@ -59,8 +59,8 @@ def _ranks(figures: Mapping[str, Any]) -> list[str]:
         loads_picture([("sent", sent, "planned"), ("received", received, "planned")], " MB"),
         [("planned", "planned"), ("level", "mean of the ranks")],
     )
-    counts = {"tokens": ranks["tokens"], "tasks": ranks["tasks"]}
-    millions = {"packed, million pairs": packed, "planned, million pairs": planned}
+    columns = {"packed, million pairs": packed, "planned, million pairs": planned, "sent, MB": sent}
+    columns |= {"received, MB": received, "tokens": ranks["tokens"], "tasks": ranks["tasks"]}
     return [
         section(
             "Load of the ranks, before and after",
@@ -70,8 +70,6 @@ def _ranks(figures: Mapping[str, Any]) -> list[str]:
                 f"The most tokens of a rank are {figures['tokens_max_over_mean']:.3f}× the mean."
             ],
             load,
-            table_of_ranks("Query-key pairs of each rank", millions, ",.2f"),
-            table_of_ranks("Tokens and tasks of each rank", counts, ",d"),
         ),
         section(
             "Bytes by rank",
@@ -84,6 +82,6 @@ def _ranks(figures: Mapping[str, Any]) -> list[str]:
                 f"{figures['nano_batches']} nano-batches; the smallest has {figures['min_rows']:,} rows."
             ],
             in_bytes,
-            table_of_ranks("Megabytes of each rank", {"sent": sent, "received": received}, ",.2f"),
+            table_of_ranks("Each rank", columns, ",.10g"),
         ),
     ]

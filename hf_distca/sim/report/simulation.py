@@ -139,5 +139,5 @@ def _load(figures: Mapping[str, Any]) -> str:
             *(["Plain packing cuts the longest documents. Their parts attend to fewer tokens."] if cut else []),
         ],
         figure("Core attention of each rank, before and after", loads_picture(panels, " s"), PLANNED),
-        table_of_ranks("Core attention of each rank, seconds", figures["load"], ",.3f"),
+        table_of_ranks("Core attention of each rank, seconds", figures["load"]),
     )

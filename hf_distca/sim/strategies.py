@@ -264,5 +264,5 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
             moved = max(moved, float(size.max()))
     other = setup.costs.token * tokens
     seconds = float((attention + other + gathered).max())
-    by_rank = (np.repeat(of_groups, context) for of_groups in (attention, other, gathered))
-    return StepTime(seconds, *by_rank, int(moved), int(np.ceil(tokens.max())), cut)
+    attention, other, gathered = (np.repeat(of_groups, context) for of_groups in (attention, other, gathered))
+    return StepTime(seconds, attention, other, gathered, int(moved), int(np.ceil(tokens.max())), cut)

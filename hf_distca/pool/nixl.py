@@ -92,7 +92,7 @@ class NixlAgent:
         config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
         found = vars(bindings).values()
         self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
-        self._errors += (TypeError,)  # for numbers that are no addresses
+        self._errors += (RuntimeError, TypeError)  # for numbers that are no addresses
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
         # An agent's default thread asks for news without a pause, and takes a core from whoever computes.

@@ -123,7 +123,9 @@ class ServerLink:
         except LinkLost:
             pass
         self.close()  # returns when no thread touches the tensors any more
-        return answer.result()
+        if answer.done():
+            return answer.result()
+        raise LinkLost(self.lost)
 
     def fail(self, reason: str) -> None:
         """End the link because of something seen elsewhere; whoever waits gets LinkLost with the reason."""

@@ -109,8 +109,12 @@ def pool(make_pool, directory):
 
 
 def other_rank(changed, **methods):
-    """Groups of two ranks, the other of which says what this one says, but for what `changed` makes of it."""
-    return SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value, changed(value)], **methods)
+    """Groups of two ranks, the other of which computes as fast and says of servers what `changed` makes of it."""
+
+    def all_gather(value):
+        return [value, changed(value) if isinstance(value, tuple) else value]
+
+    return SimpleNamespace(rank=0, ranks=2, all_gather=all_gather, **methods)
 
 
 class Asking:

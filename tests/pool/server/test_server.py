@@ -167,9 +167,9 @@ def test_a_call_made_twice_is_refused(ranks, nano_batches):
     plan = nano_batches[0].plans[FULL]
     ranks[0].send_plan(0, nano_batches)
     call = make_call(0, 3, 0, FULL, "forward")
-    for each in [ranks[0].start(call, plan, Data(plan, call, 2)) for _ in range(2)]:
-        with pytest.raises(LinkLost, match="call 3 differs from the call of other ranks, or was made twice"):
-            ranks[0].finish(each)
+    _, second = (ranks[0].start(call, plan, Data(plan, call, 2)) for _ in range(2))
+    with pytest.raises(LinkLost, match="call 3 differs from the call of other ranks, or was made twice"):
+        ranks[0].finish(second)
 
 
 def test_plans_are_forgotten_and_waited_for_in_vain(make_server, connect, ranks, nano_batches):

@@ -234,9 +234,7 @@ def test_what_mixes_is_found(model_type):
 def test_mixing_that_is_not_known_is_refused():
     model = make_model("llama")
     model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(
-        ValueError, match=r"LlamaConfig has 1 layers of the types .*, but only in 0 of them a module is known"
-    ):
+    with pytest.raises(ValueError, match=r"LlamaConfig has 1 layers of the types .*, and only in 0 of them a module"):
         plan_settings(model, DistCAConfig(), ranks=2, device=torch.device("cpu"))
 
 

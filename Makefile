@@ -73,7 +73,7 @@ $(DOCS_SETUP): pyproject.toml constraints.txt
 survey: $(SETUP)
 	$(BIN)/python -m pytest -m survey
 
-# What users turn on; `python -m tests.trainer.features_page` writes its page anew. With bitsandbytes, bases in
+# What users turn on; `python -m tests.trainer.features` writes its page anew. With bitsandbytes, bases in
 # 4 bits too: it is not among what is set up, because peft imports it, and with it torch's compiler, in every process.
 features: $(SETUP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quantized]'

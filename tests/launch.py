@@ -43,14 +43,10 @@ def run_launch(
         folder: for the files of the launch.
         ranks: how many processes.
     """
-    runs = {
-        name: {**run, "arguments": {"output_dir": str(folder / name), **run.get("arguments", {})}}
-        for name, run in runs.items()
-    }
-    (folder / "options.json").write_text(json.dumps({"output": str(folder / "result.json"), "runs": runs}))
+    options = write_options(runs, folder)
     with (folder / LOG).open("w") as log:
         process: subprocess.CompletedProcess[str] = subprocess.run(
-            [*launcher(strategy, ranks), str(script), str(folder / "options.json")],
+            [*launcher(strategy, ranks), str(script), str(options)],
             env=cpu_environment(),
             cwd=ROOT,
             stdout=log,
@@ -59,6 +55,17 @@ def run_launch(
         )
     process.stdout = (folder / LOG).read_text()
     return process
+
+
+def write_options(runs: dict[str, dict[str, Any]], folder: Path) -> Path:
+    """Write the file of runs for a script; each run gets an output folder."""
+    runs = {
+        name: {**run, "arguments": {"output_dir": str(folder / name), **run.get("arguments", {})}}
+        for name, run in runs.items()
+    }
+    options = folder / "options.json"
+    options.write_text(json.dumps({"output": str(folder / "result.json"), "runs": runs}))
+    return options
 
 
 def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[str]:

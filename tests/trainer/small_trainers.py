@@ -23,6 +23,7 @@ def make_trainer(
     model: Any = None,
     columns: dict[str, Any] | None = None,
     sharded: bool = False,
+    environment: dict[str, str] | None = None,
     classes: tuple[type, type] = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments),
     **arguments: Any,
 ) -> Any:
@@ -36,12 +37,14 @@ def make_trainer(
         model: what is trained; a small LLaMA by default.
         columns: of every example, besides input_ids.
         sharded: let accelerate take the processes for GPUs, so that FSDP2 and tensor parallelism may divide the model.
+        environment: variables that `accelerate launch` sets for a strategy; DDP by default.
         classes: of the trainer and of its arguments.
         arguments: of the trainer, instead of the ones here.
     """
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["ACCELERATE_USE_CPU"] = str(not sharded).lower()
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments before have left behind
+    os.environ["ACCELERATE_USE_CPU"] = str(not sharded and environment is None).lower()
+    os.environ.update(environment or {})
     make, make_arguments = classes
     model = model or small_model()
     with _taken_for_gpus() if sharded else nullcontext():

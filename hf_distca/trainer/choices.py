@@ -12,7 +12,7 @@ from hf_distca.dispatch.groups import raised_together
 from hf_distca.measure.device import query_rows
 from hf_distca.measure.profile import measured_profile, name_of, with_links
 from hf_distca.models.shape import model_shape
-from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.settings import Choices
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.ways import Setup
 from hf_distca.units import AUTO
@@ -48,7 +48,14 @@ def choices_of(
     if not chooses or settings.ranks == 1 or config.attention_servers != 0:
         return None
     profile = _profile(model, dispatcher, config, folder)
-    costs = setup_of(model, settings, profile, checkpointing=checkpointing).costs
+    costs = Setup(
+        model_shape(model),
+        profile,
+        settings.ranks,
+        settings.tokens_per_rank,
+        settings.ranks_per_node,
+        checkpointing=checkpointing,
+    ).costs
     if checkpointing and not config.keep_core_attention:
         again = tuple(replace(each, backward=each.backward.plus(each.forward)) for each in costs.kinds)
         costs = replace(costs, kinds=again)
@@ -61,18 +68,6 @@ def choices_of(
     )
 
 
-def setup_of(model: PreTrainedModel, settings: PlanSettings, profile: DeviceProfile, *, checkpointing: bool) -> Setup:
-    """Return the training in the terms of a simulation: model shape, device, ranks and tokens."""
-    return Setup(
-        model_shape(model),
-        profile,
-        settings.ranks,
-        settings.tokens_per_rank,
-        settings.ranks_per_node,
-        checkpointing=checkpointing,
-    )
-
-
 def _profile(
     model: PreTrainedModel, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None
 ) -> DeviceProfile:
@@ -81,7 +76,13 @@ def _profile(
         if config.device_profile is not None:
             return DeviceProfile.load(config.device_profile)
     settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
-    source = _source(dispatcher)
+    # What measured costs depend on: a kept profile with another description is measured again.
+    source = (
+        f"Measured when training began: {settings.ranks} ranks on nodes of {settings.ranks_per_node}, "
+        f"{name_of(device)}, kernel {dispatcher.kernel.name}, {settings.dominant_kind}, "
+        f"{settings.bytes_per_value} bytes a value, at most {settings.tokens_per_rank} tokens a rank, "
+        f"torch {torch.__version__}"
+    )
     kept: DeviceProfile | None = groups.all_gather(_kept(folder, source), in_world=True)[0]
     if kept is not None:
         return kept
@@ -102,17 +103,6 @@ def _profile(
         folder.mkdir(parents=True, exist_ok=True)
         agreed.save(folder / PROFILE_FILE)
     return agreed
-
-
-def _source(dispatcher: Dispatcher) -> str:
-    """Describe what measured costs depend on; a kept profile with another description is measured again."""
-    settings = dispatcher.settings
-    return (
-        f"Measured when training began: {settings.ranks} ranks on nodes of {settings.ranks_per_node}, "
-        f"{name_of(dispatcher.device)}, kernel {dispatcher.kernel.name}, {settings.dominant_kind}, "
-        f"{settings.bytes_per_value} bytes a value, at most {settings.tokens_per_rank} tokens a rank, "
-        f"torch {torch.__version__}"
-    )
 
 
 def _kept(folder: Path | None, source: str) -> DeviceProfile | None:

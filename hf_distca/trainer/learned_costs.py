@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import TrainerCallback, TrainerState
@@ -36,20 +36,19 @@ MOST_OFF = 0.1
 """Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
 
 
-@dataclass(frozen=True)
-class Observed:
-    """Times that one rank measured in a step.
-
-    Attributes:
-        kernel: seconds of kernel calls.
-        between: seconds without core attention in the first forward pass, from the first to the last layer's core
-            attention.
-        step: seconds of the step.
-    """
+class Observed(NamedTuple):
+    """Seconds of a rank in a step: kernel calls, time between core attentions of the first forward pass, the step."""
 
     kernel: float
     between: float
     step: float
+
+
+class Step(NamedTuple):
+    """A watched step: its plans, and the times of each rank."""
+
+    plans: tuple[MicroBatchPlan, ...]
+    seen: tuple[Observed, ...]
 
 
 def observe(spans: Sequence[Span], step: float) -> Observed:
@@ -58,11 +57,10 @@ def observe(spans: Sequence[Span], step: float) -> Observed:
     begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
     first_backward = min(begins, default=np.inf)
     forward = sorted((span.begin, span.end) for span in spans if span.end <= first_backward)
-    between, until = 0.0, None
+    between, until = 0.0, forward[0][0] if forward else 0.0
     for begin, end in forward:
-        if until is not None:
-            between += max(begin - until, 0.0)
-        until = end if until is None else max(until, end)
+        between += max(begin - until, 0.0)
+        until = max(until, end)
     return Observed(kernel, between, step)
 
 
@@ -82,12 +80,11 @@ class Corrections:
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """Return the corrected costs."""
+        attention = self.attention
         return replace(
             costs,
             kinds=tuple(
-                replace(
-                    each, forward=each.forward.scaled(self.attention), backward=each.backward.scaled(self.attention)
-                )
+                replace(each, forward=each.forward.scaled(attention), backward=each.backward.scaled(attention))
                 for each in costs.kinds
             ),
             before=costs.before * self.other,
@@ -97,7 +94,7 @@ class Corrections:
             slowness=self.slowness,
         )
 
-    def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence["Step"]) -> "Corrections":
+    def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence[Step]) -> "Corrections":
         """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
 
         Args:
@@ -115,18 +112,6 @@ class Corrections:
         if all(abs(each - 1) <= MOST_OFF for each in off):
             return self
         return Corrections(attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist()))
-
-
-@dataclass(frozen=True)
-class Step:
-    """A watched step.
-
-    Attributes:
-        seen: [ranks] times that each rank measured.
-    """
-
-    plans: tuple[MicroBatchPlan, ...]
-    seen: tuple[Observed, ...]
 
 
 def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
@@ -199,7 +184,7 @@ class LearnedCosts(TrainerCallback):
         corrections = self._corrections.after(self._measured, settings, steps)
         if corrections is not self._corrections:
             logger.info(
-                ("training steps differ from the measured costs by %s; plans use the corrected costs from now on"),
+                "training steps differ from the measured costs by %s; plans use the corrected costs from now on",
                 corrections,
             )
             self._correct(corrections)
@@ -238,7 +223,6 @@ class LearnedCosts(TrainerCallback):
         content = groups.all_gather(content, in_world=True)[0]
         corrections = Corrections()
         if content.get("measured") == repr(self._measured):
-            corrections = Corrections(
-                **{**content["corrections"], "slowness": tuple(content["corrections"]["slowness"])}
-            )
+            kept = content["corrections"]
+            corrections = Corrections(kept["attention"], kept["other"], tuple(kept["slowness"]))
         self._correct(corrections)

@@ -1,24 +1,18 @@
 """Runs of launches, their results, and the same runs in one process with "sdpa"."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate.commands.launch as accelerate_launch
 import numpy as np
-import pytest
 import torch
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.lengths import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
-from tests.launch import LOG, launcher, results_of, run_launch, write_options
+from tests.launch import LOG, results_of, run_in_forks, run_launch, write_options
 from tests.models_and_batches import random_documents
-from tests.ranks import own_processes
-from tests.trainer import train_script
 from tests.trainer.train_script import VOCABULARY, generated, make_model
 
 SCRIPT = Path(__file__).parent / "train_script.py"
@@ -138,10 +132,7 @@ class Launched:
         self.folder = folder
         if strategy in IN_FORKS:
             options = write_options(runs, folder)
-            with own_processes(2, _run_in_fork, launch_environment(strategy), str(options), folder=folder) as ranks:
-                for rank in ranks:
-                    rank.join(280)
-                self.codes, self._log = [rank.exitcode for rank in ranks], folder / "output-0"
+            self.codes, self._log = run_in_forks(strategy, SCRIPT, [str(options)], folder), folder / "output-0"
         else:
             self.codes, self._log = [run_launch(strategy, SCRIPT, runs, folder).returncode], folder / LOG
         self._results = results_of(folder)
@@ -150,25 +141,6 @@ class Launched:
         """Result of a run."""
         assert name in self._results, self._log.read_text(errors="replace")[-6000:]
         return self._results[name]
-
-
-def launch_environment(strategy: str) -> dict[str, str]:
-    """Variables that `accelerate launch` sets for a file of examples/configs."""
-    found: list[dict[str, str]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerate_launch, "multi_gpu_launcher", lambda args: found.append(prepare_multi_gpu_env(args)))
-        patch.setattr(
-            accelerate_launch, "deepspeed_launcher", lambda args: found.append(prepare_deepspeed_cmd_env(args)[1])
-        )
-        command = [*launcher(strategy, ranks=2)[3:], str(SCRIPT)]
-        accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(command))
-    (environment,) = found
-    return {name: value for name, value in environment.items() if os.environ.get(name) != value}
-
-
-def _run_in_fork(environment: dict[str, str], options: str) -> None:
-    os.environ.update({name: value for name, value in environment.items() if not name.startswith("MASTER_")})
-    train_script.main(options)
 
 
 def reference_losses() -> list[float]:

@@ -69,11 +69,10 @@ def test_core_attention_that_is_computed_again_counts_in_the_backward():
 
 
 def _measured(folder) -> list:
-    """On each rank: what two dispatchers of a run choose by, the second of what the first has kept; and of other
-    ranks' tokens."""
+    """Choices of two dispatchers of a run on this rank; the second takes the costs that the first has kept."""
     found = []
-    for tokens in (64, 64, 96):
-        config = hf_distca.DistCAConfig(tokens_per_rank=tokens)
+    for _ in range(2):
+        config = hf_distca.DistCAConfig(tokens_per_rank=64)
         dispatcher = make_dispatcher(small_model(implementation="distca"), config, CPU, folder=folder)
         found.append(dispatcher.settings.choices)
         # Nothing to exchange for: documents that balance whole are not cut.
@@ -99,10 +98,9 @@ def test_a_profile_that_was_not_written_whole_is_measured_again(tmp_path):
 def test_costs_are_measured_once_agreed_on_and_kept(rank_pools, tmp_path):
     first, second = rank_pools[2].run(_measured, tmp_path / "run")
     assert first == second
-    measured, kept, others = first
+    measured, kept = first
     assert measured == kept
-    assert others != measured  # of another number of tokens: measured anew
-    assert "at most 96 tokens a rank" in DeviceProfile.load(str(tmp_path / "run" / PROFILE_FILE)).source
+    assert "at most 64 tokens a rank" in DeviceProfile.load(str(tmp_path / "run" / PROFILE_FILE)).source
     cost = measured.costs
     assert cost.kinds[0].forward.seconds is not None
     assert min(cost.before, cost.after, cost.launches, cost.exchange.start) > 0

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.planner.micro_batch import PlanSettings
-from hf_distca.trainer.loaders import PackedLoaders, agreed_lengths, is_dispatched, is_stream, lengths_read_on_host
+from hf_distca.trainer.loaders import PackedLoaders, agreed_lengths, is_stream, lengths_read_on_host
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -92,7 +92,6 @@ def test_data_sets_of_the_same_lengths_may_differ():
 )
 def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all(dataset, dispatch_batches, expected):
     args: Any = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=dispatch_batches))
-    assert is_dispatched(dataset, args) is expected
     trainer: Any = SimpleNamespace(data_collator=list)
     with lengths_read_on_host(trainer, dataset, args):
         assert isinstance(trainer.data_collator, CollatorWithLengths) is not expected

@@ -10,12 +10,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_distca import DistCAConfig
 from hf_distca.refusal import check
+from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.parallel import (
     dtype_of_computation,
     is_wrapped,
     join_on_cpu,
-    shard_on_cpu,
     share_on_cpu,
     trained_towers,
 )
@@ -145,7 +146,6 @@ def test_fsdp_and_models_divided_at_load_are_shared_among_processes_on_cpus(laun
     for strategy, divided, expected in [("FSDP", False, "GPU"), ("", True, "GPU"), ("", False, "CPU")]:
         args = launched(strategy=strategy)
         args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
-        shard_on_cpu(args)
         share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=divided))
         assert args.distributed_state.distributed_type == f"MULTI_{expected}"
 
@@ -157,4 +157,6 @@ def test_launches_that_would_train_alone_or_without_deepspeed(launched):
     args.distributed_state = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1)
     with refused(NOT_CONNECTED):
         check((NOT_CONNECTED,), args)
+    with refused(NOT_CONNECTED):  # in a custom loop
+        make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
     check((LOSES_DEEPSPEED, NOT_CONNECTED), launched(strategy="DEEPSPEED", use_cpu=True, processes=1))

@@ -27,7 +27,7 @@ from hf_distca.models.decoder import decoder_attentions
 from hf_distca.models.refusals import ADAPTERS, ALORA, PROMPT_LEARNING, Models
 from hf_distca.refusal import check
 from hf_distca.trainer import refusals
-from hf_distca.trainer.refusals import PADDING, Given, Launched
+from hf_distca.trainer.refusals import PADDING, Given
 from tests.models_and_batches import small_model
 from tests.ranks import RankPool
 from tests.refused import refused
@@ -84,7 +84,7 @@ def launched(args=None, model=None, sizes=(1, 1, 1), optimizers=(None, None), **
     )
     facts = {"is_deepspeed_enabled": False, "model_accepts_loss_kwargs": True, **changes}
     optimizer, scheduler = optimizers
-    return Launched(
+    return refusals.launched(
         SimpleNamespace(
             args=args or settings(),
             model=model,

@@ -14,9 +14,6 @@ from tests.refused import refused
 from tests.trainer import liger
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
-LENGTHS_OF_TWO = [100, 60, 90, 70]
-"""Documents that fill two micro-batches of 160 tokens."""
-
 
 def _one_step_of_everything(folder: str, source: str, workers: int, **arguments: Any) -> tuple[list[dict], dict, int]:
     """One optimizer step over all documents, and an evaluation on them before it."""
@@ -60,27 +57,6 @@ def test_stock_sampling_strategies_hold_with_a_collator_of_the_users(rank_pools,
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
     for history, _, _ in rank_pools[2].run(_one_step_with_strategy, str(tmp_path), strategy):
         assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
-
-
-def _step_of_experts(folder: str) -> tuple[float, list[float]]:
-    """The logged loss of a step of two micro-batches, and the load-balancing losses of this rank's forwards."""
-    model = small_model("mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
-    arguments = {"max_steps": 1, "gradient_accumulation_steps": 2, "save_strategy": "no"}
-    trainer = make_trainer(folder, lengths=LENGTHS_OF_TWO, model=model, tokens_per_rank=80, **arguments)
-    balance: list[float] = []
-    model.register_forward_hook(lambda module, args, output: balance.append(output.aux_loss.item()))
-    trainer.train()
-    return trainer.state.log_history[0]["loss"], balance
-
-
-def test_load_balancing_losses_are_of_each_rank_and_micro_batch(rank_pools, tmp_path):
-    """As under DDP, and as README has it."""
-    loss, _ = reference_step(small_model("mixtral", "sdpa", num_local_experts=4), random_documents(LENGTHS_OF_TWO))
-    results = rank_pools[2].run(_step_of_experts, str(tmp_path))
-    balance = [each for _, losses in results for each in losses]
-    assert len(balance) == 4
-    assert min(balance) > 1
-    assert [logged for logged, _ in results] == [pytest.approx(loss + 0.5 * sum(balance), rel=1e-6)] * 2
 
 
 def test_logs_of_a_step(rank_pools, tmp_path):

@@ -19,8 +19,7 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.trainer.choices import choices_of
-from hf_distca.trainer.learned_costs import LearnedCosts
+from hf_distca.trainer.costs import LearnedCosts, choices_of
 from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, columns_of
 from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
 from hf_distca.trainer.metrics import AttentionTime, ModelFlops, Remedies, StepMeter

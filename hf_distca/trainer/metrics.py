@@ -24,7 +24,7 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.metrics import loads_of
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.trainer.learned_costs import LearnedCosts
+from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.units import AUTO
 
 PREFIX = "distca/"

@@ -55,8 +55,8 @@ def agreed_checkpoint(
         except (ValueError, OSError) as caught:
             error = caught
     groups.raise_together(error, in_world=True)
-    options = {"load_universal": True} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
-    if checkpoint is not None and not options.get("load_universal"):  # each rank loads the shard that it saved
+    options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
+    if checkpoint is not None and deepspeed is not None and not options.get("load_universal"):
         found = [_ZERO_SHARD.search(file.name) for file in Path(checkpoint).glob("global_step*/*")]
         saved_by = max((int(match[1]) + 1 for match in found if match), default=0)
     saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks

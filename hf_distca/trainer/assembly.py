@@ -21,7 +21,7 @@ from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.trainer.costs import LearnedCosts, choices_of
 from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, columns_of
-from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
+from hf_distca.trainer.memory import checkpointing_of, log_memory_on_gpu
 from hf_distca.trainer.metrics import AttentionTime, ModelFlops, Remedies, StepMeter
 from hf_distca.trainer.parallel import (
     allow_for_towers,
@@ -159,7 +159,7 @@ def make_parts(trainer: Trainer) -> Parts:
         )
     flops = None
     if args.device.type == "cuda":  # peaks and memory of other devices are unknown
-        tell_memory_on_gpu(model, dispatcher, args, accelerator)
+        log_memory_on_gpu(model, dispatcher, args, accelerator)
         flops = ModelFlops(model, shared_by=max(args.world_size // dispatcher.groups.ranks, 1))
     learned_costs = LearnedCosts(dispatcher)
     return Parts(

@@ -324,7 +324,7 @@ class Remedies:
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
         self._settings, self._ping_pong = settings, ping_pong and settings.ping_pong is True
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._begin()
 
     def _begin(self) -> None:
@@ -348,6 +348,6 @@ class Remedies:
             "exposed_exchange_share": means["exposed_exchange_share"] > MOST_EXPOSED,
             "ping_pong_share": self._ping_pong and means["ping_pong_share"] < LEAST_PING_PONG,
         }
-        for name in [name for name in REMEDIES if wrong[name] and name not in self._told]:
-            self._told.add(name)
+        for name in [name for name in REMEDIES if wrong[name] and name not in self._warned]:
+            self._warned.add(name)
             logger.warning("mean of the last steps: %s", REMEDIES[name].format(self._settings, means[name]))

@@ -22,7 +22,7 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank
-from hf_distca.trainer.memory import shards_of, tell_memory
+from hf_distca.trainer.memory import shards_of, log_memory
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer
@@ -147,7 +147,7 @@ def _memory(trainer: Any) -> dict[str, Any]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     if torch.distributed.get_rank() == 0:  # alone, as in a training
-        tell_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
+        log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
     logger.removeHandler(handler)
     base = base_model(trainer.model)
     alone = model_of_config(config_on_a_rank(base), torch.float32, without_numbers())

@@ -5,14 +5,14 @@ import logging
 import peft
 import pytest
 
-from hf_distca.trainer.memory import checkpointing_of, strategy_of, tell_memory
+from hf_distca.trainer.memory import checkpointing_of, strategy_of, log_memory
 from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import make_trainer
 
 
 def told(caplog, trainer, memory) -> tuple[str, list[str]]:
     with caplog.at_level(logging.INFO, "hf_distca.trainer.memory"):
-        tell_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, memory)
+        log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, memory)
     records = [record for record in caplog.records if record.name == "hf_distca.trainer.memory"]
     (first, *rest) = records
     assert all(record.levelname == "WARNING" for record in rest)

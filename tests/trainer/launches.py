@@ -120,21 +120,17 @@ REPLICATED = ("ddp", "zero1", "zero2")
 """Strategies under which each rank holds all parameters."""
 
 
-IN_FORKS = ("fsdp2", "zero1", "zero2")
-"""Strategies whose launches start from processes that have imported everything."""
-
-
 class Launched:
     """Results of a launch, whose files are in `folder`."""
 
     def __init__(self, strategy: str, folder: Path) -> None:
         runs = {name: {"lengths": LENGTHS, **RUNS[name]} for name in LAUNCHES[strategy]}
         self.folder = folder
-        if strategy in IN_FORKS:
+        if strategy == "ddp":
+            self.codes, self._log = [run_launch(strategy, SCRIPT, runs, folder).returncode], folder / LOG
+        else:
             options = write_options(runs, folder)
             self.codes, self._log = run_in_forks(strategy, SCRIPT, [str(options)], folder), folder / "output-0"
-        else:
-            self.codes, self._log = [run_launch(strategy, SCRIPT, runs, folder).returncode], folder / LOG
         self._results = results_of(folder)
 
     def __getitem__(self, name: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.tensor_parallel import config_on_a_rank
-from hf_distca.trainer.memory import shards_of, log_memory
+from hf_distca.trainer.memory import log_memory, shards_of
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
 from tests.trainer.small_trainers import LENGTHS, make_trainer

@@ -121,7 +121,6 @@ def _resumed(folder: Path, strategy: str, end: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "end", "codes", "told"),
     [
-        ("ddp", "killed", [-signal.SIGKILL, 1], ("", "")),
         ("fsdp2", "killed", [-signal.SIGKILL, 1], ("", "")),
         ("zero3", "killed", [-signal.SIGKILL, 1], ("", "")),
         ("ddp", "Ctrl-C", [1, 1], ("KeyboardInterrupt", "KeyboardInterrupt")),

@@ -1,7 +1,7 @@
 """Training under `accelerate launch` with 2 processes against one process with "sdpa".
 
 Each strategy has one launch, whose processes do the strategy's runs one after another. Most of a launch is imports:
-some launches start from processes that have imported everything.
+all launches but DDP's start from processes that have imported everything.
 """
 
 from collections.abc import Callable

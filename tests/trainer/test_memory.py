@@ -5,7 +5,7 @@ import logging
 import peft
 import pytest
 
-from hf_distca.trainer.memory import checkpointing_of, strategy_of, log_memory
+from hf_distca.trainer.memory import checkpointing_of, log_memory, strategy_of
 from tests.models_and_batches import small_model
 from tests.trainer.small_trainers import make_trainer
 

@@ -98,7 +98,7 @@ def run_in_forks(
 
     What a rank prints is in the file `output-RANK` of the folder.
     """
-    environment = {**launch_environment(strategy, ranks), **environment}
+    environment = {"CUDA_VISIBLE_DEVICES": "", **launch_environment(strategy, ranks), **environment}
     with own_processes(ranks, _run_script, environment, script, arguments, folder=folder) as processes:
         for process in processes:
             process.join(280)

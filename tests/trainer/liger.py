@@ -20,12 +20,10 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 def _apply(
     model: Any,
-    fused_linear_cross_entropy: bool = True,
     rms_norm: bool = True,
     swiglu: bool = True,
     **_: Any,
 ) -> None:
-    assert not fused_linear_cross_entropy
     for module in model.modules():
         if rms_norm and type(module).__name__ == "LlamaRMSNorm":
             vars(module)["forward"] = MethodType(_norm, module)

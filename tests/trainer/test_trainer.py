@@ -220,6 +220,7 @@ def test_evaluation_with_liger_makes_no_logits_either(tmp_path, monkeypatch):
         loss_chunk_bytes=4 * 64 * 20,
         use_liger_kernel=True,
     )
+    assert trainer.args.liger_kernel_config == {"fused_linear_cross_entropy": False, "cross_entropy": False}
     trainer.train()
     assert vars(trainer.model.model.norm)["forward"].__func__ is liger._norm
     loss = trainer.evaluate()["eval_loss"]

@@ -165,6 +165,16 @@ def _none(name: str, reason: str, remedy: str) -> Rule[Given]:
     return Rule(f"`{name}`", f"{name} is given", reason, remedy, lambda given: given.named.get(name) is not None)
 
 
+def _batch_size(name: str) -> Rule[Given]:
+    return Rule(
+        f"`{name}` other than 1",
+        f"{name}={{0.args.{name}}} is set",
+        "a rank's batch is one packed row of up to tokens_per_rank={0.args.tokens_per_rank} tokens",
+        "leave it at 1",
+        lambda given: given.packs and getattr(given.args, name) != 1,
+    )
+
+
 def _loading(name: str, allowed: tuple[Any, ...]) -> Rule[Given]:
     """Return the rule of a field of `accelerator_config`, the recommended value first."""
     return Rule(
@@ -226,16 +236,8 @@ GIVEN: tuple[Rule[Given], ...] = (
         "it would replace the model when training begins, and the new model would lack the changes for planned steps",
         "make the model first and pass it as model",
     ),
-    *(
-        Rule(
-            f"`{name}` other than 1",
-            f"{name}={{0.args.{name}}} is set",
-            "a rank's batch is one packed row of up to tokens_per_rank={0.args.tokens_per_rank} tokens",
-            "leave it at 1",
-            lambda given, name=name: given.packs and getattr(given.args, name) != 1,
-        )
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size")
-    ),
+    _batch_size("per_device_train_batch_size"),
+    _batch_size("per_device_eval_batch_size"),
     Rule(
         "a padding collator of transformers",
         "data_collator={0.named[data_collator].__class__.__name__} pads documents",

@@ -31,15 +31,17 @@ class StepTracer(TrainerCallback):
 
     def __init__(self, dispatcher: Dispatcher, args: DistCAArguments) -> None:
         self._dispatcher, self._recorder, self._args = dispatcher, dispatcher.recorder, args
-        self._recording = None
-        self.on_train_begin()
+        self._recording: Recording | None = None
+        self._step: AbstractContextManager[None] | None = None
+        self._section: AbstractContextManager[None] | None = None
+        self._zero: Zero | None = None
+        self._spans: list[Span] = []
+        self._steps = self._traced = 0
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         """Reset the count of steps."""
         self.end()
-        self._steps, self._traced = 0, 0
-        self._zero: Zero | None = None
-        self._spans: list[Span] = []
+        self._steps, self._traced, self._zero, self._spans = 0, 0, None, []
 
     def begin_step(self, number: int) -> None:
         """Start step `number`, from 1 on, before its batches are fetched. A collective at the first recorded step."""
@@ -100,9 +102,7 @@ class StepTracer(TrainerCallback):
         """Stop recording and drop an unfinished step, which had no batch or failed."""
         if self._recording is not None:
             self._recording.stop()
-        self._recording: Recording | None = None
-        self._step: AbstractContextManager[None] | None = None
-        self._section: AbstractContextManager[None] | None = None
+        self._recording = self._step = self._section = None
 
     def _common_zero(self) -> Zero:
         """Return a moment within the round in which all ranks met. A collective.

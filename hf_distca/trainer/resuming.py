@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -271,11 +270,7 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def disk_errors_named(folder: Path) -> Iterator[None]:
-    """Name the file and the cause if writing into a folder fails because of the disk.
-
-    Raises:
-        OSError: the disk takes no more; `filename` is the file, or the folder if the file is unknown.
-    """
+    """Raise OSError with the folder and the remedy if writing into a folder fails because of the disk."""
     try:
         yield
     except Exception as error:
@@ -285,7 +280,7 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
         if number not in DISK_ERRORS:
             raise
         remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
-        raise OSError(number, f"{os.strerror(number)}; {remedy}", str(_file(error, folder))) from error
+        raise OSError(number, f"{os.strerror(number)}; {remedy}", str(folder)) from error
 
 
 def _number(error: Exception, folder: Path) -> int:
@@ -302,13 +297,3 @@ def _number(error: Exception, folder: Path) -> int:
     except OSError as refusal:
         return refusal.errno or 0
     return 0
-
-
-def _file(error: Exception, folder: Path) -> Path:
-    """Return the file being written, taken from the innermost call with a path inside the folder."""
-    found = folder
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for value in frame.f_locals.values():
-            if isinstance(value, str | Path) and folder.absolute() in Path(value).absolute().parents:
-                found = Path(value)
-    return found

@@ -7,9 +7,8 @@ BIN := .venv/bin
 SETUP := .venv/.setup
 EDITABLE := --editable '.[deepspeed,nixl,peft,trl]' --group dev
 WHEELS := wheels
-GPU_ENVIRONMENT := .venv-gpu
-GPU_BIN := $(GPU_ENVIRONMENT)/bin
-GPU_SETUP := $(GPU_ENVIRONMENT)/.setup
+GPU_PACKAGES := .gpu-packages
+GPU_SETUP := $(GPU_PACKAGES)/.setup
 DOCS_ENVIRONMENT := .venv-docs
 DOCS_SETUP := $(DOCS_ENVIRONMENT)/.setup
 CHECKPOINT := runs/checkpoint
@@ -55,8 +54,9 @@ lint: $(SETUP)
 types: $(SETUP)
 	$(BIN)/mypy
 
+# In the order of tests/conftest.py: by default files with the fewest tests come last, and those launch trainings.
 tests: $(SETUP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The site into site/: site/index.html needs no server. A broken link, a missing page or a warning ends the build.
 # Docstrings are read from the source, so that neither torch nor the library is installed for it.
@@ -69,9 +69,10 @@ $(DOCS_SETUP): pyproject.toml constraints.txt
 	$(DOCS_ENVIRONMENT)/bin/pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
-# Every causal language model of transformers; `python -m tests.survey.page` writes its page anew.
+# Every causal language model of transformers, where `make test` tries one for each mechanism, and simulations that
+# pages show; some two minutes. `python -m tests.survey.page` writes the page of models anew.
 survey: $(SETUP)
-	$(BIN)/python -m pytest -m survey
+	$(BIN)/python -m pytest -m survey --numprocesses 2 --dist loadfile tests/survey tests/docs
 
 # What users turn on; `python -m tests.trainer.features` writes its page anew. With bitsandbytes, bases in
 # 4 bits too: it is not among what is set up, because peft imports it, and with it torch's compiler, in every process.
@@ -98,15 +99,18 @@ oldest newest:
 	CUDA_VISIBLE_DEVICES= .venv-$@/bin/python -m pytest $(VERSION_TESTS)
 
 # Without a GPU it says so at once and fails with status 3: nothing was checked. With the folder wheels/ it needs no
-# network, only a PYTHON that has torch and transformers: what else the library needs is taken from the folder.
-# GPU="kernel models" runs some parts; RESULTS=FILE is where results are written, after each part.
+# network, only a PYTHON that has torch, transformers and pip: what else the library needs is taken from the folder.
+# GPU="kernel training" runs some parts; RESULTS=FILE is where results are written, after each part.
 gpu:
 	@$(PYTHON) benchmarks/gpu/devices.py
 	@$(MAKE) --no-print-directory $(if $(wildcard $(WHEELS)),$(GPU_SETUP),$(SETUP))
-	$(if $(wildcard $(WHEELS)),$(GPU_BIN),$(BIN))/python -m benchmarks.gpu $(if $(RESULTS),--output $(RESULTS)) $(GPU)
+	$(if $(wildcard $(WHEELS)),PYTHONPATH=$(GPU_PACKAGES) $(PYTHON),$(BIN)/python) \
+		-m benchmarks.gpu $(if $(RESULTS),--output $(RESULTS)) $(GPU)
 
-$(GPU_SETUP): pyproject.toml benchmarks/gpu/environment.py $(wildcard $(WHEELS)/*.whl)
-	$(PYTHON) benchmarks/gpu/environment.py $(GPU_ENVIRONMENT) $(WHEELS)
+# Without resolving: pip would fail where one pin among the installed packages does not hold.
+$(GPU_SETUP): $(wildcard $(WHEELS)/*.whl)
+	rm -rf $(GPU_PACKAGES)
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --target $(GPU_PACKAGES) $(wildcard $(WHEELS)/*.whl)
 	touch $@
 
 # For Python 3.12 on Linux, x86-64: what an installation for deep learning usually lacks.
@@ -121,4 +125,4 @@ format: $(SETUP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest $(DOCS_ENVIRONMENT) $(GPU_ENVIRONMENT) $(WHEELS) runs site
+	rm -rf .venv .venv-oldest .venv-newest $(DOCS_ENVIRONMENT) $(GPU_PACKAGES) $(WHEELS) runs site

@@ -1,29 +1,27 @@
 """Plans chosen by seconds, beside all other strategies and beside every candidate: an 8B model on H100, simulated.
 
-Three parts:
+Two parts:
 
   networks   16 GPUs with 16384 tokens each, 1 and 8 of them in a node, networks from 1 to 50 GB/s a GPU, five kinds
              of documents: the best strategy that keeps the context of every document over the chosen plan
   data sets  8 and 64 GPUs with 32768 tokens each in nodes of 8, each data set: the same ratio
-  search     the chosen plan over the best of every candidate, tried one by one, on 16 and 64 GPUs
 
 A ratio above 1 says that the chosen plan is faster. Strategies that hold more than the tokens of a GPU on one of them
-are counted apart ("any"): they need the memory for that.
+are left out: they need the memory for that.
 
-Run: PYTHONPATH=. python benchmarks/chosen.py [--batches 8] [--batches-of-data-sets 200] [--batches-of-search 3]
+Run: PYTHONPATH=. python benchmarks/chosen.py [--batches 8] [--batches-of-data-sets 200]
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
-from harness import print_json, table
+from harness import print_json, print_rows
 from numpy.typing import NDArray
 
-from hf_distca.planner.choose import candidates
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import LinkCost
 from hf_distca.planner.settings import Choices, PlanSettings
@@ -56,23 +54,6 @@ def data_sets() -> Iterator[tuple[str, Draw]]:
     yield from corpora().items()
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One micro-batch.
-
-    Attributes:
-        fair: the best other strategy within the tokens of a GPU over the chosen plan; None where there is none.
-        any: the best other strategy over the chosen plan.
-        best: name of the best one within the tokens of a GPU.
-        milliseconds: CPU time of planning.
-    """
-
-    fair: float | None
-    any: float
-    best: str
-    milliseconds: float
-
-
 def setup_of(ranks: int, tokens: int, ranks_per_node: int, network: float | None) -> tuple[Setup, PlanSettings]:
     """Who trains, and the settings of plans.
 
@@ -93,34 +74,29 @@ def setup_of(ranks: int, tokens: int, ranks_per_node: int, network: float | None
     return setup, replace(settings, choices=Choices(setup.costs))
 
 
-def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> Compared:
-    """A micro-batch's chosen plan beside other strategies that keep context."""
-    others = {}
+def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> tuple[float, float]:
+    """Time of the best other strategy over the chosen plan's, inf where none fits; CPU milliseconds of planning."""
+    others = []
     for way in ways_to_train(setup, replace(settings, choices=None), 0):
         if way.document_layout is None:
             step, _ = way.step(lengths)
-            if not step.documents_cut:
-                others[way.name] = (step.seconds, step.tokens_most <= setup.tokens_per_rank)
+            if not step.documents_cut and step.tokens_most <= setup.tokens_per_rank:
+                others.append(step.seconds)
     began = time.process_time()
     plan_micro_batch(lengths.tolist(), settings)
     took = time.process_time() - began
     chosen, _ = planned(lengths, setup, settings)
-    fair = {name: seconds for name, (seconds, fits) in others.items() if fits}
-    best = min(fair, key=fair.__getitem__, default="none")
-    fastest = min((seconds for seconds, _ in others.values()), default=np.inf)
-    return Compared(fair[best] / chosen.seconds if fair else None, fastest / chosen.seconds, best, took * 1e3)
+    return min(others, default=np.inf) / chosen.seconds, took * 1e3
 
 
-def summary(found: Sequence[Compared]) -> dict[str, float | str]:
+def summary(batches: Iterable[IntArray], setup: Setup, settings: PlanSettings) -> dict[str, float]:
     """What many micro-batches come to."""
-    fair = np.array([each.fair for each in found if each.fair is not None] or [np.inf])
-    took = np.array([each.milliseconds for each in found])
+    ratios, took = np.array([compared(lengths, setup, settings) for lengths in batches]).T
+    fair = ratios[np.isfinite(ratios)] if np.isfinite(ratios).any() else ratios
     return {
         "median": float(np.median(fair)),
         "worst": float(fair.min()),
         "share below 0.99": float((fair < FAST_ENOUGH).mean()),
-        "worst of any": min(each.any for each in found),
-        "best other of the worst": min(found, key=lambda each: each.fair or np.inf).best,
         "planning, ms": float(np.median(took)),
         "planning, 95 %, ms": float(np.quantile(took, 0.95)),
     }
@@ -134,7 +110,7 @@ def networks(count: int) -> list[dict[str, float | str]]:
             setup, settings = setup_of(ranks, tokens, ranks_per_node, network)
             for name, draw, first in grid_documents(ranks * tokens):
                 batches = islice(micro_batches(draw, ranks * tokens, 0, first), count)
-                found = summary([compared(lengths, setup, settings) for lengths in batches])
+                found = summary(batches, setup, settings)
                 rows.append({"GPUs a node": ranks_per_node, "GB/s": network, "documents": name, **found})
     return rows
 
@@ -146,37 +122,8 @@ def of_data_sets(count: int) -> list[dict[str, float | str]]:
         setup, settings = setup_of(ranks, 32768, 8, None)
         for name, draw in data_sets():
             batches = islice(micro_batches(draw, ranks * 32768, 0), count)
-            rows.append({"GPUs": ranks, "documents": name} | summary([compared(b, setup, settings) for b in batches]))
+            rows.append({"GPUs": ranks, "documents": name, **summary(batches, setup, settings)})
     return rows
-
-
-def search(count: int) -> dict[str, dict[str, float]]:
-    """The third part: by number of GPUs, quantiles of the chosen plan's seconds over the best candidate's."""
-    found = {}
-    for ranks in (16, 64):
-        ratios = []
-        for network in (1.0, 3.0, 50.0):
-            _, settings = setup_of(ranks, 16384, 8, network)
-            for _, draw, first in grid_documents(ranks * 16384):
-                for lengths in islice(micro_batches(draw, ranks * 16384, 1, first), count):
-                    choice = plan_micro_batch(lengths.tolist(), settings).choice
-                    assert choice is not None
-                    assert settings.choices is not None
-                    every = candidates(lengths, replace(settings, choices=None), settings.choices)
-                    ratios.append(choice.seconds / min(each.choice.seconds for each in every))
-        found[str(ranks)] = {
-            "median": float(np.median(ratios)),
-            "share within 1 %": float((np.array(ratios) <= 1.01).mean()),
-            "worst": max(ratios),
-        }
-    return found
-
-
-def print_rows(rows: Sequence[dict[str, float | str]]) -> None:
-    """Print a table."""
-    columns = tuple(rows[0])
-    table(columns, [tuple(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()) for row in rows])
-    print()
 
 
 def main() -> None:
@@ -184,15 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=8, help="micro-batches of each network (default: 8)")
     parser.add_argument("--batches-of-data-sets", type=int, default=200, help="of each data set (default: 200)")
-    parser.add_argument("--batches-of-search", type=int, default=3, help="of each setting, 1 or more (default: 3)")
     options = parser.parse_args()
     by_network = networks(options.batches)
     print_rows(by_network)
     by_data_set = of_data_sets(options.batches_of_data_sets)
     print_rows(by_data_set)
-    searched = search(options.batches_of_search)
-    print_rows([{"GPUs": ranks, **figures} for ranks, figures in searched.items()])
-    print_json(networks=by_network, data_sets=by_data_set, search=searched)
+    print_json(networks=by_network, data_sets=by_data_set)
 
 
 if __name__ == "__main__":

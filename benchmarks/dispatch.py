@@ -10,9 +10,6 @@ takes longer:
   collectives  the part of either that torch.distributed takes to start the exchanges and to wait for them
   dispatch     default - collectives - plain: ours, with the cold caches that a wait leaves behind; it has the second
                nano-batch's share of the layer's own launches in it. In "no turns" there is no such share
-  python       the same with exchanges that carry nothing, so that no wait comes between
-  bind         making the index tensors, once per micro-batch
-  plan         the planner's part, once per micro-batch
 
 Run: python benchmarks/dispatch.py [--rounds 100]
      python benchmarks/dispatch.py --against OTHER_CHECKOUT      two checkouts in turns
@@ -68,30 +65,19 @@ class NoKernel:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    """CPU time of this thread in a call. The engine runs a backward on the CPU on the calling thread."""
-    begin = time.thread_time()
-    call()
-    return (time.thread_time() - begin) * 1000
-
-
 class Exchanges:
-    """Stands in for `dist.all_to_all_single`: counts its CPU time, or exchanges nothing."""
+    """Counts the CPU time of `dist.all_to_all_single` and of waiting for what it starts."""
 
     def __init__(self) -> None:
         self.spent_ms = 0.0
-        self._exchange = dist.all_to_all_single
+        self._exchange, dist.all_to_all_single = dist.all_to_all_single, self._counted
 
-    def counted(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+    def _counted(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
         """The exchange, counted, and so is waiting for it."""
         begin = time.thread_time()
         work = self._exchange(*args, **kwargs)
         self.spent_ms += (time.thread_time() - begin) * 1000
         return SimpleNamespace(wait=partial(self._wait, work))
-
-    def nothing(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
-        """No exchange."""
-        return SimpleNamespace(wait=lambda: None)
 
     def _wait(self, work: Any) -> None:
         begin = time.thread_time()
@@ -110,41 +96,32 @@ def prepare() -> Callable[[], Round]:
     own = ROWS[dist.get_rank()]
     plain_batch = rows_of_documents(documents_of(own, 16), device)
     plain_shapes = TaskShapes.build(own, own, device)
-    runs: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {}  # bind, plan, step
+    runs: dict[str, Callable[[], Any]] = {}
     for way, ping_pong in (("default", True), ("no turns", False)):
         settings = settings_of(models["distca"], 2, TOKENS, device, balance_block_size=8, ping_pong=ping_pong)
         dispatcher = Dispatcher(settings, device)
         dispatcher.kernel = NoKernel()
         for layout, make, lengths in (("joint", plan_micro_batch, documents), ("fixed", plan_placed, ROWS)):
-            planning = partial(make, lengths, settings)
-            plan = planning()
+            plan = make(lengths, settings)
             batch = rows_of_rank(plan, dist.get_rank(), documents_of(documents, 16), device)
-            binding = partial(dispatcher.bind, plan)
-            step = partial(models["distca"].model, **without_targets(batch), distca_plan=binding())
-            runs[f"{layout}, {way}"] = binding, planning, step
+            bound = dispatcher.bind(plan)
+            runs[f"{layout}, {way}"] = partial(models["distca"].model, **without_targets(batch), distca_plan=bound)
     plain_step = partial(models["plain"].model, **without_targets(plain_batch), plain_shapes=plain_shapes)
 
     def layer(step: Callable[[], Any]) -> float:
-        """Milliseconds a layer of forward and backward."""
-        return milliseconds(lambda: step().last_hidden_state.sum().backward()) / LAYERS
+        """Milliseconds of this thread a layer, forward and backward."""
+        begin = time.thread_time()  # the engine runs a backward on the CPU on the calling thread
+        step().last_hidden_state.sum().backward()
+        return (time.thread_time() - begin) * 1000 / LAYERS
 
     def take() -> Round:
         figures = {"plain, ms": layer(plain_step)}
-        for name, (binding, planning, step) in runs.items():
+        for name, step in runs.items():
             exchanges.spent_ms = 0.0
-            dist.all_to_all_single = exchanges.counted
             whole = layer(step)
             collectives = exchanges.spent_ms / LAYERS
-            dist.all_to_all_single = exchanges.nothing
-            without = layer(step)
-            figures |= {
-                f"{name}, ms": whole,
-                f"{name}: collectives, ms": collectives,
-                f"{name}: dispatch, ms": whole - collectives - figures["plain, ms"],
-                f"{name}: python, ms": without - figures["plain, ms"],
-                f"{name}: bind, ms": milliseconds(binding),
-                f"{name}: plan, ms": milliseconds(planning),
-            }
+            figures[f"{name}, ms"], figures[f"{name}: collectives, ms"] = whole, collectives
+            figures[f"{name}: dispatch, ms"] = whole - collectives - figures["plain, ms"]
             dist.barrier()
         return figures
 

@@ -5,15 +5,10 @@ are compared with float64, by the definition of attention; of dO every sixteenth
 can be had in some minutes. Memory is the most that a rank's process held, above what it held before q, k, v and dO,
 beside the estimate of hf_distca.memory.
 
-With --table: what plans of one document of a million tokens and more take of Llama-3-8B in bfloat16, those of 32 ranks
-also with nodes of 8 known; nothing is run.
-
 Run: python benchmarks/long_document.py [--tokens 262144]
-     python benchmarks/long_document.py --table
 """
 
 import argparse
-from dataclasses import replace
 
 import torch
 from harness import print_json, run_ranks, table
@@ -22,23 +17,25 @@ from harness.one_document import OneDocument, reference, take_one_document
 from hf_distca.memory.core_attention import Use, count_core_attention
 from hf_distca.memory.live import without_numbers
 from hf_distca.memory.stand_ins import counted_kernel
-from hf_distca.plan import AttentionKind
-from hf_distca.planner.metrics import BETWEEN, bytes_by_link
-from hf_distca.planner.micro_batch import plan_micro_batch
-from hf_distca.planner.nodes import node_sizes, nodes_of
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import rows_by_stage
 
 RANKS, HEADS, HEAD_DIM, BUFFER_BYTES, WITH_GRADIENT = 4, 1, 16, 1 << 21, 16
 SAMPLES = 64
-LONG = ((8, 1 << 20, 1), (32, 1 << 22, 1), (32, 1 << 22, 8))
-"""Ranks, tokens and ranks of a node that plans of the table know of."""
-RANKS_PER_NODE = 8
-"""By which bytes between nodes are counted for all of them."""
 
 
-def run(tokens: int) -> None:
+def estimated(case: OneDocument) -> list[float]:
+    """MiB that each rank takes, told from the plan alone."""
+    plan, mode, use = case.plan(), without_numbers(), Use(counted_kernel("cpu"))
+    return [
+        sum(count_core_attention(plan, case.kind, torch.float32, rank, use, mode).values()) / 2**20
+        for rank in range(case.ranks)
+    ]
+
+
+def main() -> None:
     """Run the document, compare with float64, print tables and one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1 << 18, help="of the document (default: 262144)")
+    tokens = parser.parse_args().tokens
     case = OneDocument(tokens, RANKS, HEADS, HEAD_DIM, BUFFER_BYTES, WITH_GRADIENT)
     draw = torch.randperm(tokens, generator=torch.Generator().manual_seed(0))
     sampled = sorted(draw[:SAMPLES].tolist())
@@ -63,52 +60,6 @@ def run(tokens: int) -> None:
         estimated_mib=estimates,
         estimated_over_measured=[told / peak for peak, told in of_ranks],
     )
-
-
-def estimated(case: OneDocument) -> list[float]:
-    """MiB that each rank takes, told from the plan alone."""
-    plan, mode, use = case.plan(), without_numbers(), Use(counted_kernel("cpu"))
-    return [
-        sum(count_core_attention(plan, case.kind, torch.float32, rank, use, mode).values()) / 2**20
-        for rank in range(case.ranks)
-    ]
-
-
-def show_table() -> None:
-    """Print what long documents' plans take, and one JSON object."""
-    kind, found = AttentionKind(), []
-    for ranks, tokens, ranks_per_node in LONG:
-        settings = PlanSettings(ranks, tokens // ranks, ranks_per_node=ranks_per_node)
-        (nano,) = plan_micro_batch([tokens], settings).nano_batches
-        plan = nano.plans[kind]
-        row_bytes = settings.row_bytes(kind)
-        rows = rows_by_stage(plan)
-        moved = bytes_by_link(plan, row_bytes, nodes_of(node_sizes(ranks, RANKS_PER_NODE)))
-        found.append(
-            {
-                "ranks": ranks,
-                "tokens": tokens,
-                "ranks_per_node": ranks_per_node,
-                "stages": len(rows),
-                "stage_mib": int(rows.max()) * row_bytes.kv / 2**20,
-                "one_stage_mib": int(rows_by_stage(replace(plan, stage_rows=None)).max()) * row_bytes.kv / 2**20,
-                "layer_forward_gb_busiest_rank": int(moved.sum(axis=0).max()) / 1e9,
-                "layer_forward_gb_between_nodes_busiest_rank": int(moved[BETWEEN].max()) / 1e9,
-                "layer_forward_gb_all_ranks": int(moved[:, 0].sum()) / 1e9,
-                "layer_forward_gb_between_nodes": int(moved[BETWEEN, 0].sum()) / 1e9,
-            }
-        )
-    table(list(found[0]), [[f"{value:.4g}" for value in row.values()] for row in found])
-    print_json(long_documents=found)
-
-
-def main() -> None:
-    """Do what the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1 << 18, help="of the document (default: 262144)")
-    parser.add_argument("--table", action="store_true", help="show what plans of long documents take")
-    options = parser.parse_args()
-    show_table() if options.table else run(options.tokens)
 
 
 if __name__ == "__main__":

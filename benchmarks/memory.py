@@ -9,7 +9,7 @@ numbers in float32, with K/V rows all at once and 16 MiB of them at a time. The 
 exchange nothing: what a rank holds above that is what the exchange takes. A case takes many minutes; with --document
 a shorter one, and as much less of K and V at a time.
 
-Run: python benchmarks/memory.py --only loss [--rounds 3] [--tokens 4096 8192 16384]
+Run: python benchmarks/memory.py --only loss [--rounds 3] [--tokens 4096 8192]
      python benchmarks/memory.py --only exchange --rounds 1 [--document 262144]
 """
 
@@ -17,13 +17,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
-from harness import Round, over, report, rounds_parser, run_ranks, spread, take_rounds
+from harness import Round, begin_peak, over, peak, report, rounds_parser, run_ranks, spread, take_rounds
 from harness.models import documents_of, llama, rows_of_documents
 from harness.one_document import OneDocument, take_one_document
-from harness.resident import begin_peak, peak
 
 from hf_distca import DistCAConfig, make_dispatcher
 
@@ -36,55 +34,38 @@ SIZES = {
 }
 WAYS = {"own": 0, "chunked": DistCAConfig.loss_chunk_bytes}
 """Ways to compute the loss, and their loss_chunk_bytes."""
+UNITS = {"memory": "MiB", "time": "s"}
 COMPARED_TOKENS = 8192
 """Of which the JSON object gives the ratios."""
 EXCHANGE_BUFFER_BYTES = 64
 """For each token of the document: 16 MiB for 262144 of them."""
-OWN_LOGITS = 3.5
-"""The model's own loss holds so many float32 tensors of tokens × vocabulary at most."""
+Case = Callable[[], Round]
 
 
-def step_of_loss(tokens: int, chunk_bytes: int) -> tuple[float, float, float]:
-    """MiB above the start and seconds of a step, and its loss; in a process that has done nothing else."""
-    device = torch.device("cpu")
+def step_of_loss(tokens: int, chunk_bytes: int) -> Round:
+    """Memory above the start and seconds of a step, and its loss; in a process that has done nothing else."""
     model = llama(tokens, **SIZES)
-    dispatcher = make_dispatcher(
-        model, DistCAConfig(tokens_per_rank=tokens, loss_chunk_bytes=chunk_bytes, ping_pong=False), device
-    )
-    step = partial(_step, model, dispatcher)
+    config = DistCAConfig(tokens_per_rank=tokens, loss_chunk_bytes=chunk_bytes, ping_pong=False)
+    dispatcher = make_dispatcher(model, config, torch.device("cpu"))
+
+    def step(length: int) -> float:
+        batch = rows_of_documents(documents_of([length], SIZES["vocab_size"]), torch.device("cpu"))
+        loss = model(**batch, distca_plan=dispatcher.bind(dispatcher.plan_lengths([[length]])[0])).loss
+        loss.backward()
+        return loss.item()
+
     step(16)  # what is made once, such as threads, and code that is loaded
     model.zero_grad()
     before = begin_peak()
     begin = time.perf_counter()
     loss = step(tokens)
-    return (peak() - before) / 2**20, time.perf_counter() - begin, loss
-
-
-def _step(model: torch.nn.Module, dispatcher, tokens: int) -> float:
-    batch = rows_of_documents(documents_of([tokens], SIZES["vocab_size"]), torch.device("cpu"))
-    loss = model(**batch, distca_plan=dispatcher.bind(dispatcher.plan_lengths([[tokens]])[0])).loss
-    loss.backward()
-    return loss.item()
-
-
-def fits(tokens: int) -> bool:
-    """Whether the model's own loss of so many tokens fits into the memory that is free now."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return OWN_LOGITS * 4 * tokens * SIZES["vocab_size"] < 1024 * int(lines["MemAvailable"].split()[0])
-
-
-Case = Callable[[], Round]
+    return {"MiB": (peak() - before) / 2**20, "s": time.perf_counter() - begin, "loss": loss}
 
 
 def loss_case(tokens: int, chunk_bytes: int) -> Round:
     """A step of the loss in a process of its own."""
-    ((mib, seconds, loss),) = run_ranks(1, step_of_loss, tokens, chunk_bytes)
-    return {"MiB": mib, "s": seconds, "loss": loss}
-
-
-def exchange_case(document: OneDocument) -> Round:
-    """Core attention on both ranks: the most that either takes."""
-    return {"MiB": max(rank.peak_bytes for rank in run_ranks(document.ranks, take_one_document, document)) / 2**20}
+    (figures,) = run_ranks(1, step_of_loss, tokens, chunk_bytes)
+    return figures
 
 
 def loss_cases(tokens: list[int]) -> dict[str, Case]:
@@ -93,8 +74,12 @@ def loss_cases(tokens: list[int]) -> dict[str, Case]:
         f"{count} {way}": partial(loss_case, count, chunk_bytes)
         for count in tokens
         for way, chunk_bytes in WAYS.items()
-        if way != "own" or fits(count)
     }
+
+
+def exchange_case(document: OneDocument) -> Round:
+    """Core attention on both ranks: the most that either takes."""
+    return {"MiB": max(rank.peak_bytes for rank in run_ranks(document.ranks, take_one_document, document)) / 2**20}
 
 
 def exchange_cases(tokens: int) -> dict[str, Case]:
@@ -112,41 +97,33 @@ def take(cases: dict[str, Case]) -> Round:
     return {f"{name}, {unit}": value for name, case in cases.items() for unit, value in case().items()}
 
 
-def ratios_of(cases: dict[str, Case]) -> dict[str, Callable[[Round], float]]:
-    """What is derived from the cases of a round."""
-    ratios: dict[str, Callable[[Round], float]] = {}
-    for name in cases:
-        tokens = name.removesuffix(" own")
-        if name != tokens:
-            for unit in ("MiB", "s", "loss"):
-                ratios[f"{tokens} chunked / own, {unit}"] = over(f"{tokens} chunked, {unit}", f"{name}, {unit}")
-    if "without exchange" in cases:
-        ratios["exchange in stages / in one"] = lambda taken: (
-            (taken["document in stages, MiB"] - taken["without exchange, MiB"])
-            / (taken["document in one stage, MiB"] - taken["without exchange, MiB"])
-        )
-    return ratios
+def in_stages(taken: Round) -> float:
+    """Memory of an exchange in stages over that of one exchange."""
+    names = ("document in one stage", "document in stages", "without exchange")
+    one, stages, without = (taken[f"{name}, MiB"] for name in names)
+    return (stages - without) / (one - without)
 
 
 def main() -> None:
     """Measure, print tables and one JSON object."""
     parser = rounds_parser(__doc__, rounds=3)
-    parser.add_argument("--only", choices=("loss", "exchange"), help="these cases alone")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384], help="of the loss's document")
+    parser.add_argument("--only", choices=("loss", "exchange"), required=True, help="what is measured")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="of the loss's document")
     parser.add_argument("--document", type=int, default=1 << 18, help="tokens of the exchange's (default: 262144)")
     options = parser.parse_args()
-    cases: dict[str, Case] = {}
-    if options.only != "exchange":
-        cases |= loss_cases(options.tokens)
-    if options.only != "loss":
-        cases |= exchange_cases(options.document)
+    of_loss = options.only == "loss"
+    cases = loss_cases(options.tokens) if of_loss else exchange_cases(options.document)
     measured = take_rounds(options, partial(take, cases))
-    ratios = ratios_of(cases)
-    keys = {
-        "loss_memory_ratio": f"{COMPARED_TOKENS} chunked / own, MiB",
-        "loss_time_ratio": f"{COMPARED_TOKENS} chunked / own, s",
-        "exchange_memory_ratio": "exchange in stages / in one",
+    if not of_loss:
+        ratio = spread([in_stages(taken) for taken in measured.ours]).median
+        report(measured, {"exchange in stages / in one": in_stages}, exchange_memory_ratio=ratio)
+        return
+    ratios = {
+        f"{count} chunked / own, {unit}": over(f"{count} chunked, {unit}", f"{count} own, {unit}")
+        for count in options.tokens
+        for unit in ("MiB", "s", "loss")
     }
+    keys = {f"loss_{what}_ratio": f"{COMPARED_TOKENS} chunked / own, {unit}" for what, unit in UNITS.items()}
     medians = {
         key: spread([ratios[name](taken) for taken in measured.ours]).median
         for key, name in keys.items()

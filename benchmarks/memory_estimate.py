@@ -4,7 +4,7 @@ Each configuration trains a small LLaMA under DistributedDataParallel for three 
 in processes of its own. Measured is the most resident memory above what was resident before
 there was a model. The estimate is made of the model's config and the plan alone.
 
-Run: python benchmarks/memory_estimate.py [--tokens 4096] [--only NAME]
+Run: python benchmarks/memory_estimate.py [--tokens 4096]
 """
 
 import argparse
@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import print_json, run_ranks
+from harness import begin_peak, follow_tensors, peak, print_json, run_ranks
 from harness.models import documents_of, rows_of_rank
-from harness.resident import begin_peak, follow_tensors, peak
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -140,18 +139,16 @@ def main() -> None:
     """Measure, print a table and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="on each rank (default: 4096)")
-    parser.add_argument("--only", help="the configuration of this name alone")
     options = parser.parse_args()
     results = {}
     for name, case in cases(options.tokens, SIZES).items():
-        if options.only in (None, name):
-            told, taken = estimated(case), run_ranks(case.ranks, train, case)
-            results[name] = {
-                "estimated_mb": [round(size / 1e6, 1) for size in told],
-                "measured_mb": [round(size / 1e6, 1) for size in taken],
-                "estimated_over_measured": [round(a / b, 3) for a, b in zip(told, taken, strict=True)],
-            }
-            print(name, results[name])
+        told, taken = estimated(case), run_ranks(case.ranks, train, case)
+        results[name] = {
+            "estimated_mb": [round(size / 1e6, 1) for size in told],
+            "measured_mb": [round(size / 1e6, 1) for size in taken],
+            "estimated_over_measured": [round(a / b, 3) for a, b in zip(told, taken, strict=True)],
+        }
+        print(name, results[name])
     print_json(tokens=options.tokens, configurations=results)
 
 

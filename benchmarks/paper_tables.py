@@ -10,7 +10,7 @@ ranges of speed-ups over all of its settings, on H200.
 import argparse
 from collections.abc import Iterator
 
-from harness import print_json, table
+from harness import print_json, print_rows
 
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
@@ -69,8 +69,7 @@ def main() -> None:
                 "published": PUBLISHED[model, corpus],
             }
         )
-    columns = tuple(found[0])
-    table(columns, [tuple(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()) for row in found])
+    print_rows(found)
     print_json(batches=count, settings=found)
 
 

@@ -12,10 +12,10 @@ update and its log; it is an epoch where documents are shuffled, and else one of
                       beforehand, on all ranks
   hf_distca           DistCATrainer with its defaults, tokens_per_rank as small as holds the documents
 
-Packed rows are computed by one CPU kernel in all ways, which skips what documents do not attend to, as FlashAttention
-does; "sdpa" alone would build a mask of all tokens by all tokens there. Every way takes the mean over all targets of
-a step; Ulysses does where a step is one row, and else takes the mean of the means of rows, which is shown for two.
-Losses of every step are compared.
+Core attention of packed rows is the CPU kernel of hf_distca in all ways, behind transformers' attention interface; it
+skips what documents do not attend to, as FlashAttention does on GPUs. "sdpa" alone would build a mask of all tokens by
+all tokens there. Every way takes the mean over all targets of a step; Ulysses does where a step is one row, and else
+takes the mean of the means of rows, which is shown for two. Losses of every step are compared.
 
 Time on this machine says little about balance on 4 ranks: 2 cores are shared by 4 ranks, so that work on all of them
 adds up and a rank that waits costs nothing. `imbalance` does not depend on that: query-key pairs of the busiest rank
@@ -28,36 +28,278 @@ Run: OMP_NUM_THREADS=1 python benchmarks/peers.py [--rounds 6] [--tokens 16384]
 
 import argparse
 import os
+import queue
 import random
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
-from harness import Ranks, Round, over, report
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
+from harness import Ranks, Round, begin_peak, follow_tensors, over, peak, report
+from harness.models import attend_packed, documents_of, llama
 from harness.rounds import Measured
-from peer_trainers import Case, Halted, flattened, planned, rebalanced, rebalanced_padded, ulysses
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hf_distca import DistCATrainer, DistCATrainingArguments
+from hf_distca.kernels import TaskShapes, get_kernel
+from hf_distca.planner.cost import pairs
 
 RANKS = (2, 4)
+TOKENS = 16384
 MIXES = {
     "one long": [8192, *[544] * 14, 576],
     "long tail": [5248, 2816, 1792, 1408, 1024, 832, 768, 608, 480, 384, 288, 224, 192, 128, 96, 96],
 }
 """Tokens of the documents of a step, of TOKENS in all; multiples of 32."""
-TOKENS = 16384
+SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}
+PACKED = "documents_by_position"
+"""Attention implementation of rows whose documents are told by their positions."""
+KERNEL = get_kernel("auto", torch.device("cpu"))
+Examples = list[dict[str, Any]]
+Figures = dict[str, dict[str, Any]]
+"""Of a rank, by mix and way."""
+
+
+@lru_cache(maxsize=64)
+def _shapes(lengths: tuple[int, ...]) -> TaskShapes:
+    return TaskShapes.build(lengths, lengths, "cpu")
+
+
+def document_lengths(positions: Tensor) -> tuple[int, ...]:
+    """Lengths of the documents of a packed row, which begin where positions [T] are 0."""
+    starts = torch.nonzero(positions == 0).flatten().tolist()
+    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], len(positions)], strict=True))
+
+
+def attention_of_documents(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    scaling: float,
+    position_ids: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each document of a packed row, which positions tell."""
+    return attend_packed(KERNEL, _shapes(document_lengths(position_ids[0])), scaling, query, key, value)
+
+
+AttentionInterface.register(PACKED, attention_of_documents)
+
+
+class Counted:
+    """A collator that counts the query-key pairs, of one head and layer, that its batches ask for in `pairs`."""
+
+    def __init__(self, collate: Callable[[Examples], Any], *, padded: bool) -> None:
+        self._collate, self._padded, self.pairs = collate, padded, 0
+
+    def __call__(self, examples: Examples) -> Any:
+        """A batch; rows that are padded count as long as the longest."""
+        lengths = [len(example["input_ids"]) for example in examples]
+        self.pairs += sum(pairs(0, max(lengths) if self._padded else length) for length in lengths)
+        return self._collate(examples)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        lengths: of the documents of every optimizer step, their number divisible by that of the ranks.
+        steps: that will be asked for.
+        folder: for output.
+    """
+
+    lengths: Sequence[int]
+    steps: int
+    folder: str
+
+    @property
+    def data(self) -> Examples:
+        """The documents."""
+        return [{"input_ids": document.tolist()} for document in documents_of(self.lengths)]
+
+    def arguments(self, **others: Any) -> dict[str, Any]:
+        """Of transformers' trainer; one epoch is one optimizer step unless said otherwise."""
+        usual = {
+            "output_dir": self.folder,
+            "num_train_epochs": self.steps,
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            "ddp_find_unused_parameters": False,
+        }
+        return {**usual, **others}
+
+    def model(self, attention: str) -> nn.Module:
+        """The same weights every time."""
+        return llama(max(self.lengths), attention, **SIZES)
+
+
+def data_parallel(case: Case, ranks: int, strategy: str = "random", *, padded: bool = False) -> "Halted":
+    """Plain DDP, documents of a rank packed without padding, or rows padded to the longest of the rank.
+
+    Args:
+        case: what is trained.
+        ranks: how many.
+        strategy: `train_sampling_strategy`: which documents a rank gets.
+        padded: with attention by sdpa.
+    """
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", padding_side="right")
+    pad = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    collate = Counted(pad if padded else DataCollatorWithFlattening(), padded=padded)
+    batch_size = len(case.lengths) // ranks
+    args = TrainingArguments(
+        **case.arguments(use_cpu=True, per_device_train_batch_size=batch_size, train_sampling_strategy=strategy)
+    )
+    model = case.model("sdpa" if padded else PACKED)
+    return Halted(Trainer(model=model, args=args, train_dataset=case.data, data_collator=collate), collate)
+
+
+def planned(case: Case, ranks: int) -> "Halted":
+    """hf_distca with its defaults, documents in the order of the data, which fill each step.
+
+    An epoch has all steps: the process that loads ahead, which is a default, starts once an epoch.
+    """
+    args = DistCATrainingArguments(
+        **case.arguments(num_train_epochs=1, use_cpu=True, train_sampling_strategy="sequential"),
+        tokens_per_rank=-(-sum(case.lengths) // ranks),
+    )
+    return Halted(DistCATrainer(model=case.model("distca"), args=args, train_dataset=case.data * (case.steps + 1)))
+
+
+def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool = False) -> "Halted":
+    """Ulysses sequence parallelism of DeepSpeed through accelerate, ZeRO off, rows of packed documents.
+
+    All ranks share every row, a rank has an equal part of its tokens, and in attention all of them of its share of the
+    heads. Loaders of as many ranks make as many rows, which are computed one after another.
+
+    Args:
+        case: what is trained; the tokens of every row must be a multiple of the ranks.
+        ranks: how many.
+        attention: implementation that is given the whole row.
+        in_two_rows: whether the first document of a step has a row of its own. gloo needs rows of equal length.
+    """
+    # As accelerate's launcher would say: with TrainingArguments' `deepspeed` transformers leaves `ddp_backend` out,
+    # without which accelerate has no backend for CPUs, takes every process for the only one, and gives all of them
+    # the same documents.
+    os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="0")
+    flatten, data = DataCollatorWithFlattening(), case.data
+    parts = [data[:1], data[1:]] if in_two_rows else [data]
+    packed = [{name: column[0] for name, column in flatten(part).items()} for part in parts]
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    handler.sp_attn_implementation = attention  # accelerate takes few names, DeepSpeed any that is registered
+    args = TrainingArguments(
+        **case.arguments(
+            num_train_epochs=1,
+            ddp_backend="gloo",
+            train_sampling_strategy="sequential",
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=len(parts),
+            parallelism_config=ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler),
+        )
+    )
+    rows = packed * (-(-case.steps // ranks) * ranks)
+    model = case.model(attention)
+    return Halted(Trainer(model=model, args=args, train_dataset=rows, data_collator=default_data_collator))
+
+
 OURS, ULYSSES = "hf_distca", "Ulysses"
-DATA_PARALLEL = {
-    "flattened": flattened,
-    "rebalanced": rebalanced,
-    "rebalanced, padded": rebalanced_padded,
+DATA_PARALLEL: dict[str, Callable[[Case, int], "Halted"]] = {
+    "flattened": data_parallel,
+    "rebalanced": partial(data_parallel, strategy="batch_rebalance"),
+    "rebalanced, padded": partial(data_parallel, strategy="batch_rebalance", padded=True),
     OURS: planned,
 }
 """Ways that share processes; Ulysses replaces attention in the whole process, so each training has its own."""
 
-Figures = dict[str, dict[str, Any]]
-"""Of a rank, by mix and way."""
+
+class Halted(TrainerCallback):
+    """A trainer that trains in a thread of its own, one optimizer step at a time.
+
+    Args:
+        trainer: that logs in every step.
+        counted: its collator; None where the trainer tells or knows the imbalance.
+    """
+
+    def __init__(self, trainer: Trainer, counted: Counted | None = None) -> None:
+        self._trainer, self._counted = trainer, counted
+        self._go: queue.Queue[None] = queue.Queue()
+        self._logged: queue.Queue[dict[str, float] | BaseException] = queue.Queue()
+        trainer.add_callback(self)
+        trainer.remove_callback(PrinterCallback)
+        self._thread = threading.Thread(target=self._train, daemon=True)
+
+    def _train(self) -> None:
+        torch.set_num_threads(1)  # a number of the thread, not of the process
+        try:
+            self._trainer.train()
+        except BaseException as error:
+            self._logged.put(error)
+
+    def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
+        """Wait for the first step."""
+        self._go.get()
+
+    def on_log(self, _args: Any, _state: Any, _control: Any, logs: dict[str, float], **_: Any) -> None:
+        """Pass a step's log on, and wait for the next step."""
+        if "loss" in logs:
+            self._logged.put(dict(logs))
+            self._go.get()
+
+    def step(self) -> dict[str, Any]:
+        """Figures of a step on this rank; it takes from documents to updated weights on all ranks."""
+        if self._thread.ident is None:  # not earlier: arguments of a further trainer reset what accelerate knows
+            self._thread.start()
+        dist.barrier()
+        begin = time.perf_counter()
+        self._go.put(None)
+        log = self._logged.get()
+        if isinstance(log, BaseException):
+            raise log
+        dist.barrier()
+        found: dict[str, Any] = {"seconds": time.perf_counter() - begin, "loss": log["loss"]}
+        if self._counted is not None:
+            found["pairs"], self._counted.pairs = float(self._counted.pairs), 0
+        if "distca/imbalance_degree" in log:
+            found["imbalance"] = log["distca/imbalance_degree"]
+        return found
+
+    def step_memory(self) -> dict[str, Any]:
+        """MiB that the process holds at most in a step above what it holds before."""
+        follow_tensors()
+        before = begin_peak()
+        self.step()
+        return {"MiB": (peak() - before) / 2**20}
 
 
 def enter(rank: int) -> None:
@@ -79,25 +321,9 @@ def prepare(
     def take() -> Figures:
         measures_memory = next(left) == steps - 1
         names = order.sample(list(trainers), len(trainers))
-        return {name: memory(trainers[name]) if measures_memory else step(trainers[name]) for name in names}
+        return {name: trainers[name].step_memory() if measures_memory else trainers[name].step() for name in names}
 
     return take
-
-
-def step(halted: Halted) -> dict[str, Any]:
-    """A step's figures on this rank."""
-    seconds, log = halted.step()
-    found = {"seconds": seconds, "loss": log["loss"]}
-    if halted.computed is not None:
-        found["pairs"] = halted.computed.take()
-    if "distca/imbalance_degree" in log:
-        found["imbalance"] = log["distca/imbalance_degree"]
-    return found
-
-
-def memory(halted: Halted) -> dict[str, Any]:
-    """What a step takes on this rank."""
-    return {"MiB": halted.step_memory()}
 
 
 def together(of_ranks: Sequence[Figures]) -> Figures:
@@ -106,16 +332,12 @@ def together(of_ranks: Sequence[Figures]) -> Figures:
     for name, first in of_ranks[0].items():
         each = [rank[name] for rank in of_ranks]
         found[name] = {key: value for key, value in first.items() if key != "pairs"}
-        if "pairs" in first:
-            found[name]["imbalance"] = imbalance([rank["pairs"] for rank in each])
+        if "pairs" in first:  # of the busiest rank over the mean
+            computed = [rank["pairs"] for rank in each]
+            found[name]["imbalance"] = max(computed) * len(computed) / sum(computed)
         if "MiB" in first:
             found[name]["MiB"] = max(rank["MiB"] for rank in each)
     return found
-
-
-def imbalance(pairs: Sequence[float]) -> float:
-    """Of the busiest rank over the mean."""
-    return max(pairs) * len(pairs) / sum(pairs)
 
 
 def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -152,17 +374,6 @@ def first_loss(case: Case, **settings: Any) -> float:
     return loss
 
 
-def summary(steps: Sequence[Figures], name: str, ours: str) -> dict[str, Any]:
-    """Of a mix and way: what is not timed."""
-    losses = [each[name]["loss"] for each in steps[:-1]]
-    found = {
-        "first_loss": f"{losses[0]:.7f}",
-        "largest_difference_of_losses": largest_difference(losses, [each[ours]["loss"] for each in steps[:-1]]),
-        "MiB": steps[-1][name]["MiB"],
-    }
-    return found
-
-
 def main() -> None:
     """Measure, print tables and one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -170,37 +381,36 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of a step (default: {TOKENS})")
     options = parser.parse_args()
     lengths = {mix: [length * options.tokens // TOKENS for length in of_mix] for mix, of_mix in MIXES.items()}
-    rounds: list[Round] = [{} for _ in range(options.rounds)]
-    found: dict[str, Any] = {}
+    rounds: list[dict[str, float]] = [{} for _ in range(options.rounds)]
+    ways, ratios = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         case = Case(lengths["one long"], 2, folder)
-        masks_dropped = first_loss(case, attention="sdpa")
-        two_rows = first_loss(case, in_two_rows=True)
+        masks_dropped, two_rows = first_loss(case, attention="sdpa"), first_loss(case, in_two_rows=True)
         for ranks in RANKS:
             steps = measure(ranks, options.rounds, lengths, folder)
             for mix in lengths:
+                setting = f"{ranks} ranks, {mix}"
+                ours = [each[f"{mix}, {OURS}"]["loss"] for each in steps[:-1]]
                 for way in (*DATA_PARALLEL, ULYSSES):
-                    name = f"{mix}, {way}"
-                    found[f"{ranks} ranks, {name}"] = summary(steps, name, f"{mix}, {OURS}")
-                    for index, timed in enumerate(steps[1:-1]):
-                        rounds[index] |= {
-                            f"{ranks} ranks, {name}, tokens/s": sum(lengths[mix]) / timed[name]["seconds"],
-                            f"{ranks} ranks, {name}, imbalance": timed[name].get("imbalance", 1.0),
-                        }
-    ratios = {
-        f"{ranks} ranks, {mix}: {OURS} / {way}": over(
-            f"{ranks} ranks, {mix}, {OURS}, tokens/s", f"{ranks} ranks, {mix}, {way}, tokens/s"
-        )
-        for ranks in RANKS
-        for mix in lengths
-        for way in (*DATA_PARALLEL, ULYSSES)
-        if way != OURS
-    }
+                    of_way = [each[f"{mix}, {way}"] for each in steps]
+                    losses = [each["loss"] for each in of_way[:-1]]
+                    ways[f"{setting}, {way}"] = {
+                        "first_loss": f"{losses[0]:.7f}",
+                        "largest_difference_of_losses": largest_difference(losses, ours),
+                        "MiB": of_way[-1]["MiB"],
+                    }
+                    for taken, timed in zip(rounds, of_way[1:-1], strict=True):
+                        taken[f"{setting}, {way}, tokens/s"] = sum(lengths[mix]) / timed["seconds"]
+                        taken[f"{setting}, {way}, imbalance"] = timed.get("imbalance", 1.0)
+                    if way != OURS:
+                        speeds = (f"{setting}, {each}, tokens/s" for each in (OURS, way))
+                        ratios[f"{setting}: {OURS} / {way}"] = over(*speeds)
+    taken_rounds: list[Round] = list(rounds)
     report(
-        Measured(rounds),
+        Measured(taken_rounds),
         ratios,
         lengths=lengths,
-        ways=found,
+        ways=ways,
         ulysses_sdpa_first_loss=f"{masks_dropped:.7f}",
         ulysses_two_rows_first_loss=f"{two_rows:.7f}",
     )

@@ -5,7 +5,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 
 from hf_distca.plan import SEGMENT, Layout, Plan
 from hf_distca.planner.balance import balance
-from hf_distca.planner.cost import BALANCE_TOLERANCE
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
@@ -25,11 +23,6 @@ def read_batches() -> list[dict[str, Any]]:
     with gzip.open(DATA / "planner_batches.json.gz", "rt") as file:
         batches: list[dict[str, Any]] = json.load(file)["batches"]
     return batches
-
-
-def rows_of(batch: dict[str, Any], ranks: int) -> list[list[int]]:
-    """The rows of documents that `ranks` ranks take."""
-    return batch["rows"][: ranks // (4 if batch["layout"] == "cp4" else 1)]
 
 
 def plan_once(
@@ -50,7 +43,7 @@ def plan_once(
         ranks_per_node: that the plan knows of; None for a flat plan.
         window: width of the sliding window; None for full causal attention.
     """
-    rows = rows_of(batch, ranks)
+    rows = batch["rows"][: ranks // (4 if batch["layout"] == "cp4" else 1)]
     sizes = None if ranks_per_node is None else node_sizes(ranks, ranks_per_node)
     if kind == "joint":
         lengths = [length for row in rows for length in row]
@@ -93,28 +86,3 @@ def timed(make: Callable[[], Plan], repeats: int) -> tuple[Plan, float]:
         plan = make()
         times.append((time.process_time() - began) * 1e3)
     return plan, statistics.median(times)
-
-
-def growth(
-    batches: list[dict[str, Any]], repeats: int, ranks_per_node: int | None = None
-) -> dict[str, dict[str, float]]:
-    """Planning time in ms by ranks of 128K tokens, from rows of batches of that size, for both layouts.
-
-    Args:
-        batches: the documents.
-        repeats: runs per timing.
-        ranks_per_node: as in `plan_once`.
-    """
-    rows = [row for b in batches if b["T"] == 131072 and b["layout"] == "dp" for row in b["rows"]]
-    # One row of every batch in turn, so that any first rows are a mixture of all of them.
-    per = len(batches[0]["rows"])
-    rows = [rows[start] for first in range(per) for start in range(first, len(rows), per)]
-    times: dict[str, dict[str, float]] = {"fixed": {}, "joint": {}}
-    for ranks in (64, 128, 256, 512):
-        batch = {"rows": rows[:ranks], "layout": "dp", "T": 131072}
-        if len(batch["rows"]) < ranks:
-            break
-        for kind, by_ranks in times.items():
-            make = partial(plan_once, batch, ranks, kind, BALANCE_TOLERANCE, ranks_per_node)
-            by_ranks[str(ranks)] = timed(make, repeats)[1]
-    return times

@@ -4,39 +4,39 @@ Forward, backward and AdamW of a 2-layer LLaMA of hidden size 256 under Distribu
 rank. In every round each rank measures its kernel while the other one does, the link between them, and two plain
 steps on documents of 128 tokens, short and long rows: what a token takes besides core attention, and what a step takes
 besides tokens. From these, and from nothing that it is compared with, each mix is predicted by hf_distca.sim: plain,
-whole documents balanced by their pairs, and planned with the defaults.
+whole documents balanced by their pairs, and planned as training does by default: the costs of the round before choose
+the plans.
 
 Run: python benchmarks/predicted_steps.py [--rounds 8] [--tokens 8192]
 """
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from harness import Ranks, Round, rounds_parser, spread, table, take_rounds
 from harness.figures import print_json
-from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank, settings_of
-from step_time import MIXES, SIZES, whole_rows
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from harness.models import settings_of
+from step_time import CPU, MIXES, SIZES, Models, whole_rows
 
 from hf_distca import Dispatcher
 from hf_distca.dispatch.groups import Groups
-from hf_distca.kernels import TaskShapes, get_kernel
+from hf_distca.kernels import get_kernel
 from hf_distca.measure.device import measured_kernel
 from hf_distca.measure.links import measured_link
 from hf_distca.patches.layers import plan_layers
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
+from hf_distca.planner.settings import Choices
+from hf_distca.planner.step import predict_plan
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
-from hf_distca.sim.ways import Setup, on_ranks, planned
+from hf_distca.sim.ways import Setup, on_ranks
 
 RANKS = 2
 KIND = AttentionKind(None, 4, 4, 64, 64)
@@ -83,55 +83,52 @@ class Calibration:
         return Setup(model, profile, RANKS, tokens, checkpointing=False)
 
 
-class Step:
-    """Both models of a rank and what each step runs on.
+class Steps:
+    """The steps of a rank by name, and their predictions.
 
     Args:
         tokens: of a rank.
     """
 
     def __init__(self, tokens: int) -> None:
-        self.rank, device = dist.get_rank(), torch.device("cpu")
-        self.kernel, self.groups, self.tokens = get_kernel("auto", device), Groups(device, 60.0), tokens
-        PlainAttention("plain", self.kernel)
-        models = {name: llama(RANKS * tokens, name, **SIZES) for name in ("distca", "plain")}
-        plan_layers(models["distca"])
-        self.settings = settings_of(models["distca"], RANKS, tokens, device)
-        dispatcher = Dispatcher(self.settings, device)
-        trained = {name: DistributedDataParallel(model) for name, model in models.items()}
-        optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in trained.items()}
+        self.kernel, self.groups, self.tokens = get_kernel("auto", CPU), Groups(CPU, 60.0), tokens
+        self._models = Models(RANKS * tokens)
+        plan_layers(self._models.distca)
+        self.settings = settings_of(self._models.distca, RANKS, tokens, CPU)
+        self._dispatcher = Dispatcher(self.settings, CPU)
         self.steps: dict[str, Callable[[], None]] = {}
-
-        def step(name: str, batch: dict[str, Tensor], extra: Callable[[], dict], targets: int) -> None:
-            trained[name](**batch, **extra(), num_items_in_batch=targets).loss.backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-
-        def add_plain(name: str, rows: Sequence[Sequence[int]]) -> None:
-            own, targets = list(rows[self.rank]), sum(n - 1 for row in rows for n in row)
-            extra = partial(lambda own: {"plain_shapes": TaskShapes.build(own, own, "cpu")}, own)
-            self.steps[name] = partial(step, "plain", rows_of_documents(documents_of(own), device), extra, targets)
-
+        self.plans: dict[str, MicroBatchPlan] = {}
         for part in (4, 1):
-            add_plain(f"{tokens // part} tokens", [[SHORT] * (tokens // part // SHORT)] * RANKS)
+            rows = [[SHORT] * (tokens // part // SHORT)] * RANKS
+            self.steps[f"{tokens // part} tokens"] = self._models.plain(rows)
         for mix in LENGTHS:
-            lengths = self.lengths(mix)
-            add_plain(f"{mix}, plain", whole_rows(lengths, RANKS))
-            plan, targets = plan_micro_batch(lengths, self.settings), sum(n - 1 for n in lengths)
-            batch = rows_of_rank(plan, self.rank, documents_of(lengths), device)
-            bind = partial(lambda plan: {"distca_plan": dispatcher.bind(plan)}, plan)
-            self.steps[f"{mix}, planned"] = partial(step, "distca", batch, bind, targets)
+            self.steps[f"{mix}, plain"] = self._models.plain(whole_rows(self.lengths(mix), RANKS))
+        self._plan()
+
+    def choose_by(self, calibration: Calibration) -> None:
+        """Choose the plans of the steps from now on by these costs, as training does."""
+        costs = calibration.setup(self.tokens).costs
+        self.settings = replace(self.settings, choices=Choices.beside(self.settings, costs))
+        self._plan()
+
+    def _plan(self) -> None:
+        for mix in LENGTHS:
+            plan = self.plans[mix] = plan_micro_batch(self.lengths(mix), self.settings)
+            self.steps[f"{mix}, planned"] = self._models.planned(plan, self.lengths(mix), self._dispatcher)
 
     def lengths(self, mix: str) -> list[int]:
         """Of the documents of a mix."""
         return [length * self.tokens // PER_RANK for length in LENGTHS[mix]]
 
     def calibrate(self, seconds: dict[str, float]) -> Calibration:
-        """Measure kernel and link; take the rest from the two steps on short documents."""
+        """Measure kernel and link; take the rest from the two steps on short documents. The same on every rank."""
         dist.barrier()
-        forward, backward, _ = measured_kernel(self.kernel, KIND, torch.float32, torch.device("cpu"))
-        link = measured_link(self.groups, torch.device("cpu"), [1, 0])
+        forward, backward, _ = measured_kernel(self.kernel, KIND, torch.float32, CPU)
+        link = measured_link(self.groups, CPU, [1, 0])
         every = self.groups.all_gather((forward, backward))
+        short = (f"{self.tokens // 4} tokens", f"{self.tokens} tokens")
+        of_ranks = self.groups.all_gather([seconds[name] for name in short])
+        seconds = dict(zip(short, np.mean(of_ranks, axis=0), strict=True))
         forward, backward = (
             KernelCost(*np.mean([list(vars(each[way]).values()) for each in every], axis=0).tolist()) for way in (0, 1)
         )
@@ -149,13 +146,13 @@ class Step:
         """Seconds of both ways."""
         lengths, setup = self.lengths(mix), calibration.setup(self.tokens)
         plain = on_ranks(whole_rows(lengths, RANKS), setup)
-        balanced, _ = planned(np.array(lengths), setup, self.settings)
+        balanced = predict_plan(self.plans[mix], self.settings, setup.costs)
         return {"plain": plain.seconds + calibration.step, "planned": balanced.seconds + calibration.step}
 
 
 def prepare(tokens: int) -> Callable[[], Round]:
     """Make the models on this rank, and a round: every step once, in shuffled order, then all predictions."""
-    made, order = Step(tokens), random.Random(0)
+    made, order = Steps(tokens), random.Random(0)
 
     def take() -> Round:
         seconds: dict[str, float] = {}
@@ -174,6 +171,7 @@ def prepare(tokens: int) -> Callable[[], Round]:
             for way, guess in made.predict(mix, calibration).items():
                 figures[f"{mix}, {way}, measured"] = seconds[f"{mix}, {way}"]
                 figures[f"{mix}, {way}, predicted"] = guess
+        made.choose_by(calibration)
         return figures
 
     take()  # warms up
@@ -190,25 +188,13 @@ def main() -> None:
     found = {}
     for mix in LENGTHS:
         for way in ("plain", "planned"):
-            name = f"{mix}, {way}"
-            found[name] = {
-                "seconds": spread([each[f"{name}, measured"] for each in rounds]),
-                "predicted / measured": spread(
-                    [each[f"{name}, predicted"] / each[f"{name}, measured"] for each in rounds]
-                ),
+            seconds, guess = f"{mix}, {way}, measured", f"{mix}, {way}, predicted"
+            found[f"{mix}, {way}"] = {
+                "seconds": spread([each[seconds] for each in rounds]),
+                "predicted / measured": spread([each[guess] / each[seconds] for each in rounds]),
             }
-        found[f"{mix}, plain / planned"] = {
-            "measured": spread(
-                [each[f"{mix}, plain, measured"] / each[f"{mix}, planned, measured"] for each in rounds]
-            ),
-            "predicted": spread(
-                [each[f"{mix}, plain, predicted"] / each[f"{mix}, planned, predicted"] for each in rounds]
-            ),
-        }
     table(("", "", ""), [(name, *(f"{what} {value}" for what, value in each.items())) for name, each in found.items()])
-    worst = max(
-        abs(each["predicted / measured"].median - 1) for each in found.values() if "predicted / measured" in each
-    )
+    worst = max(abs(each["predicted / measured"].median - 1) for each in found.values())
     print_json(rounds=len(rounds), worst_median_error=worst, steps=found)
 
 

@@ -109,7 +109,7 @@ class Step:
 
 
 def described(run: Run) -> list[Step]:
-    """What is known of each step of a run."""
+    """Return what is known of each step of a run."""
     describe = {BALANCED: _balanced, WHOLE: _whole}.get(run.mode, _baseline)
     return [describe(run, rows) for rows in run.steps]
 
@@ -198,12 +198,11 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
     Args:
         runs: of it; those called "baseline" are fitted to.
     """
-    baseline = [(step, seconds) for run in runs if run.mode == "baseline" for step, seconds in _steps(run)]
-    columns = np.array([(step.rows, step.pairs) for step, _ in baseline])
-    target = np.array([seconds - step.moving for step, seconds in baseline])
-    fit, *_ = np.linalg.lstsq(columns, target, rcond=None)
-    measured = np.array([seconds for _, seconds in baseline])
-    missed = predicted(fit, [step for step, _ in baseline]) - measured
+    baseline = [run for run in runs if run.mode == "baseline"]
+    steps, measured = [step for run in baseline for step in described(run)], _seconds(baseline)
+    columns = np.array([(step.rows, step.pairs) for step in steps])
+    fit, *_ = np.linalg.lstsq(columns, measured - [step.moving for step in steps], rcond=None)
+    missed = predicted(fit, steps) - measured
     found = {
         "baseline_r2": 1 - float(np.square(missed).sum() / np.square(measured - measured.mean()).sum()),
         "ms_per_row": fit[0] * 1e3,
@@ -215,9 +214,8 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
             chosen = [sharing(fit, run) for run in chosen]
         if not chosen:
             continue
-        steps = [described(run) for run in chosen]
-        guess = np.concatenate([predicted(fit, each) for each in steps])
-        seen = np.concatenate([run.seconds for run in chosen])
+        steps, seen = [step for run in chosen for step in described(run)], _seconds(chosen)
+        guess = predicted(fit, steps)
         error = np.abs(guess / seen - 1)
         found |= {
             f"{name}_steps": len(seen),
@@ -225,13 +223,13 @@ def figures_of(runs: Sequence[Run]) -> dict[str, Any]:
             f"{name}_error_p90": float(np.quantile(error, 0.9)),
             f"{name}_bias": float((guess / seen - 1).mean()),
             f"{name}_ranks_a_document": chosen[0].context,
-            f"{name}_moving_share": float(np.mean([step.moving for each in steps for step in each] / guess)),
+            f"{name}_moving_share": float(np.mean([step.moving for step in steps] / guess)),
         }
     return found
 
 
-def _steps(run: Run) -> list[tuple[Step, float]]:
-    return list(zip(described(run), run.seconds.tolist(), strict=True))
+def _seconds(runs: Sequence[Run]) -> np.ndarray:
+    return np.concatenate([run.seconds for run in runs])
 
 
 def main() -> None:

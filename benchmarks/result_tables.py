@@ -114,9 +114,8 @@ def predicted_steps() -> Rows:
     yield "documents, strategy", "measured, s", "predicted / measured: median (quartiles)"
     for name, found in result("predicted_steps")["steps"].items():
         if "seconds" in found:
-            ratio = found["predicted / measured"]
-            spread = f"{ratio['median']:.3f} ({ratio['lower']:.3f} to {ratio['upper']:.3f})"
-            yield name, f"{found['seconds']['median']:.2f}", spread
+            ratio = "{median:.3f} ({lower:.3f} to {upper:.3f})".format(**found["predicted / measured"])
+            yield name, f"{found['seconds']['median']:.2f}", ratio
 
 
 @table_of("reference_steps")
@@ -377,14 +376,6 @@ def faults() -> Rows:
     yield "rows over", "servers killed", "while computing", "steps", "steps lost"
     for transport, found in by_transport("faults"):
         yield transport, *(str(found[figure]) for figure in ("kills", "in_a_call", "steps", "lost"))
-
-
-@table_of("kernel_fit")
-def kernel_fit() -> Rows:
-    """Kernel costs beside calls that they were not fitted to."""
-    yield "call of the CPU kernel", "measured, s", "predicted / measured"
-    for name, found in result("kernel_fit")["calls"].items():
-        yield name, f"{found['seconds']:.2f}", f"{found['by seconds of a row']:.2f}"
 
 
 def table(name: str) -> str:

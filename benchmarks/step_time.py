@@ -14,9 +14,7 @@ rank. Six mixes of documents, all of the same number of tokens. Each way runs on
 
 Every way may hold as many rows on a rank as any of them needs for these documents: all have the same memory. A step
 ends when all ranks are done; binding the plan is part of it, planning is not. Ratios are formed within a round: the
-best of all other ways over auto is by the other way's median. The table shows medians and quartiles over all rounds,
-and beside them the median over the half of the rounds in which a small kernel, run between steps on all ranks at once,
-was fastest.
+best of all other ways over auto is by the other way's median.
 
 With --rate-mbit the ranks are two hosts behind a link of that rate (needs root; see hosts.py).
 
@@ -30,15 +28,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import PROBE, Probe, Ranks, Round, over, report, rounds_parser, take_rounds
+from harness import Ranks, Round, over, report, rounds_parser, take_rounds
 from harness.models import PlainAttention, documents_of, llama, rows_of_documents, rows_of_rank
 from hosts import Hosts
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerState
 
@@ -49,6 +48,7 @@ from hf_distca.planner.cost import pairs
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed_documents
 from hf_distca.trainer.costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
 
+CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}
 MIXES = {
     "equal": [1024] * 16,
@@ -83,108 +83,115 @@ def packed_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return rows if all(rows) else whole_rows(lengths, ranks)
 
 
-class Step:
-    """Both models of a rank and what each way runs on, of all mixes.
+class Models:
+    """The same model with distca and with plain packed attention, trained under DDP with AdamW; makes steps of them.
+
+    Args:
+        positions: the most tokens of a document.
+
+    Attributes:
+        distca: to be prepared for plans before its first step.
+    """
+
+    def __init__(self, positions: int) -> None:
+        PlainAttention("plain", get_kernel("auto", CPU))
+        self.distca = llama(positions, "distca", **SIZES)
+        self._models = {"distca": self.distca, "plain": llama(positions, "plain", **SIZES)}
+
+    @cached_property
+    def _trained(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
+        return {
+            name: (DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-5))
+            for name, model in self._models.items()
+        }
+
+    def plain(self, rows: Sequence[Sequence[int]]) -> Callable[[], None]:
+        """A step on whole documents, those of each rank."""
+        own = list(rows[dist.get_rank()])
+        batch = rows_of_documents(documents_of(own), CPU)
+        lengths = [length for row in rows for length in row]
+        return partial(
+            self._step, "plain", batch, lambda: {"plain_shapes": TaskShapes.build(own, own, "cpu")}, lengths
+        )
+
+    def planned(self, plan: MicroBatchPlan, lengths: Sequence[int], dispatcher: Dispatcher) -> Callable[[], None]:
+        """A step on documents of these lengths by a plan; binding it is part of the step."""
+        batch = rows_of_rank(plan, dist.get_rank(), documents_of(lengths), CPU)
+        return partial(self._step, "distca", batch, lambda: {"distca_plan": dispatcher.bind(plan)}, lengths)
+
+    def _step(
+        self, name: str, batch: dict[str, Tensor], extra: Callable[[], dict[str, Any]], lengths: Sequence[int]
+    ) -> None:
+        model, optimizer = self._trained[name]
+        targets = sum(length - 1 for length in lengths)
+        model(**batch, **extra(), num_items_in_batch=targets).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
+    """Steps of all mixes in all ways by name, and what "auto" chose, by mix.
 
     Args:
         ranks: how many.
         tokens: of a rank.
     """
+    models = Models(ranks * tokens)
+    ways = {"auto": {}, "joint": {**SET, "ping_pong": True}, "no turns": {**SET, "ping_pong": False}}
+    dispatchers = {
+        way: make_dispatcher(models.distca, DistCAConfig(tokens_per_rank=tokens, **settings), CPU)
+        for way, settings in ways.items()
+    }
+    mixes = {mix: [length * ranks * tokens // LENGTHS_FOR for length in of] for mix, of in MIXES.items()}
+    correct_costs(models, dispatchers["auto"], list(mixes.values()))
+    steps, chosen = {}, {}
+    for mix, lengths in mixes.items():
+        held = {"whole": whole_rows(lengths, ranks), "packed": packed_rows(lengths, ranks)}
+        most = max(tokens, *(sum(row) for rows in held.values() for row in rows))
+        for way, dispatcher in dispatchers.items():
+            plan = plan_micro_batch(lengths, replace(dispatcher.settings, tokens_per_rank=most))
+            steps[f"{mix}, {way}"] = models.planned(plan, lengths, dispatcher)
+            if (choice := plan.choice) is not None:
+                chosen[mix] = (
+                    f"groups of {choice.group}, {choice.nano_batches} nano-batches, tolerance {choice.tolerance:g}, "
+                    f"{plan.summary.exchange.bytes_total} bytes a layer"
+                )
+        fixed = plan_placed_documents(held["whole"], dispatchers["joint"].settings)
+        in_order = [length for row in held["whole"] for length in row]
+        steps[f"{mix}, fixed"] = models.planned(fixed, in_order, dispatchers["joint"])
+        steps |= {f"{mix}, {way}": models.plain(rows) for way, rows in held.items()}
+    return steps, chosen
 
-    def __init__(self, ranks: int, tokens: int) -> None:
-        self._rank, device = dist.get_rank(), torch.device("cpu")
-        PlainAttention("plain", get_kernel("auto", device))
-        models = {name: llama(ranks * tokens, name, **SIZES) for name in ("distca", "plain")}
-        ways = {"auto": {}, "joint": {**SET, "ping_pong": True}, "no turns": {**SET, "ping_pong": False}}
-        dispatchers = {
-            way: make_dispatcher(models["distca"], DistCAConfig(tokens_per_rank=tokens, **settings), device)
-            for way, settings in ways.items()
-        }
-        self._auto = dispatchers["auto"]
-        self._trained = {name: DistributedDataParallel(model) for name, model in models.items()}
-        self._optimizers = {
-            name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in self._trained.items()
-        }
-        self.steps: dict[str, Callable[[], None]] = {}
-        self.chosen: dict[str, str] = {}
-        self._correct_costs([self._lengths(mix, ranks * tokens) for mix in MIXES])
-        for mix in MIXES:
-            lengths = self._lengths(mix, ranks * tokens)
-            held = {"whole": whole_rows(lengths, ranks), "packed": packed_rows(lengths, ranks)}
-            in_order = [length for row in held["whole"] for length in row]
-            most = max(tokens, *(sum(row) for rows in held.values() for row in rows))
-            for way, dispatcher in dispatchers.items():
-                plan = plan_micro_batch(lengths, replace(dispatcher.settings, tokens_per_rank=most))
-                self.steps[f"{mix}, {way}"] = self._planned(plan, lengths, dispatcher)
-                if plan.choice is not None:
-                    self.chosen[mix] = (
-                        f"groups of {plan.choice.group}, {plan.choice.nano_batches} nano-batches, tolerance "
-                        f"{plan.choice.tolerance:g}, {plan.summary.exchange.bytes_total} bytes a layer"
-                    )
-            joint = dispatchers["joint"]
-            fixed = plan_placed_documents(held["whole"], joint.settings)
-            self.steps[f"{mix}, fixed"] = self._planned(fixed, in_order, joint)
-            for way, rows in held.items():
-                own = rows[self._rank]
-                extra = partial(lambda own: {"plain_shapes": TaskShapes.build(own, own, "cpu")}, own)
-                batch = rows_of_documents(documents_of(own), device)
-                self.steps[f"{mix}, {way}"] = partial(self._step, "plain", batch, extra, self._targets(lengths))
 
-    @staticmethod
-    def _lengths(mix: str, tokens: int) -> list[int]:
-        return [length * tokens // LENGTHS_FOR for length in MIXES[mix]]
-
-    @staticmethod
-    def _targets(lengths: Sequence[int]) -> int:
-        return sum(length - 1 for length in lengths)
-
-    def _planned(self, plan: MicroBatchPlan, lengths: Sequence[int], dispatcher: Dispatcher) -> Callable[[], None]:
-        batch = rows_of_rank(plan, self._rank, documents_of(lengths), torch.device("cpu"))
-        return partial(
-            self._step, "distca", batch, lambda: {"distca_plan": dispatcher.bind(plan)}, self._targets(lengths)
-        )
-
-    def _step(self, name: str, batch: dict[str, Tensor], extra: Callable[[], dict], targets: int) -> None:
-        self._trained[name](**batch, **extra(), num_items_in_batch=targets).loss.backward()
-        self._optimizers[name].step()
-        self._optimizers[name].zero_grad()
-
-    def _correct_costs(self, mixes: Sequence[Sequence[int]]) -> None:
-        """Correct the measured costs in the first steps, as a trainer does."""
-        learned = LearnedCosts(self._auto)
-        for number in range(EARLY_STEPS[-1] + WATCHED_STEPS):
-            lengths = mixes[number % len(mixes)]
-            plan = plan_micro_batch(lengths, self._auto.settings)
-            learned.on_step_begin(None, TrainerState(global_step=number), None)
-            learned.count(plan)
-            self._planned(plan, lengths, self._auto)()
-            learned.on_step_end()
+def correct_costs(models: Models, auto: Dispatcher, mixes: Sequence[Sequence[int]]) -> None:
+    """Correct the measured costs in the first steps, as a trainer does."""
+    learned = LearnedCosts(auto)
+    for number in range(EARLY_STEPS[-1] + WATCHED_STEPS):
+        lengths = mixes[number % len(mixes)]
+        plan = plan_micro_batch(lengths, auto.settings)
+        learned.on_step_begin(None, TrainerState(global_step=number), None)
+        learned.count(plan)
+        models.planned(plan, lengths, auto)()
+        learned.on_step_end()
 
 
 def prepare(ranks: int, tokens: int, hosts: Hosts | None, rate_mbit: float | None) -> Callable[[], Round]:
     """Make the models on this rank, and a round: every step once, in shuffled order, the same on all ranks."""
     if hosts is not None:
         hosts.limit(dist.get_rank(), rate_mbit)
-    made, probe, order = Step(ranks, tokens), Probe(), random.Random(0)
+    (steps, chosen), order = steps_of(ranks, tokens), random.Random(0)
     if dist.get_rank() == 0:
-        for mix, choice in made.chosen.items():
+        for mix, choice in chosen.items():
             print(f"{mix}: {choice}", flush=True)
 
-    def reading() -> float:
-        dist.barrier()
-        slowest = torch.tensor(probe.take())
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item()
-
     def take() -> Round:
-        figures = {PROBE: reading()}
-        for name in order.sample(list(made.steps), len(made.steps)):
+        figures = {}
+        for name in order.sample(list(steps), len(steps)):
             dist.barrier()
             begin = time.perf_counter()
-            made.steps[name]()
+            steps[name]()
             dist.barrier()
             figures[f"{name}, s"] = time.perf_counter() - begin
-            figures[PROBE] = max(figures[PROBE], reading())
         return {name: figures[name] for name in sorted(figures)}
 
     take()  # warms up

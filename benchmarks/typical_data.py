@@ -25,7 +25,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from harness import print_json, spread, table
+from harness import print_json, print_rows, spread
 from numpy.typing import NDArray
 
 from hf_distca.planner.settings import PlanSettings
@@ -115,8 +115,7 @@ def main() -> None:
         for name, draw in data()
         for ranks in RANKS
     ]
-    columns = tuple(found[0])
-    table(columns, [tuple(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()) for row in found])
+    print_rows(found)
     print_json(batches=count, settings=found)
 
 

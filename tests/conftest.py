@@ -1,4 +1,5 @@
 import gc
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,9 @@ from tests.backward_thread import backward_in_a_thread, with_backward_in_a_threa
 from tests.browser import Browser
 from tests.launch import cpu_environment
 from tests.ranks import RankPool
+
+LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.launches) ", re.M)
+"""Imports of files that launch."""
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)
@@ -45,6 +49,12 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that launch first, the trainer's before others: one taken last would leave the other workers idle."""
+    launching = {path: bool(LAUNCHES.search(path.read_text())) for path in {item.path for item in items}}
+    items.sort(key=lambda item: (not launching[item.path], "trainer" not in item.path.parts))
 
 
 BUILD = """

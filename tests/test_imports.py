@@ -88,8 +88,7 @@ def imports_of(module: str) -> set[str]:
     """Full names of what a module of hf_distca imports."""
     path = MODULES[module]
     parts = ["hf_distca", *module.split(".")]
-    package = parts if path.name == "__init__.py" else parts[:-1]
-    return imported(path.read_text(), ".".join(package))
+    return imported(path.read_text(), ".".join(parts if path.name == "__init__.py" else parts[:-1]))
 
 
 def modules_of(names: set[str]) -> set[str]:
@@ -112,24 +111,13 @@ def is_in(module: str, parts: set[str]) -> bool:
     return any(module == part or module.startswith(f"{part}.") for part in parts)
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("import torch", {"torch"}),
-        ("import torch.nn as nn", {"torch.nn"}),
-        ("from torch.nn import Linear", {"torch.nn.Linear"}),
-        ("from hf_distca import planner", {"hf_distca.planner"}),
-        ("from ..dispatch import rows", {"hf_distca.dispatch.rows"}),
-        ("from . import plans", {"hf_distca.server.plans"}),
-        ("from .calls import Calls", {"hf_distca.server.calls.Calls"}),
-        ("def late():\n    from .. import plan", {"hf_distca.plan"}),
-    ],
-)
-def test_imports_of_any_form_are_seen(line, expected):
-    assert imported(line, "hf_distca.server") == expected
-
-
-def test_what_is_imported_is_found_in_its_module():
+def test_imports_of_any_form_are_seen():
+    source = "import torch\nimport torch.nn as nn\nfrom torch.nn import Linear\nfrom ..dispatch import rows\n"
+    source += "from . import plans\nfrom .calls import Calls\ndef late():\n    from .. import plan"
+    assert imported(source, "hf_distca.server") == {
+        *("torch", "torch.nn", "torch.nn.Linear", "hf_distca.dispatch.rows", "hf_distca.server.plans"),
+        *("hf_distca.server.calls.Calls", "hf_distca.plan"),
+    }
     names = {"hf_distca.plan.Plan", "hf_distca.planner", "hf_distca.planner.cost", "torch.nn"}
     assert modules_of(names) == {"plan", "planner", "planner.cost"}
 
@@ -170,45 +158,49 @@ def test_no_circles():
     assert not left, f"these import each other: {sorted(left)}"
 
 
-@pytest.mark.parametrize("part", sorted(PURE))
-def test_pure_parts_know_neither_torch_nor_transformers(part):
+def test_pure_parts_know_neither_torch_nor_transformers():
     for module in MODULES:
-        if is_in(module, {part}):
-            assert not {"torch", "transformers"} & {name.split(".")[0] for name in imports_of(module)}
+        if is_in(module, PURE):
+            assert not {"torch", "transformers"} & {name.split(".")[0] for name in imports_of(module)}, module
 
 
 def test_public_names():
+    assert set(hf_distca.__all__) <= set(dir(hf_distca))
     for name in hf_distca.__all__:
         assert getattr(hf_distca, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hf_distca.nothing  # noqa: B018 - the access is the test
 
 
-def test_public_names_are_listed():
-    assert set(hf_distca.__all__) <= set(dir(hf_distca))
-
-
-def test_importing_it_imports_no_library():
-    code = "import sys, hf_distca; print({'torch', 'transformers'} & set(sys.modules))"
-    assert printed_by(code) == "set()"
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "import hf_distca",
-        "import transformers.modeling_utils, hf_distca",
-        "from hf_distca.patches.head import adapted_heads",
-        "from hf_distca import DistCATrainer",
-        "from hf_distca import DistCASFTTrainer",
-    ],
+FIRST = (
+    "import hf_distca",
+    "import transformers.modeling_utils, hf_distca",
+    "from hf_distca.patches.head import adapted_heads",
+    "from hf_distca import DistCATrainer",
+    "from hf_distca import DistCASFTTrainer",
 )
-def test_transformers_knows_the_implementation_whatever_is_imported_first(lines):
-    shown = "from transformers import AttentionInterface as A, AttentionMaskInterface as M"
-    assert printed_by(f"{lines}; {shown}; print('distca' in A().keys(), 'distca' in M().keys())") == "True True"
+"""What a process may import first."""
+SEEN = (
+    "\nfrom transformers import AttentionInterface as A, AttentionMaskInterface as M\n"
+    "assert 'distca' in A().keys() and 'distca' in M().keys()"
+)
+SCRIPT = f"""
+import os, sys
+
+def in_a_process_of_its_own(lines):
+    if not os.fork():
+        exec(lines)
+        os._exit(0)
+    assert os.wait()[1] == 0, lines
+
+in_a_process_of_its_own("import hf_distca; assert not {{'torch', 'transformers'}} & set(sys.modules)")
+import torch
+for lines in {FIRST}:
+    in_a_process_of_its_own(lines + {SEEN!r})
+"""
 
 
-def printed_by(code: str) -> str:
-    """What a new process prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+def test_transformers_knows_the_implementation_whatever_is_imported_first():
+    """And importing hf_distca alone imports no library."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

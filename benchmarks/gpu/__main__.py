@@ -9,11 +9,15 @@ import faulthandler
 import json
 import sys
 import time
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.devices import NO_CUDA, cuda_devices, why_none
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.runner import Part
+    from benchmarks.gpu.setting import Setting
 
 LOGS = Path("runs/gpu")
 RESULTS = Path("benchmarks/results/gpu.json")
@@ -21,6 +25,27 @@ SECONDS = 500
 """For all parts and the start of this process; with the set-up before it a command of 600 s is enough."""
 START_S = 30
 """Of these, what goes by before the first part begins: torch's first import takes long."""
+
+
+def parts_of(setting: "Setting", gpus: int = 1) -> "list[Part]":
+    """All parts: first what must be right, then how fast it is; and the most seconds that each may take on an H100."""
+    from benchmarks.gpu.exchange import check_exchange
+    from benchmarks.gpu.kernels import check_kernel, check_profile, kernel_names, why_missing
+    from benchmarks.gpu.runner import Part
+    from benchmarks.gpu.server import check_server
+    from benchmarks.gpu.steps import check_planned_steps, check_two_ranks
+    from benchmarks.gpu.training import check_training
+
+    kernels = kernel_names(setting.device)
+    return [
+        *(Part(f"kernel {name}", partial(check_kernel, name=name), 60, why_missing(name)) for name in kernels),
+        Part("planned steps", check_planned_steps, 60),
+        Part("two ranks", check_two_ranks, 60),
+        Part("exchange", partial(check_exchange, ranks=gpus), 60, all_gpus=True),
+        Part("server", check_server, 80),
+        Part("training", check_training, 130),
+        Part("profile", check_profile, 60),
+    ]
 
 
 def main() -> int:
@@ -33,36 +58,31 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS, help=f"where results are written (default: {RESULTS})")
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)  # one part, in this process
     options = parser.parse_args()
-    if not cuda_devices():
+    gpus = cuda_devices()
+    if not gpus:
         print(why_none())
         return NO_CUDA
-    if options.findings is not None:
-        return run_here(options.parts[0], options.findings)
-
     begin = time.monotonic()
     import torch
 
     if not torch.cuda.is_available():
         print(f"no CUDA: this torch, {torch.__version__}, cannot use the GPU, so nothing was checked")
         return NO_CUDA
-    from benchmarks.gpu.parts import parts_of
-    from benchmarks.gpu.report import print_table
-    from benchmarks.gpu.runner import chosen, run_parts
+    from benchmarks.gpu.runner import chosen, print_table, run_parts
     from benchmarks.gpu.setting import setting_of_this_gpu
     from benchmarks.harness import provenance
 
     setting = setting_of_this_gpu()
     try:
-        parts = chosen(parts_of(setting), options.parts)
+        parts = chosen(parts_of(setting, gpus), options.parts)
     except ValueError as error:
         parser.error(str(error))
-    results: dict[str, Any] = {
-        **provenance(),
-        "setting": {
-            name: value if isinstance(value, int | float | dict) else str(value)
-            for name, value in asdict(setting).items()
-        },
+    if options.findings is not None:
+        return run_here(parts[0], setting, options.findings)
+    shown = {
+        name: value if isinstance(value, int | float | dict) else str(value) for name, value in vars(setting).items()
     }
+    results: dict[str, Any] = {**provenance(), "setting": shown}
     left = options.seconds - (time.monotonic() - begin)
     right = run_parts(parts, command_of, results, options.output, LOGS, left)
     print_table(results)
@@ -75,21 +95,16 @@ def command_of(name: str, findings: Path) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", name, "--findings", str(findings)]
 
 
-def run_here(name: str, path: Path) -> int:
+def run_here(part: "Part", setting: "Setting", path: Path) -> int:
     """Run one part in this process and leave its findings in a file."""
     from benchmarks.gpu.findings import Findings
-    from benchmarks.gpu.parts import parts_of
-    from benchmarks.gpu.runner import TELL_WHERE
-    from benchmarks.gpu.setting import setting_of_this_gpu
+    from benchmarks.gpu.runner import SHOW_STACK
 
-    faulthandler.register(TELL_WHERE)
-    setting = setting_of_this_gpu()
-    (part,) = (part for part in parts_of(setting) if part.name == name)
+    faulthandler.register(SHOW_STACK)
     findings = Findings()
-    with findings.trying(name):
+    with findings.trying(part.name):
         findings = part.check(setting)
-    told = {"figures": findings.figures, "wrong": findings.wrong, "skipped": findings.skipped}
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(vars(findings)))
     return 1 if findings.wrong else 0
 
 

@@ -1,7 +1,7 @@
 """Small models, and steps of them: planned, and document by document with stock attention."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.gpu.findings import StepResult
 from benchmarks.gpu.setting import Setting
-from benchmarks.harness.models import VOCABULARY, rows_of_rank
-from hf_distca import Dispatcher, DistCAConfig, PlanSettings, plan_settings
+from benchmarks.harness.models import VOCABULARY, documents_of, rows_of_rank
+from hf_distca import Dispatcher, DistCAConfig, plan_layers, plan_settings
 from hf_distca.plan import MicroBatchPlan
 
 HEADS = (8, 2)
@@ -27,34 +28,6 @@ SMALL = {
 }
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One forward and backward over all documents.
-
-    Attributes:
-        loss: over all targets.
-        grads: by parameter, on the CPU.
-    """
-
-    loss: float
-    grads: dict[str, Tensor]
-
-
-def small_model(
-    setting: Setting, implementation: str, model_type: str = "llama", heads: tuple[int, int] = HEADS, **config: Any
-) -> PreTrainedModel:
-    """A model with random weights on the device, in float32, the same every time."""
-    q_heads, kv_heads = heads
-    sizes = {
-        "hidden_size": q_heads * setting.head_dim,
-        "intermediate_size": 2 * q_heads * setting.head_dim,
-        "num_attention_heads": q_heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": setting.head_dim,
-    }
-    return new_model(setting, implementation, model_type, torch.float32, {**SMALL, **sizes, **config})
-
-
 def new_model(
     setting: Setting, implementation: str, model_type: str, dtype: torch.dtype, config: dict[str, Any]
 ) -> PreTrainedModel:
@@ -66,12 +39,58 @@ def new_model(
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(model_type, **config), attn_implementation=implementation, dtype=dtype, **experts
         )
-    return model.to(setting.device)
+    return model.to(setting.device).train()
 
 
-def targets_of(documents: Sequence[Tensor]) -> int:
-    """How many tokens are predicted."""
-    return sum(max(len(document) - 1, 0) for document in documents)
+def small_model(
+    setting: Setting, implementation: str, model_type: str = "llama", heads: tuple[int, int] = HEADS, **config: Any
+) -> PreTrainedModel:
+    """A model of two layers in float32."""
+    q_heads, kv_heads = heads
+    sizes = {
+        "hidden_size": q_heads * setting.head_dim,
+        "intermediate_size": 2 * q_heads * setting.head_dim,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": setting.head_dim,
+    }
+    return new_model(setting, implementation, model_type, torch.float32, {**SMALL, **sizes, **config})
+
+
+def dispatcher_of(
+    model: PreTrainedModel, setting: Setting, *, ping_pong: bool, ranks: int = 1, **options: Any
+) -> Dispatcher:
+    """A dispatcher; prepares the model's layers too. On one rank there may be two nano-batches as well.
+
+    Args:
+        model: that is planned.
+        setting: sizes and device.
+        ping_pong: two nano-batches that take turns.
+        ranks: how many.
+        options: of the dispatcher.
+    """
+    # Cuts fall on multiples of a kernel's block, or less where documents are tiny.
+    block = 128 if max(setting.lengths) > 1024 else 8
+    config = DistCAConfig(tokens_per_rank=2 * sum(setting.lengths), balance_block_size=block)
+    settings = plan_settings(model, config, ranks=ranks, device=setting.device, dtype=setting.dtype)
+    if ping_pong:
+        plan_layers(model)
+    return Dispatcher(replace(settings, ping_pong=ping_pong), setting.device, **options)
+
+
+def planned_loss(
+    model: PreTrainedModel, plan: MicroBatchPlan, dispatcher: Dispatcher, documents: Sequence[Tensor]
+) -> Tensor:
+    """This rank's share of the loss over all targets, planned; raises if the model did not follow the plan."""
+    batch = rows_of_rank(plan, dispatcher.groups.rank, documents, dispatcher.device)
+    bound = dispatcher.bind(plan)
+    loss: Tensor = model(**batch, num_items_in_batch=targets_of(documents), distca_plan=bound).loss
+    if not bound.ran.attentions:
+        raise RuntimeError("the plan reached no attention layer")
+    # Where nothing moves, as on one rank, there are no turns.
+    if len(plan.nano_batches) == 2 and bound.exchanges and bound.ran.layers_in_turns != bound.ran.layers:
+        raise RuntimeError(f"only {bound.ran.layers_in_turns} of {bound.ran.layers} layers ran their halves in turns")
+    return loss
 
 
 def stock_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> float:
@@ -87,28 +106,22 @@ def stock_step(model: PreTrainedModel, documents: Sequence[Tensor]) -> float:
     return total
 
 
-def planned_loss(
-    model: PreTrainedModel, plan: MicroBatchPlan, dispatcher: Dispatcher, documents: Sequence[Tensor]
-) -> Tensor:
-    """This rank's share of the loss over all targets, planned."""
-    batch = rows_of_rank(plan, dispatcher.groups.rank, documents, dispatcher.device)
-    bound = dispatcher.bind(plan)
-    loss: Tensor = model(**batch, num_items_in_batch=targets_of(documents), distca_plan=bound).loss
-    if not bound.ran.attentions:
-        raise RuntimeError("the plan reached no attention layer")
-    # Where nothing moves, as on one rank, there are no turns.
-    if len(plan.nano_batches) == 2 and bound.exchanges and bound.ran.layers_in_turns != bound.ran.layers:
-        raise RuntimeError(f"only {bound.ran.layers_in_turns} of {bound.ran.layers} layers ran their halves in turns")
-    return loss
+def stock_result(
+    setting: Setting, implementation: str, *, exact: bool = False, model_type: str = "llama", **config: Any
+) -> StepResult:
+    """A step with stock attention, in the usual precision or a higher one."""
+    model = small_model(setting, implementation, model_type, **config)
+    if exact:
+        loss = stock_step(model.to(setting.exact), documents_of(setting.lengths))
+    else:
+        with setting.autocast():
+            loss = stock_step(model, documents_of(setting.lengths))
+    return StepResult(loss, gradients(model))
 
 
-def settings_of(
-    model: PreTrainedModel, setting: Setting, *, ping_pong: bool, ranks: int = 1, **config: Any
-) -> PlanSettings:
-    """Plan settings of a model; on one rank too it may have two nano-batches."""
-    options = DistCAConfig(tokens_per_rank=2 * sum(setting.lengths), **config)
-    settings = plan_settings(model, options, ranks=ranks, device=setting.device, dtype=setting.dtype)
-    return replace(settings, ping_pong=ping_pong)
+def targets_of(documents: Sequence[Tensor]) -> int:
+    """How many tokens are predicted."""
+    return sum(max(len(document) - 1, 0) for document in documents)
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -116,15 +129,3 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     grads = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return grads
-
-
-def deviations(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
-    """By parameter, the norm of the difference over the norm; infinite where a gradient is missing.
-
-    Gradients that are next to nothing beside the others count by a thousandth of the largest norm.
-    """
-    least = 1e-3 * max(grad.norm().item() for grad in want.values())
-    return {
-        name: (got[name] - grad).norm().item() / max(grad.norm().item(), least) if name in got else float("inf")
-        for name, grad in want.items()
-    }

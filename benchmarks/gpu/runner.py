@@ -2,23 +2,29 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import report
 from benchmarks.gpu.findings import Findings
+from benchmarks.harness import end_with_parent, table
 
+PASSED, FAILED, TIMED_OUT, SKIPPED, NOT_RUN = "passed", "FAILED", "TIMED OUT", "skipped", "NOT RUN"
+NOT_DONE = "NOT DONE"
+"""Of a part that runs, and so of the one in which all was killed."""
 LOG_TAIL = 4000
 """Characters of a part's output that are kept in the results where something is wrong."""
-TELL_WHERE = signal.SIGUSR1
+SHOW_STACK = signal.SIGUSR1
 """At this a part prints where it is; it is ended then."""
 DUMP_S = 0.5
+CommandOf = Callable[[str, Path], list[str]]
+"""For a part's name and a file, the command that runs it and leaves its findings in the file."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Part:
 
 
 def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
-    """The parts that words name or that begin with them, in their own order; without words all.
+    """Parts whose names are, or else begin with, one of the words, in their own order; without words all.
 
     Raises:
         ValueError: a word fits no part.
@@ -57,18 +63,13 @@ def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
 
 
 def run_parts(
-    parts: Sequence[Part],
-    command_of: Callable[[str, Path], list[str]],
-    results: dict[str, Any],
-    output: Path,
-    logs: Path,
-    seconds: float,
+    parts: Sequence[Part], command_of: CommandOf, results: dict[str, Any], output: Path, logs: Path, seconds: float
 ) -> bool:
     """Run parts; results are written before and after each, so that a run that is killed leaves them.
 
     Args:
         parts: the most important first. One whose limit is more than what is left is not run, later ones may be.
-        command_of: for a part's name and a file, the command that runs it and leaves its findings in the file.
+        command_of: of each part.
         results: what is known before; `parts` is added.
         output: where results are written.
         logs: folder for what the parts print.
@@ -78,41 +79,28 @@ def run_parts(
         Whether nothing was wrong.
     """
     end = time.monotonic() + seconds
-    found: dict[str, Any] = {part.name: _result(report.NOT_RUN) for part in parts}
+    found: dict[str, Any] = {part.name: _result(NOT_RUN) for part in parts}
     results["parts"] = found
     logs.mkdir(parents=True, exist_ok=True)
     for part in parts:
         left = end - time.monotonic()
         if part.skipped:
-            found[part.name] = _result(report.SKIPPED, skipped=part.skipped)
+            found[part.name] = _result(SKIPPED, skipped=part.skipped)
         elif part.limit_s <= left:
-            found[part.name] = _result(report.NOT_DONE)
-            report.write(output, results)
-            found[part.name] = run_part(part.name, command_of, logs, part.limit_s, all_gpus=part.all_gpus)
+            found[part.name] = _result(NOT_DONE)
+            _write(output, results)
+            found[part.name] = run_part(part, command_of, logs)
         else:
             short = f"it is given {part.limit_s:.0f} s, of {seconds:.0f} s {max(left, 0):.0f} are left"
-            found[part.name] = _result(report.NOT_RUN, wrong=[short])
+            found[part.name] = _result(NOT_RUN, wrong=[short])
         print(f"{part.name}: {found[part.name]['status']} in {found[part.name]['seconds']:.0f} s", flush=True)
-        report.write(output, results)
-    return all(part["status"] in report.GOOD for part in found.values())
+        _write(output, results)
+    return all(part["status"] in (PASSED, SKIPPED) for part in found.values())
 
 
-def run_part(
-    name: str, command_of: Callable[[str, Path], list[str]], logs: Path, limit_s: float, *, all_gpus: bool = False
-) -> dict[str, Any]:
-    """Run one part; everything that it has started ends with it, and with this process.
-
-    Args:
-        name: of the part.
-        command_of: as in `run_parts`.
-        logs: as in `run_parts`.
-        limit_s: seconds after which it is ended.
-        all_gpus: as in `Part`.
-
-    Returns:
-        Status, seconds, figures, what is wrong, why it was skipped, and where something is wrong what it printed last.
-    """
-    file_name = name.replace(" ", "_").replace(",", "")
+def run_part(part: Part, command_of: CommandOf, logs: Path) -> dict[str, Any]:
+    """Run one part in a process that ends with this one; returns its result, with its output where that is wrong."""
+    file_name = part.name.replace(" ", "_").replace(",", "")
     findings, log = logs / f"{file_name}.json", logs / f"{file_name}.log"
     findings.unlink(missing_ok=True)
     # Trainer would use all that it sees in one process.
@@ -121,31 +109,33 @@ def run_part(
     with log.open("w") as out:
         # A session of its own: its ranks and servers are ended with it.
         process = subprocess.Popen(
-            command_of(name, findings),
+            command_of(part.name, findings),
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **({} if all_gpus else one_gpu)},
+            env={**os.environ, **({} if part.all_gpus else one_gpu)},
             start_new_session=True,
+            preexec_fn=end_with_parent,
         )
-        with _ended_with_this_process(process):
-            try:
-                code = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-                process.send_signal(TELL_WHERE)
-                time.sleep(DUMP_S)
-            finally:
-                _end_session(process)
+        try:
+            code: int | None = process.wait(part.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.send_signal(SHOW_STACK)
+            time.sleep(DUMP_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     seconds = time.monotonic() - begin
     printed = log.read_text(errors="replace")[-LOG_TAIL:].strip()
     if code is None:
-        return _result(report.TIMED_OUT, seconds, wrong=[f"not done in {limit_s:.0f} s"], printed=printed)
+        return _result(TIMED_OUT, seconds, wrong=[f"not done in {part.limit_s:.0f} s"], printed=printed)
     if not findings.exists():
-        return _result(report.FAILED, seconds, wrong=[f"ended with status {code}, without findings"], printed=printed)
+        return _result(FAILED, seconds, wrong=[f"ended with status {code}, without findings"], printed=printed)
     told = json.loads(findings.read_text())
     if told["wrong"]:
-        return _result(report.FAILED, seconds, **told, printed=printed)
-    return _result(report.SKIPPED if told["skipped"] else report.PASSED, seconds, **told)
+        return _result(FAILED, seconds, printed=printed, **told)
+    return _result(SKIPPED if told["skipped"] else PASSED, seconds, **told)
 
 
 def _result(
@@ -156,30 +146,34 @@ def _result(
     skipped: str = "",
     printed: str = "",
 ) -> dict[str, Any]:
-    return {
-        "status": status,
-        "seconds": round(seconds, 1),
-        "wrong": list(wrong),
-        "skipped": skipped,
-        "figures": figures or {},
-        "printed": printed,
-    }
+    result = {"status": status, "seconds": round(seconds, 1), "wrong": list(wrong), "skipped": skipped}
+    return {**result, "figures": figures or {}, "printed": printed}
 
 
-@contextmanager
-def _ended_with_this_process(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Let a process and all that it has started end where this process is killed: a GPU would stay busy."""
-    # What it reads from is closed when this process ends, in whatever way.
-    watch = ["sh", "-c", f"read _; kill -KILL -{process.pid}"]
-    with subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True) as watching:
-        try:
-            yield
-        finally:
-            watching.kill()
+def _write(path: Path, results: dict[str, Any]) -> None:
+    """Write results, never half of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(results, indent=2) + "\n")
+    draft.replace(path)
 
 
-def _end_session(process: "subprocess.Popen[bytes]") -> None:
-    """End the process and all that it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def print_table(results: dict[str, Any]) -> None:
+    """Print one line a part, then everything that is wrong, and the command for the parts that were not run."""
+    parts = results["parts"]
+    table(
+        ["part", "result", "seconds", "wrong"],
+        [
+            [name, part["status"], f"{part['seconds']:.0f}", str(len(part["wrong"])) if part["wrong"] else ""]
+            for name, part in parts.items()
+        ],
+    )
+    for name, part in parts.items():
+        for sentence in part["wrong"]:
+            print(f"{name}: {sentence}")
+        if part["printed"]:
+            print(part["printed"])
+        if part["skipped"]:
+            print(f"{name}: skipped: {part['skipped']}")
+    if left := [name for name, part in parts.items() if part["status"] == NOT_RUN]:
+        print(f'not run: make gpu GPU="{shlex.join(left)}"')

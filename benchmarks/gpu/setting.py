@@ -1,4 +1,4 @@
-"""How large the parts are and where they run; the tests run the same parts on the CPU with small numbers."""
+"""Sizes and device of all parts; tests run the same parts on the CPU with small numbers."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -9,30 +9,23 @@ import torch
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of all parts. The defaults are those of one GPU with 70 GiB or more.
+    """Sizes of all parts. The defaults suit one GPU with 70 GiB or more.
 
     Attributes:
         device: where everything runs.
-        dtype: that core attention is computed in.
+        dtype: of core attention.
         exact: dtype of the models that others are compared with.
         task_rows: query rows of the larger tasks that kernels are checked with.
         head_dims: head dims that kernels are checked with.
         head_dim: of the small models that are compared step by step.
         lengths: documents of a compared step; they divide into two nano-batches.
         steps: optimizer steps that are compared.
-        context: rows of the one document that shards are compared with.
-        shard_rows: rows of a shard.
-        keys_at_once: the most K/V rows that one call gets.
-        least_share: of one document's speed that long shards must reach, see `shards.LONG`.
-        repeats: times that what is timed is repeated.
+        attention_rows: rows of the document that is computed beside an exchange.
+        repeats: calls of what is timed.
         wide: shape of the model that is trained.
         tokens: tokens of its micro-batches.
-        plans: steps of changing plans in which memory must stay flat.
+        plans: its steps, in which plans change and memory must stay flat.
         stock_steps: steps of the stock attentions beside it.
-        ranks: numbers of ranks that the one GPU stands for.
-        seconds_of_ranks: after which no further batch is begun with them.
-        published_heads: query heads, key-value heads and head dim of MagiAttention's setting.
-        published_tokens: tokens of each rank in it.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
@@ -43,10 +36,7 @@ class Setting:
     head_dim: int = 64
     lengths: tuple[int, ...] = (1700, 130, 1, 900, 2, 77, 1200)
     steps: int = 20
-    context: int = 32768
-    shard_rows: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-    keys_at_once: int = 2**20
-    least_share: float = 0.6
+    attention_rows: int = 16384
     repeats: int = 10
     wide: dict[str, int] = field(
         default_factory=lambda: {
@@ -62,10 +52,11 @@ class Setting:
     tokens: int = 32768
     plans: int = 50
     stock_steps: int = 6
-    ranks: tuple[int, ...] = (8, 16, 64)
-    seconds_of_ranks: float = 60.0
-    published_heads: tuple[int, int, int] = (64, 8, 128)
-    published_tokens: int = 8192
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision as `bf16=True` has it, where core attention is computed in a half precision."""
@@ -73,15 +64,12 @@ class Setting:
 
     def synchronize(self) -> None:
         """Wait until the device is done."""
-        if self.device.type == "cuda":
+        if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
 
 def setting_of_this_gpu() -> Setting:
     """The setting for the GPU at hand: one with less memory trains on fewer tokens."""
-    setting = Setting()
-    gib = torch.cuda.get_device_properties(setting.device).total_memory / 2**30
-    for least, tokens in ((70, 32768), (36, 16384), (20, 8192)):
-        if gib >= least:
-            return replace(setting, tokens=tokens, keys_at_once=setting.keys_at_once * tokens // setting.tokens)
-    return replace(setting, tokens=4096, context=8192, keys_at_once=2**16)
+    gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    tokens = next((tokens for least, tokens in ((70, 32768), (36, 16384), (20, 8192)) if gib >= least), 4096)
+    return replace(Setting(), tokens=tokens)

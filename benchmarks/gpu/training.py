@@ -4,21 +4,21 @@ The same micro-batches in the same order, full to the last token. Weights are in
 """
 
 import gc
-import os
 import random
 import statistics
 import tempfile
 import time
 from typing import Any
 
+import psutil
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.models import new_model
 from benchmarks.gpu.setting import Setting
 from hf_distca import DistCATrainer, DistCATrainingArguments
-from hf_distca.planner.cost import pairs
 
 WARM_UP = 2
 """Steps that are not timed."""
@@ -26,8 +26,6 @@ GROWTH = 1.05
 """So many times the memory of the first fifth of the steps may be in use at the end."""
 BOUNDS = {"loss": 5e-3, "grad_norm": 2e-2}
 """Largest differences of what stock attention and ours log, over the value."""
-FORWARDS = 3
-"""A backward takes two forwards' operations."""
 
 
 class Watch(TrainerCallback):
@@ -66,10 +64,8 @@ class Watch(TrainerCallback):
 
 def memory_taken(device: torch.device) -> int:
     """Bytes that the allocator holds; on the CPU those of the process."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    taken: int = torch.cuda.memory_reserved(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+    return taken
 
 
 def micro_batches(setting: Setting) -> list[list[int]]:
@@ -108,7 +104,7 @@ def make_model(setting: Setting, implementation: str) -> PreTrainedModel:
 
 def arguments(setting: Setting, folder: str, steps: int) -> dict[str, Any]:
     """What both trainers are told."""
-    on_cuda = setting.device.type == "cuda"
+    on_cuda = setting.on_cuda
     return {
         "output_dir": folder,
         "max_steps": steps,
@@ -128,87 +124,53 @@ def arguments(setting: Setting, folder: str, steps: int) -> dict[str, Any]:
     }
 
 
-def train_ours(setting: Setting, batches: list[list[list[int]]]) -> tuple[Watch, list[dict[str, float]]]:
-    """Train on micro-batches with DistCATrainer; returns what was seen, and what was logged."""
-    watch = Watch(setting)
+def train(setting: Setting, implementation: str, batches: list[list[list[int]]]) -> Watch:
+    """Train on micro-batches, with DistCATrainer or with stock attention and transformers' Trainer."""
+    watch, ours = Watch(setting), implementation == "distca"
+    model = make_model(setting, implementation)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = DistCATrainer(
-            model=make_model(setting, "distca"),
-            args=DistCATrainingArguments(tokens_per_rank=setting.tokens, **arguments(setting, folder, len(batches))),
-            train_dataset=[{"input_ids": document} for documents in batches for document in documents],
-            callbacks=[watch],
-        )
-        trainer.train()
-    return watch, [entry for entry in trainer.state.log_history if "distca/tokens_per_second" in entry]
-
-
-def train_stock(setting: Setting, implementation: str, batches: list[list[list[int]]]) -> Watch:
-    """Train on micro-batches with transformers' Trainer."""
-    watch = Watch(setting)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            model=make_model(setting, implementation),
-            args=TrainingArguments(remove_unused_columns=False, **arguments(setting, folder, len(batches))),
-            train_dataset=batches,
-            data_collator=collate,
-            callbacks=[watch],
-        )
+        options = arguments(setting, folder, len(batches))
+        if ours:
+            documents = [{"input_ids": document} for documents in batches for document in documents]
+            args = DistCATrainingArguments(tokens_per_rank=setting.tokens, **options)
+            trainer: Trainer = DistCATrainer(model=model, args=args, train_dataset=documents, callbacks=[watch])
+        else:
+            args = TrainingArguments(remove_unused_columns=False, **options)
+            trainer = Trainer(model=model, args=args, train_dataset=batches, data_collator=collate, callbacks=[watch])
         trainer.train()
     return watch
 
 
 def check_training(setting: Setting) -> Findings:
-    """Many steps with changing plans; the first of them with stock attentions; and steps of one document each."""
+    """Many steps with changing plans, the first of them with stock attentions too; and steps of one document each."""
     findings = Findings()
-    lengths = micro_batches(setting)
-    batches = tokens_of(lengths, setting.wide["vocab_size"])
-    single = tokens_of([[setting.tokens]] * setting.stock_steps, setting.wide["vocab_size"])
-    figures = findings.figures
-    figures |= {"tokens": setting.tokens, "layers": setting.wide["num_hidden_layers"], "ways": {}}
-
-    with findings.trying("documents"):
-        watch, logged = train_ours(setting, batches)
-        findings.check(
-            len(watch.seconds) == setting.plans, f"{len(watch.seconds)} steps ran, {setting.plans} were expected"
-        )
-        _check_memory(findings, watch)
-        figures["imbalance_degree"] = logged[-1]["distca/imbalance_degree"]
-        figures["ways"]["distca, documents"] = _speed(setting, watch, lengths)
-        _beside(setting, findings, "documents", watch, batches[: setting.stock_steps], lengths)
-    with findings.trying("one document"):
-        watch, _ = train_ours(setting, single)
-        lengths = [[setting.tokens]] * setting.stock_steps
-        figures["ways"]["distca, one document"] = _speed(setting, watch, lengths)
-        _beside(setting, findings, "one document", watch, single, lengths)
-    return findings
-
-
-def _beside(
-    setting: Setting,
-    findings: Findings,
-    what: str,
-    ours: Watch,
-    batches: list[list[list[int]]],
-    lengths: list[list[int]],
-) -> None:
-    """The same steps with stock attentions: their speeds, and that they log what ours does."""
-    for name in stock_attentions():
+    lengths_of = {"documents": micro_batches(setting), "one document": [[setting.tokens]] * setting.stock_steps}
+    findings.figures |= {"tokens": setting.tokens, "layers": setting.wide["num_hidden_layers"]}
+    ways = findings.figures["ways"] = {}
+    for what, lengths in lengths_of.items():
+        batches = tokens_of(lengths, setting.wide["vocab_size"])
+        with findings.trying(what):
+            ours = train(setting, "distca", batches)
+            findings.check(len(ours.seconds) == len(lengths), f"{len(ours.seconds)} of {len(lengths)} steps ran")
+            if what == "documents":
+                _check_memory(findings, ours)
+            ways[f"distca, {what}"] = _speed(setting, ours)
+            for name in stock_attentions():
+                _free()
+                with findings.trying(f"{name}, {what}"):
+                    try:
+                        stock = train(setting, name, batches[: setting.stock_steps])
+                    except torch.OutOfMemoryError as error:
+                        ways[f"{name}, {what}"] = f"out of memory: {str(error)[:200]}"
+                        continue
+                    ways[f"{name}, {what}"] = _speed(setting, stock)
+                    _check_logged(findings, f"{name}, {what}", ours, stock)
         _free()
-        with findings.trying(f"{name}, {what}"):
-            try:
-                stock = train_stock(setting, name, batches)
-            except torch.OutOfMemoryError as error:
-                findings.figures["ways"][f"{name}, {what}"] = f"out of memory: {str(error)[:200]}"
-                continue
-            findings.figures["ways"][f"{name}, {what}"] = _speed(setting, stock, lengths)
-            _check_logged(findings, f"{name}, {what}", ours, stock)
-    _free()
+    return findings
 
 
 def stock_attentions() -> list[str]:
     """Those of transformers that run here."""
-    from transformers.utils import is_flash_attn_2_available
-
     return ["sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
 
 
@@ -231,28 +193,10 @@ def _check_logged(findings: Findings, what: str, ours: Watch, stock: Watch) -> N
             findings.at_most(abs(mine - theirs) / theirs, bound, f"{what}: difference of the {name} of step {step}")
 
 
-def _speed(setting: Setting, watch: Watch, lengths: list[list[int]]) -> dict[str, float]:
-    """Medians over the steps after the first ones: seconds, tokens and 10¹² operations of the model a second."""
-    wide = setting.wide
-    width = wide["num_attention_heads"] * wide["head_dim"]
-    kv_width = wide["num_key_value_heads"] * wide["head_dim"]
-    hidden, layers = wide["hidden_size"], wide["num_hidden_layers"]
-    weights = layers * hidden * (2 * width + 2 * kv_width + 3 * wide["intermediate_size"])
-    weights += hidden * wide["vocab_size"]
-    steps = list(zip(watch.seconds, lengths, strict=False))[WARM_UP:] or list(
-        zip(watch.seconds, lengths, strict=False)
-    )
-    rates = []
-    for seconds, documents in steps:
-        seen = sum(pairs(0, length) for length in documents)
-        flops = FORWARDS * (2 * weights * sum(documents) + 4 * width * layers * seen)
-        rates.append(flops / seconds / 1e12)
-    seconds = [seconds for seconds, _ in steps]
-    return {
-        "step_s": statistics.median(seconds),
-        "tokens_per_second": setting.tokens / statistics.median(seconds),
-        "model_tflops": statistics.median(rates),
-    }
+def _speed(setting: Setting, watch: Watch) -> dict[str, float]:
+    """Median of the steps after the first ones, and the tokens that it makes a second."""
+    step_s = statistics.median(watch.seconds[WARM_UP:] or watch.seconds)
+    return {"step_s": step_s, "tokens_per_second": setting.tokens / step_s}
 
 
 def _free() -> None:

@@ -1,24 +1,27 @@
-"""What benchmarks share: ranks on this machine, rounds and what is told of them, what figures belong to."""
+"""What benchmarks share: ranks on this machine, rounds and their reports, memory, what figures belong to."""
 
-from .figures import Spread, print_json, rounded, spread, table
+from .figures import Spread, print_json, print_rows, rounded, spread, table
 from .machine import provenance
-from .parent import end_with_parent
-from .ranks import Ranks, free_port, run_ranks
-from .rounds import PROBE, Measured, Round, over, report, rounds_parser, take_rounds
+from .ranks import Ranks, end_with_parent, free_port, run_ranks
+from .resident import begin_peak, follow_tensors, peak
+from .rounds import Measured, Round, over, report, rounds_parser, take_rounds
 from .timing import Probe, median_seconds
 
 __all__ = [
-    "PROBE",
     "Measured",
     "Probe",
     "Ranks",
     "Round",
     "Spread",
+    "begin_peak",
     "end_with_parent",
+    "follow_tensors",
     "free_port",
     "median_seconds",
     "over",
+    "peak",
     "print_json",
+    "print_rows",
     "provenance",
     "report",
     "rounded",

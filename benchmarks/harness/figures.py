@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,6 +44,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for first, *others in [header, *rows]:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
         print("  ".join(cells))
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of figures by name, numbers with three decimals."""
+    shown = [
+        [f"{figure:.3f}" if isinstance(figure, float) else str(figure) for figure in row.values()] for row in rows
+    ]
+    table(list(rows[0]), shown)
 
 
 def print_json(**figures: Any) -> None:

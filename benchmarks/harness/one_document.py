@@ -140,7 +140,8 @@ def _take(case: OneDocument, sampled: Sequence[int] = ()) -> Taken:
     results |= {
         name: x_THD[mine] for name, x_THD in zip(("dq", "dk", "dv"), gradients, strict=True) if x_THD is not None
     }
-    return Taken(taken, len(bound.nano_batches[0].routes[case.kind].stages), numbers_T[mine], results)
+    routes = bound.nano_batches[0].routes.get(case.kind)  # None where nothing moves
+    return Taken(taken, len(routes.stages) if routes else 0, numbers_T[mine], results)
 
 
 def reference(case: OneDocument, sampled: Sequence[int], chunk: int = 512) -> dict[str, Tensor]:

@@ -1,18 +1,33 @@
 """Ranks on this machine: processes with a gloo group among them."""
 
+import ctypes
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .parent import end_with_parent
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that a process gets when the one that started it has ended."""
+_LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when the one that started it ends, killed or not, whatever is done here then.
+
+    Daemonic processes end with a parent that exits, but not with one that is killed.
+    """
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = parent_process()
+    if parent is not None and not parent.is_alive():  # it ended while this process was starting
+        os._exit(1)
 
 
 class Ranks:

@@ -9,6 +9,8 @@ whenever this one does; ratios between the two checkouts are paired in the same 
 import json
 import os
 import random
+import re
+import shlex
 import subprocess
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -18,13 +20,10 @@ from pathlib import Path
 
 from .figures import Spread, print_json, spread, table
 from .machine import CHECKOUT, commit
-from .parent import end_with_parent
+from .ranks import end_with_parent
 
 Round = Mapping[str, float]
 """Figures of one round by name, the same names in every round."""
-
-PROBE = "probe_s"
-"""Name of a figure that says how restless the machine was in a round: seconds of `Probe`, the slowest reading."""
 
 _MARK = "round: "
 """Begins the lines that one checkout's script sends to the other's."""
@@ -78,23 +77,17 @@ def take_rounds(options: Namespace, take: Callable[[], Round]) -> Measured:
         for _ in sys.stdin:
             _say(take())
         raise SystemExit
+    other = None if options.against is None else _Other(options.against)
     ours: list[Round] = []
-    if options.against is None:
-        for _ in range(options.rounds):
-            ours.append(take())
-            print(".", end="", flush=True, file=sys.stderr)
-        print(file=sys.stderr)
-        return Measured(ours)
-    other = _Other(options.against)
     theirs: list[Round] = []
-    sides = [(ours, take), (theirs, other.take)]
+    sides = [(ours, take)] if other is None else [(ours, take), (theirs, other.take)]
     order = random.Random(0)
     for _ in range(options.rounds):
-        for rounds, side in order.sample(sides, 2):
+        for rounds, side in order.sample(sides, len(sides)):
             rounds.append(side())
             print(".", end="", flush=True, file=sys.stderr)
     print(file=sys.stderr)
-    return Measured(ours, theirs, other.commit)
+    return Measured(ours, theirs, None if other is None else other.commit)
 
 
 class _Other:
@@ -113,7 +106,7 @@ class _Other:
         if here != CHECKOUT:
             raise ValueError(f"this benchmark lies in {here}, but imports hf_distca from {CHECKOUT}: set PYTHONPATH")
         script = checkout / "benchmarks" / Path(sys.argv[0]).name
-        words = _without("--against", sys.argv[1:])
+        words = shlex.split(re.sub(r"--against[= ]\S+", "", shlex.join(sys.argv[1:])))
         self._process = subprocess.Popen(
             [sys.executable, str(script), *words, "--follow"],
             cwd=checkout,
@@ -150,19 +143,6 @@ def _say(told: Mapping) -> None:
     print(_MARK + json.dumps(told), flush=True)
 
 
-def _without(option: str, words: Sequence[str]) -> list[str]:
-    """Words of a command line without an option and its value."""
-    found, skip = [], False
-    for word in words:
-        if skip or word.startswith(f"{option}="):
-            skip = False
-        elif word == option:
-            skip = True
-        else:
-            found.append(word)
-    return found
-
-
 def over(numerator: str, denominator: str) -> Callable[[Round], float]:
     """One figure of a round over another one."""
     return lambda taken: taken[numerator] / taken[denominator]
@@ -178,11 +158,11 @@ def report(measured: Measured, derived: Mapping[str, Callable[[Round], float]], 
     """
     ours, theirs = measured.ours, measured.theirs
     figures = _spreads(ours)
-    _show(f"{len(ours)} rounds", ours, figures)
+    _show(f"{len(ours)} rounds", figures)
     ratios = [{name: compute(taken) for name, compute in derived.items()} for taken in ours]
     if derived:
         print()
-        _show("within a round", ratios, _spreads(ratios), by=ours)
+        _show("within a round", _spreads(ratios))
     against = None
     if theirs:
         quotients = [{name: a[name] / b[name] for name in a} for a, b in zip(ours, theirs, strict=True)]
@@ -203,24 +183,5 @@ def _spreads(rounds: Sequence[Round]) -> dict[str, Spread]:
     return {name: spread([taken[name] for taken in rounds]) for name in rounds[0]}
 
 
-def _show(
-    title: str, rounds: Sequence[Round], figures: Mapping[str, Spread], by: Sequence[Round] | None = None
-) -> None:
-    """Print a table of figures.
-
-    Args:
-        title: of the table.
-        rounds: the figures.
-        figures: their medians and quartiles.
-        by: the rounds that say which of them were calm, where they are others.
-    """
-    probes = [taken.get(PROBE) for taken in by or rounds]
-    if None in probes:
-        table([title, "median (quartiles)"], [[name, str(figure)] for name, figure in figures.items()])
-        return
-    calm = sorted(range(len(rounds)), key=probes.__getitem__)[: (len(rounds) + 1) // 2]
-    calm_figures = _spreads([rounds[index] for index in calm])
-    table(
-        [title, "median (quartiles)", f"calmest {len(calm)}"],
-        [[name, str(figure), f"{calm_figures[name].median:.3f}"] for name, figure in figures.items()],
-    )
+def _show(title: str, figures: Mapping[str, Spread]) -> None:
+    table([title, "median (quartiles)"], [[name, str(figure)] for name, figure in figures.items()])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,12 @@ def test_a_script_that_is_killed_leaves_no_process_behind(tmp_path, number):
     command = [sys.executable, str(ours / "benchmarks" / "bench.py")]
     if number == signal.SIGKILL:
         command += ["--against", str(theirs)]
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ours)}, stderr=subprocess.DEVNULL) as script:
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ours)},
+        stderr=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # which tests in the background ignore
+    ) as script:
         wait_until((tmp_path / "taking").exists, 120)
         script.send_signal(number)
     pids = [int(path.name.split()[1]) for path in tmp_path.glob("* *")]
@@ -154,16 +160,3 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_documents_of_the_step_benchmark(harness):
-    from step_time import LENGTHS_FOR, MIXES, packed_rows, whole_rows
-
-    assert whole_rows([4, 3, 2, 1], 2) == [[4], [3, 2, 1]]
-    assert all(sum(lengths) == LENGTHS_FOR for lengths in MIXES.values())
-    for ranks in (2, 4):
-        for lengths in MIXES.values():
-            for rows in (whole_rows(lengths, ranks), packed_rows(lengths, ranks)):
-                assert len(rows) == ranks
-                assert all(rows)
-                assert sorted(length for row in rows for length in row) == sorted(lengths)

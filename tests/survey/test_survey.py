@@ -1,4 +1,7 @@
-"""Every causal language model of transformers is equal to one process, or refused with the reason."""
+"""Causal language models of transformers are equal to one process, or refused with the reason.
+
+`make test` runs one model for each mechanism, `make survey` all models.
+"""
 
 import pytest
 import transformers
@@ -6,8 +9,29 @@ import transformers
 from tests.survey.outcomes import Outcome, model_types, outcome
 from tests.survey.page import PAGE, page, without_errors
 
-pytestmark = pytest.mark.survey
-
+MECHANISMS = {
+    "grouped queries": ("llama", "joint"),
+    "learned positions": ("gpt2", "joint"),
+    "windows": ("mistral", "joint"),
+    "windows in turn with full attention": ("gemma3_text", "joint"),
+    "chunks": ("llama4_text", "joint"),
+    "softcap": ("gemma2", "joint"),
+    "sinks": ("gpt_oss", "joint"),
+    "latent attention": ("deepseek_v3", "joint"),
+    "experts": ("mixtral", "joint"),
+    "keys and values of earlier layers": ("gemma4_text", "joint"),
+    "text of a model with an image tower": ("gemma3", "joint"),
+    "gated delta rule": ("qwen3_next", "whole"),
+    "Mamba-2": ("bamba", "whole"),
+    "Mamba-1": ("jamba", "whole"),
+    "short convolution": ("lfm2", "whole"),
+    "recurrence": ("recurrent_gemma", "whole"),
+    "no attention": ("mamba2", "refused"),
+    "attention of another model's states": ("whisper", "refused"),
+    "a mask of its own": ("doge", "refused"),
+    "keywords dropped": ("stablelm", "refused"),
+}
+"""By mechanism, a model and its layout, or that it is refused."""
 UNBUILT = {
     "gemma3n",  # needs the package timm
     *("gemma4_assistant", "gemma4_unified_assistant"),  # drafts for another model, whose states they read
@@ -18,11 +42,20 @@ UNBUILT = {
 LEAST_EQUAL, LEAST_WHOLE = 120, 15
 
 
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_mechanism(rank_pools, mechanism):
+    model_type, expected = MECHANISMS[mechanism]
+    found = outcome(model_type, rank_pools[2])
+    assert (found.layout or found.status) == expected, found
+    assert found.status == ("refused" if expected == "refused" else "equal"), found
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     return {}
 
 
+@pytest.mark.survey
 @pytest.mark.parametrize("model_type", model_types())
 def test_equal_or_refused(rank_pools, outcomes, model_type):
     found = outcomes[model_type] = outcome(model_type, rank_pools[2])
@@ -32,13 +65,13 @@ def test_equal_or_refused(rank_pools, outcomes, model_type):
         assert len(found.told) > 20, "says too little"
 
 
+@pytest.mark.survey
 def test_the_page_is_current(outcomes):
     if outcomes.keys() != set(model_types()):
         pytest.skip("only some models ran")
     equal = [each for each in outcomes.values() if each.status == "equal"]
     assert len(equal) >= LEAST_EQUAL
     assert sum(each.layout == "whole" for each in equal) >= LEAST_WHOLE
-    if (
-        f"transformers {transformers.__version__} was tested" in PAGE.read_text()
-    ):  # else it is the page of another version
+    # Else it is the page of another version.
+    if f"transformers {transformers.__version__} was tested" in PAGE.read_text():
         assert without_errors(page(list(outcomes.values()))) == without_errors(PAGE.read_text())

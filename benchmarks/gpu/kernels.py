@@ -1,27 +1,29 @@
-"""Kernels against float64: forward and backward on everything that dispatching may give them.
+"""Kernels against float64, on everything that dispatching may give them, and the profile of the GPU.
 
 Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of
 queries and keys, E head dim of values, N rows, B bytes of a row.
 """
 
+import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.findings import Findings, waits
 from benchmarks.gpu.setting import Setting
+from hf_distca.cli.main import main
 from hf_distca.kernels import KERNEL_NAMES, AttentionParams, Kernel, Need, TaskShapes, get_kernel
 from hf_distca.kernels.contract import ALIGNMENT, aligned
 from hf_distca.kernels.versions import PACKAGES, MissingPackageError
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest deviation by dtype, over the largest magnitude in the tensor."""
-LSE_BOUND = 1e-3
+LSE_BOUND, LEAST_R2 = 1e-3, 0.98
 COMPILED = ("flash_attn_4",)
 """Kernels that compile a variant for every dtype, head dim, ratio of heads and mask: some 9 s each."""
 VARIANTS = ("tasks of one row", "head dim 128, received", "window 128", "not causal")
@@ -167,75 +169,53 @@ def deviation(got: Tensor, want: Tensor) -> float:
     return ((got[finite] - want[finite]).abs().max() / largest).item()
 
 
-@contextmanager
-def never_waiting(device: torch.device) -> Iterator[None]:
-    """An error where the host waits for the device."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def check_kernel(setting: Setting, name: str) -> Findings:
-    """One kernel on all cases in all dtypes that it takes.
-
-    Args:
-        setting: sizes and device.
-        name: of the kernel.
-    """
-    findings = Findings()
-    device = setting.device
-    kernel = kernel_or_why_none(name, device, findings)
-    if kernel is None:
+    """One kernel on all cases in all dtypes that it takes; the host must not wait for the device."""
+    findings, device = Findings(), setting.device
+    try:
+        kernel = get_kernel(name, device)
+    except MissingPackageError as error:
+        findings.skipped = str(error)
         return findings
-    refused: dict[str, str] = {}
-    worst: dict[str, dict[str, float]] = {}
+    except ImportError as error:
+        findings.check(False, str(error))
+        return findings
+    refused: set[str] = set()
+    worst: dict[str, float] = {}
     ran = 0
     for (dtype, case_name), case in calls_of(setting, name).items():
-        dtype_name = str(dtype).removeprefix("torch.")
         try:
             kernel.check(Need(dtype, case.dim_qk, case.dim_v, case.params), device)
         except ValueError as error:
-            refused[f"{dtype_name}, {case_name}"] = str(error)
+            refused.add(str(error))
             continue
-        what = f"{name}, {dtype_name}, {case_name}"
+        what = f"{name}, {str(dtype).removeprefix('torch.')}, {case_name}"
         with findings.trying(what):
             ran += 1
             for tensor, error in errors(kernel, case, dtype, device).items():
                 findings.at_most(error, LSE_BOUND if tensor == "lse" else BOUNDS[dtype], f"{what}, {tensor}")
-                seen = worst.setdefault(dtype_name, {})
-                seen[tensor] = max(seen.get(tensor, 0.0), error)
-    if get_kernel("auto", device).name == name:
-        findings.check(bool(ran), f"{name} is what 'auto' is here, and refuses everything")
-        findings.figures["is_auto"] = True
+                worst[f"{dtype}, {tensor}"] = max(worst.get(f"{dtype}, {tensor}", 0.0), error)
     if not ran:
-        findings.skipped = next(iter(refused.values()))
+        findings.check(
+            get_kernel("auto", device).name != name, f"{name} is what 'auto' is here, and refuses everything"
+        )
+        findings.skipped = min(refused)
         return findings
-    with findings.trying(f"{name} makes the host wait for the device"):
-        _call_without_waiting(kernel, setting)
-    findings.figures |= {
-        "calls": ran,
-        "refused": len(refused),
-        "reasons": sorted(set(refused.values())),
-        "errors": worst,
-    }
+    with findings.trying(f"{name}, once more"):
+        _check_waits(kernel, setting, findings)
+    findings.figures |= {"calls": ran, "reasons of refusals": sorted(refused), "errors": worst}
     return findings
 
 
-def kernel_or_why_none(name: str, device: torch.device, findings: Findings) -> Kernel | None:
-    """The kernel; None where its package is missing, which is no fault, or cannot be imported, which is one."""
-    try:
-        return get_kernel(name, device)
-    except MissingPackageError as error:
-        findings.skipped = str(error)
-    except ImportError as error:
-        findings.check(False, str(error))
-    return None
+def _check_waits(kernel: Kernel, setting: Setting, findings: Findings) -> None:
+    """Run forward and backward of a case that has run before, and note where the host waits."""
+    case = cases(setting)[f"head dim {setting.head_dims[0]}"]
+    do_QHE, *qkv = make_inputs(case, setting.dtype, setting.device)
+    shapes = TaskShapes.build(case.q_lens, case.k_lens, setting.device)
+    with waits(setting.device) as places:
+        o_QHE, lse_QH = kernel.forward(*qkv, shapes, case.params)
+        kernel.backward(do_QHE, *qkv, o_QHE, lse_QH, shapes, case.params)
+    findings.check(not places, f"{kernel.name}: the host waits for the device in {sorted(set(places))}")
 
 
 def why_missing(name: str) -> str:
@@ -244,20 +224,29 @@ def why_missing(name: str) -> str:
     return "" if package is None or package.installed else package.needed
 
 
-def _call_without_waiting(kernel: Kernel, setting: Setting) -> None:
-    """Forward and backward of a case that has run before."""
-    case = cases(setting)["head dim 64" if 64 in setting.head_dims else f"head dim {setting.head_dims[0]}"]
-    do_QHE, *qkv = make_inputs(case, setting.dtype, setting.device)
-    shapes = TaskShapes.build(case.q_lens, case.k_lens, setting.device)
-    with never_waiting(setting.device):
-        o_QHE, lse_QH = kernel.forward(*qkv, shapes, case.params)
-        kernel.backward(do_QHE, *qkv, o_QHE, lse_QH, shapes, case.params)
-
-
 def kernel_names(device: torch.device) -> list[str]:
     """Kernels to check on a device: all but "auto", which is one of them, and what they are compared with."""
-    return [
-        name
-        for name in KERNEL_NAMES
-        if name not in ("auto", "reference") and (name == "cpu") == (device.type == "cpu")
-    ]
+    kinds = [name for name in KERNEL_NAMES if name not in ("auto", "reference")]
+    return [name for name in kinds if (name == "cpu") == (device.type == "cpu")]
+
+
+def check_profile(setting: Setting) -> Findings:
+    """Profile of this GPU by `hf-distca profile`, as figures; docs/explanation/simulation.md says what it is for."""
+    findings, wide = Findings(), setting.wide
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        options = {
+            "output": path,
+            "q-heads": wide["num_attention_heads"],
+            "kv-heads": wide["num_key_value_heads"],
+            "head-dim": wide["head_dim"],
+            "hidden": wide["hidden_size"],
+        }
+        status = main(["profile", *(f"--{name}={value}" for name, value in options.items())])
+        findings.check(status == 0, f"hf-distca profile ended with status {status}")
+        if path.exists():
+            findings.figures["profile"] = json.loads(path.read_text())
+            r2 = findings.figures["profile"]["accuracy"]["r2"]
+            good = r2 > LEAST_R2 or not setting.on_cuda
+            findings.check(good, f"R² of the calls held out is {r2:.3f}, more than {LEAST_R2} is expected")
+    return findings

@@ -1,1 +1,0 @@
-from tests.examples.conftest import checkpoint as checkpoint

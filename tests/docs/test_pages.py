@@ -1,0 +1,499 @@
+"""What README and the pages show is so: files, names, options and messages exist, commands print what is shown."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import transformers
+from accelerate import Accelerator
+from transformers import HfArgumentParser
+from transformers.distributed import DistributedConfig
+
+import hf_distca
+from hf_distca.cli.main import main
+from hf_distca.trainer.metrics import METRICS
+from tests.docs.reference import REFUSALS, template
+from tests.launch import CONFIGS, ROOT, cpu_environment
+from tests.ranks import free_port
+
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+README = PAGES["README.md"]
+GUIDES = [page for page in PAGES if page.startswith("docs/guides/")]
+WITH_NAMES = [*GUIDES, "docs/help/troubleshooting.md", "docs/development/contributing.md"]
+"""Pages whose names of settings, functions and files are looked up."""
+QUOTING = WITH_NAMES[:-1]
+SOURCES = [path.read_text() for path in (ROOT / "hf_distca").rglob("*.py")]
+SETTINGS = {field.name: field for field in fields(hf_distca.DistCATrainingArguments)}
+OBJECTS = {"hf_distca": hf_distca, "dispatcher": hf_distca.Dispatcher, "accelerator": Accelerator}
+"""What names in examples stand for."""
+WRITTEN_ON_GPUS = {"benchmarks/results/gpu.json", "hf_distca/sim/profiles/h200.json"}
+OTHERS = {
+    *("expandable_segments", "set_device", "attention_server_token", "vision_tower", "load_universal", "batch_size"),
+    *("ds_to_universal", "inject_missing_state", "sample_packing", "micro_batch_size", "padding_free", "attn_impl"),
+    *("pre_model_load", "get_training_args_mixin", "get_trainer_cls", "TrainerFactory", "eval_loss"),
+    *("fsdp_state_dict_type", "zero3_save_16bit_model", "ParallelismConfig", "dp_shard_size"),
+    *("output_router_logits", "router_aux_loss_coef"),
+}
+"""Names of others', and of files and folders, that pages speak of."""
+LAUNCHER = {
+    *("--config_file", "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip"),
+    *("--main_process_port", "--module"),
+}
+TEXT_BYTES = 12_000
+"""How much of the quickstart's text is trained on here."""
+
+
+def blocks(page: str, language: str = "", part: str | None = None) -> list[str]:
+    """Blocks of code of a page or of one of its sections: those of commands are in no language."""
+    text = PAGES[page]
+    if part is not None:
+        text = text.split(f"\n## {part}\n")[1].split("\n## ")[0]
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    return [code for its_language, code in found if its_language == language]
+
+
+def commands(page: str) -> list[str]:
+    """Lines that a reader enters, without the prompt and what follows on them."""
+    lines = "\n".join(blocks(page)).replace("\\\n", " ").splitlines()
+    lines = [re.sub(r" +# .*", "", line.removeprefix("$ ")) for line in lines]
+    first = r"(\w+=\S* )*(hf-distca|accelerate|python|torchrun|echo|make) "
+    return [line for line in lines if re.match(first, line)]
+
+
+EVERY_COMMAND = {f"{page}: {line}": line for page in PAGES for line in commands(page)}
+
+
+# Files, names, options
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page):
+    text = PAGES[page]
+    folders = r"(?:benchmarks|docs|examples|hf_distca|tests)"
+    named = set(re.findall(rf"`({folders}/[\w/.]*)`", text))
+    named |= set(re.findall(rf"(?<![\w/])({folders}/[\w/]+\.(?:py|yaml|json(?:\.gz)?))\b", text))
+    assert not {path for path in named - WRITTEN_ON_GPUS if not (ROOT / path).exists()}
+    for path in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / page).parent.joinpath(path).exists(), path
+    assert set(re.findall(r"\bdistca/([a-z_]+)", text)) <= set(METRICS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_compiles_and_its_names_exist(page):
+    for code in blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in OBJECTS:
+                known = OBJECTS[node.value.id]
+                made = inspect.isclass(known) and f"self.{node.attr} = " in inspect.getsource(known.__init__)
+                assert hasattr(known, node.attr) or made, node.attr
+            if isinstance(node, ast.Call) and re.fullmatch(r"hf_distca\.\w+", ast.unparse(node.func)):
+                called = getattr(hf_distca, node.func.attr)
+                inspect.signature(called).bind(*node.args, **{keyword.arg: None for keyword in node.keywords})
+
+
+@pytest.mark.parametrize("page", WITH_NAMES)
+def test_names_exist(page):
+    code = [
+        *SOURCES,
+        *(path.read_text() for folder in ("examples", "tests") for path in (ROOT / folder).rglob("*.py")),
+    ]
+    known = set(re.findall(r"\w+", "\n".join(code))) | set(SETTINGS) | OTHERS
+    known |= set(re.findall(r"[\w-]+", (ROOT / "Makefile").read_text()))
+    known |= set(inspect.signature(DistributedConfig).parameters)
+    known |= {path.stem for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.*")}
+    prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.S | re.M)
+    named = set(re.findall(r"[a-z]\w*_\w+|[A-Z][a-z]+[A-Z]\w+", " ".join(re.findall(r"`([^`\n]+)`", prose))))
+    assert not {name for name in named - known if not hasattr(transformers, name)}
+
+
+@pytest.mark.parametrize("line", EVERY_COMMAND.values(), ids=EVERY_COMMAND)
+def test_options_of_commands_exist(line, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    if match := re.search(r"(?:hf-distca|hf_distca\.cli\.main) (\w+)(.*)", line):
+        with pytest.raises(SystemExit):
+            main([match[1], "--help"])
+        known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        assert set(re.findall(r"(?<= )--[a-z-]+", match[2])) <= known
+    if line.startswith("make "):
+        targets = (ROOT / "Makefile").read_text()
+        for target in re.findall(r" ([a-z][\w-]*)(?= |$)", line):
+            assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", targets, re.M), target
+    if line.startswith("accelerate launch"):
+        options = re.split(r"\S+\.py|(?<=--module)", line)[0]
+        assert set(re.findall(r"--\w+", options)) <= LAUNCHER
+    if match := re.search(r"examples/(make_checkpoint|train|finetune_llama|sft_chat)\.py (.*)", line):
+        script, options = match[1], shlex.split(match[2])
+        if script == "make_checkpoint":
+            known = set(re.findall(r"\"(--\w+)\"", (ROOT / "examples" / "make_checkpoint.py").read_text()))
+            assert {option for option in options if option.startswith("--")} <= known
+        elif script == "train":
+            parser = HfArgumentParser(hf_distca.DistCATrainingArguments)
+            parser.add_argument("model")
+            parser.add_argument("text", nargs="+")
+            parser.parse_args(options)
+        else:
+            arguments = hf_distca.DistCASFTConfig if script == "sft_chat" else hf_distca.DistCATrainingArguments
+            HfArgumentParser((import_module(script).ScriptArguments, arguments)).parse_args(
+                [option for option in options if "…" not in option]
+            )
+
+
+def test_targets_exist():
+    targets = (ROOT / "Makefile").read_text()
+    texts = "\n".join([*PAGES.values(), (ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md").read_text()])
+    for target in set(re.findall(r"`make ([a-z-]+)", texts)):
+        assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", targets, re.M), target
+
+
+# Messages
+
+
+def texts_of(source: str) -> list[str]:
+    """All strings of a module, with … for what is filled in."""
+    found, inside = [], set()
+    for node in ast.walk(ast.parse(source)):  # from the outside inwards
+        if isinstance(node, ast.JoinedStr):
+            inside |= set(node.values)
+            parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside:
+            found.append(node.value)
+    return [re.sub(r"%(\.\d)?\w", "…", text) for text in found]
+
+
+def matches(quoted: str, text: str) -> bool:
+    """Whether a quoted message is a text of the code, or a part of it; … in the quotation stands for anything."""
+    at = 0
+    for part in quoted.split("…"):
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+def test_quotations_are_told_from_other_texts():
+    (text,) = texts_of('raise ValueError(f"rank {rank} failed: " f"{why}; start again")')
+    assert text == "rank … failed: …; start again"
+    assert matches("failed: …; start again", text)
+    assert not matches("rank … failed; start again", text)
+    assert texts_of('logger.warning("lost %s (%.1f)", a, b)')[0] == "lost … (…)"
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """All strings of the code, and the messages of its tables of refusals."""
+    tables = [template(f"{entry.found}, but {entry.reason}; {entry.remedy}") for entry in chain(*REFUSALS.values())]
+    return [*tables, *(text for source in SOURCES for text in texts_of(source))]
+
+
+@pytest.mark.parametrize("page", QUOTING)
+def test_quoted_messages_are_those_of_the_code(page, texts):
+    quoted = re.findall(r"^> (.*)$", PAGES[page], re.M)
+    assert len(quoted) >= 5
+    assert not [line for line in quoted if not any(matches(line.strip(), text) for text in texts)]
+
+
+# Shape
+
+
+def test_shape_of_the_pages():
+    assert len(README.splitlines()) <= 160
+    assert len(README.split()) <= 1500
+    for page in GUIDES:
+        assert re.findall(r"^## (.*)$", PAGES[page], re.M) == ["Run it", "What you see", "What goes wrong"]
+    for page in ("docs/guides/will-it-pay.md", "docs/guides/servers.md"):
+        assert re.search(r"^\| `--[a-z-]+`", PAGES[page], re.M)
+
+
+def test_extras_and_versions_are_those_that_are_declared():
+    page = PAGES["docs/start/install.md"]
+    table = re.findall(r"^\| ((?:`[\w-]+`(?:, )?)+) \|", page, re.M)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {name for cell in table for name in re.findall(r"`([\w-]+)`", cell)} == set(
+        declared["optional-dependencies"]
+    )
+    needs = dict(re.match(r"(\w+)>=([\d.]+)", need).groups() for need in declared["dependencies"] if ">=" in need)
+    for name in ("torch", "transformers", "accelerate"):
+        assert f"{name} {needs[name]}" in page
+
+
+def test_configs_are_those_of_the_examples():
+    shown = re.findall(r"^\| ((?:`\w+\.yaml`(?:, )?)+) \|", PAGES["docs/start/launching.md"], re.M)
+    names = {name for cell in shown for name in re.findall(r"`(\w+)\.yaml`", cell)}
+    assert names == {path.stem for path in CONFIGS.glob("*.yaml")}
+
+
+@pytest.mark.parametrize(("page", "tool"), [("will-it-pay", "simulate"), ("servers", "serve")])
+def test_defaults_of_options(page, tool, capsys):
+    with pytest.raises(SystemExit):
+        main([tool, "--help"])
+    described = re.split(r"^  (?=--)", capsys.readouterr().out, flags=re.M)
+    described = {text.split()[0].rstrip(","): " ".join(text.split()) for text in described}
+    rows = re.findall(r"^\| `(--[a-z-]+)`(?:, `--[a-z-]+`)? \| ([^|]*) \|", PAGES[f"docs/guides/{page}.md"], re.M)
+    assert len(rows) >= 5
+    for option, default in rows:
+        assert f"(default: {default.strip('`').split(',')[0]}" in described[option], option
+
+
+def test_settings_of_servers_and_their_defaults():
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", PAGES["docs/guides/servers.md"], re.M)
+    assert {name for name, _ in rows} == {name for name in SETTINGS if re.match("attention_server|ranks_serve", name)}
+    for name, shown in rows:
+        default = {True: "on", None: "in `output_dir`"}.get(SETTINGS[name].default, SETTINGS[name].default)
+        assert shown.strip("`") == f"{default:g}" if isinstance(default, float) else str(default).strip("`"), name
+
+
+# What commands print
+
+
+def shown_runs() -> Iterator[tuple[str, str, list[str]]]:
+    """A line before a command, the command, and the lines shown below it."""
+    for page, part in (("README.md", "Will it pay?"), ("docs/guides/will-it-pay.md", None)):
+        before = ""
+        for block in blocks(page, part=part):
+            for command, *lines in (run.splitlines() for run in block.split("$ ")[1:]):
+                if command.startswith("echo"):
+                    before = command
+                else:
+                    yield before, command, lines
+
+
+@pytest.mark.parametrize(
+    ("before", "command", "lines"),
+    [pytest.param(*run, marks=[pytest.mark.survey] * ("simulate" in run[1]), id=run[1]) for run in shown_runs()],
+)
+def test_shown_plans_and_simulations_are_printed(before, command, lines, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if before:
+        lengths, file = re.fullmatch(r"echo '(.*)' > (.*)", before).groups()
+        Path(file).write_text(lengths)
+    assert main(shlex.split(command)[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert lines
+    assert not [line for line in lines if line not in printed and not line.startswith(("planned", "simulated"))]
+
+
+def test_one_simulation_of_the_readme_says_no():
+    assert [any("No gain expected" in line for line in lines) for _, _, lines in shown_runs()][:2].count(True) == 1
+
+
+@pytest.mark.survey
+def test_the_shown_memory_is_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = "docs/guides/memory.md"
+    echo, command = commands(page)[:2]
+    Path("lengths.json").write_text(re.search("'(.*)'", echo)[1])
+    assert main(shlex.split(command)[1:]) == 0
+    printed = {" ".join(line.split()[:-10]): line.split()[-10:] for line in capsys.readouterr().out.splitlines()}
+    (table,) = (block for block in blocks(page) if block.startswith("memory of a rank"))
+    rows = [line.split() for line in table.splitlines()[2:]]
+    assert len(rows) == 12
+    for row in rows:
+        assert printed[" ".join(row[:-4])][:4] == row[-4:]
+
+
+def test_the_demo_prints_the_shown_lines():
+    (shown,) = (block for block in blocks("docs/start/quickstart.md") if "plain DDP" in block)
+    source = (ROOT / "examples" / "demo.py").read_text()
+    labels = [line.split("  ")[0] for line in shown.splitlines() if re.match(r"(step time|idle|imbalance|loss)", line)]
+    assert len(labels) == 5
+    assert all(f'"{label}"' in source for label in labels)
+
+
+def in_shell(command: str, folder: Path) -> str:
+    """What a command prints that a reader enters in a shell with the environment activated."""
+    environment = cpu_environment()
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_quickstart_and_the_shown_scripts_train(tmp_path):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    make_checkpoint, make_text, launch = blocks("README.md", part="Quickstart")[0].splitlines()
+    assert {make_checkpoint, make_text, launch} <= set(commands("docs/start/quickstart.md"))
+    in_shell(f"{make_checkpoint} & {make_text}; wait", tmp_path)
+    text = tmp_path / "my.txt"
+    text.write_bytes(text.read_bytes()[:TEXT_BYTES])
+    # On a port of its own: another launch may have the launcher's.
+    launch = launch.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
+    printed = in_shell(f"{launch} --logging_steps 1 --num_train_epochs 2", tmp_path)
+    losses = [float(found) for found in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert losses[-1] < losses[0]
+    assert losses[0] == pytest.approx(7.6, abs=0.2)  # ln 2048
+    model = tmp_path / "runs" / "train" / "model.safetensors"
+    model.unlink()
+    shown = [*blocks("README.md", "python", "Quickstart"), *blocks("docs/start/quickstart.md", "python")]
+    (tmp_path / "shown.py").write_text("\n".join(shown))
+    assert in_shell("python shown.py", tmp_path).count("'train_loss'") == len(shown) == 2
+    assert model.exists()
+
+
+# Figures
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["result"]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a script in it
+    import result_tables
+
+    yield result_tables
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_all_tables_have_the_figures_of_the_results(tables):
+    texts = {page: page.read_text() for page in tables.PAGES}
+    stale = [str(page.relative_to(ROOT)) for page, text in texts.items() if tables.written(text) != text]
+    assert not stale, "python benchmarks/result_tables.py writes their tables anew"
+    shown = [mark.group(1, 2) for text in texts.values() for mark in tables.MARK.finditer(text)]
+    assert {name for name, _ in shown} == set(tables.TABLES)
+    by = {"chosen_networks": "chosen_data_sets", "planner_nodes": "planner", "plain_packing": "one_strategy"}
+    by |= {"expectations": "one_strategy", "peers_ulysses": "peers"}
+    assert {by.get(name, name) for name, _ in shown} - {"memory_guide"} <= {name for name, command in shown if command}
+    page = "before\n\n<!-- checkpointing -->\n\n<!-- checkpointing commands -->\nafter\n"
+    written = tables.written(page)
+    assert tables.table("checkpointing") in written
+    assert "python benchmarks/checkpointing.py" in written
+    assert tables.written(written.replace("0.", "9.")) == tables.written(written) == written
+    assert (written.startswith("before\n"), written.endswith("after\n")) == (True, True)
+
+
+def test_the_formula_gives_the_simulated_gains(tables):
+    settings = result("typical_data")["settings"]
+    assert {row["ranks"] for row in settings} == {8, 64}
+    for row in settings:
+        assert abs(tables.gain_by_formula(row) - row["over_plain"]) <= 0.02, row["documents"]
+        assert (row["t"] * row["r"] + row["m"]) / (row["r"] + 1) >= tables.gain_by_formula(row) - 1e-3
+    _, *rows = tables.paper_tables()
+    assert len({(row[0], row[1], row[3:]) for row in rows}) == len(rows)  # rows that are equal share one
+    found = result("paper_tables")["settings"]
+    assert sum(len(row[2].split(", ")) for row in rows) * len({each["gpus"] for each in found}) == len(found)
+
+
+def test_gains_are_as_pages_summarise_them():
+    rows = result("typical_data")["settings"]
+    gains = {
+        ranks: {row["documents"]: row["over_best_other_of_batches"]["median"] for row in rows if row["ranks"] == ranks}
+        for ranks in (8, 64)
+    }
+    most = {ranks: max(of.values()) for ranks, of in gains.items()}
+    assert most[8] < 1.05  # "hardly anything to gain"
+    assert most[64] > 1.2  # "large where a few documents are much longer"
+    assert all(of["agent traces"] < 1.02 for of in gains.values())
+    text = README.replace(" %", "%").replace("\n", " ")
+    assert f"at most {most[8] - 1:.0%} on one node of 8 GPUs, and up to {most[64] - 1:.0%} on 64" in text
+    single = {ranks: [row["over_best_fixed"] for row in rows if row["ranks"] == ranks] for ranks in (8, 64)}
+    least_to_most = [f"{min(of):.2f} to {max(of):.2f} on {ranks}" for ranks, of in single.items()]
+    assert "it is {} GPUs and {}.".format(*least_to_most) in text
+
+
+def test_figures_in_sentences_are_those_of_the_results():
+    page = PAGES["docs/evidence/comparison.md"]
+    killed = [result(name) for name in ("faults", "faults_nixl")]
+    assert [found["lost"] for found in killed] == [0, 0]
+    kills = sum(found["kills"] for found in killed)
+    assert f"{kills} attention servers were killed" in page
+    assert f"**{kills} attention servers killed**" in README
+    assert f"of {sum(found['steps'] for found in killed)} steps none was lost" in README
+    assert f"{result('memory_loss')['loss_memory_ratio']:.2f} of the memory of all logits" in page
+    loss = result("memory_loss")["derived"]
+    assert f"{loss['8192 chunked / own, MiB']['median']:.3f} of the memory" in README
+    assert loss["8192 chunked / own, s"]["median"] == pytest.approx(0.5, abs=0.05)
+    document = result("long_document")
+    assert f"{document['tokens']:,} tokens over {len(document['peak_mib'])} ranks" in README
+    assert f"within {max(document['relative_errors'].values()):.1e} of float64" in README
+    survey = re.search(
+        r"(\d+) give the loss and gradients.*? (\d+) are refused.*? (\d+) cannot be built",
+        PAGES["docs/reference/compatibility.md"],
+        re.S,
+    )
+    equal, models = int(survey[1]), sum(map(int, survey.groups()))
+    assert f"{equal} of transformers' {models} causal architectures" in page
+    assert f"{equal} of {models} architectures" in README
+    assert (
+        0.4 < result("planner")["joint, at 0.001"]["bytes_total_ratio"]["median"] < 0.55
+    )  # "about half of the bytes"
+
+
+def test_bytes_of_rows_add_up():
+    page = PAGES["docs/explanation/exchange.md"]
+
+    def cells(table):
+        return [[cell.strip() for cell in row.strip("| ").split("|")] for row in table.strip().splitlines()]
+
+    def number(cell):
+        return int(cell.replace(",", "") or 0)
+
+    sizes = {row[0]: number(row[2]) for row in cells(re.search(r"\| Q, O.*?(?=\n\n)", page, re.S)[0])}
+    q, kv, lse = sizes.values()
+    row_bytes = import_module("hf_distca.planner.cost").RowBytes()
+    assert (q, kv, q) == (row_bytes.q, row_bytes.kv, row_bytes.o)
+    size_of = {"Q": q, "O": q, "dO": q, "dQ": q, "K": kv // 2, "V": kv // 2, "dK": kv // 2, "dV": kv // 2}
+    size_of["log-sum-exp"] = lse
+    tables = re.findall(r"\| when \|.*?(?=\n\n)", page, re.S)
+    assert len(tables) == 2
+    for table in tables:
+        _, _, *rows = cells(table)
+        counted = {0: 0, 1: 0}
+        for when, *pair_of_cells in rows:
+            for side in (0, 1):
+                names, size = pair_of_cells[2 * side : 2 * side + 2] if len(pair_of_cells) > 2 * side + 1 else ("", "")
+                if when == "a step":
+                    forward = (2 * q + lse, kv)[side] if table is tables[1] else 0
+                    assert number(size) == counted[side] + forward
+                elif names:
+                    assert sum(size_of[name] for name in names.split(", ")) == number(size), when
+                    counted[side] += number(size)
+
+
+# The site and PyPI
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="no mkdocs: the dependency group docs has it")
+def test_the_site_builds_without_a_warning_and_needs_no_other_host(tmp_path):
+    """A broken link or anchor, and a page that the navigation lacks, are warnings, which end a strict build."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = {path: path.read_text() for path in tmp_path.rglob("*.html")}
+    assert len(built) >= len(PAGES) - 1  # README and AGENTS are no pages; one is for addresses that do not exist
+    for path, page in built.items():
+        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page):
+            assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", tag), f"{tag} in {path.name}"
+    assert (tmp_path / "search" / "search_index.js").is_file()
+
+
+def test_the_long_description_has_absolute_links():
+    spec = importlib.util.spec_from_file_location("absolute_links", ROOT / ".ci" / "absolute_links.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    links = re.findall(r"\]\(([^)]*)\)", module.with_absolute_links(README, "https://example.org/a/b", "v1"))
+    assert "https://example.org/a/b/raw/v1/docs/step.svg" in links
+    assert "https://example.org/a/b/blob/v1/examples/train.py" in links
+    assert all(link.startswith(("https://", "#")) for link in links)
+    assert "absolute_links.py" in (ROOT / ".github" / "workflows" / "release.yml").read_text()

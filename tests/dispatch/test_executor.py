@@ -76,7 +76,7 @@ class RecordedBuffer:
 
 
 def attention_of(
-    recorded: Recorded, schedule: tuple[Phase, ...], groups: dict, *, passes_on: bool = False, kept: Kept = "nothing"
+    recorded: Recorded, schedule: tuple[Phase, ...], groups: dict, *, forwards: bool = False, kept: Kept = "nothing"
 ) -> CoreAttention:
     stage = SimpleNamespace(keys=ROUTE)
     routes = SimpleNamespace(
@@ -87,7 +87,7 @@ def attention_of(
         stages=(stage,) * 7,
         slots=(0, 1, 2, 3, 4, 0, 1),
         merges=False,
-        forwards=passes_on,
+        forwards=forwards,
         servers=(),
     )
     nano = SimpleNamespace(index=1, routes={KIND: routes})
@@ -145,14 +145,14 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
 
 
 @pytest.mark.parametrize("kept", ["nothing", "received"])
-def test_keys_are_passed_on_when_they_have_come_and_read_when_all_are_there(kept):
+def test_keys_are_forwarded_when_they_have_come_and_read_when_all_are_there(kept):
     recorded = Recorded()
     keys = replace(KV, stage=6)  # in the memory of stage 1: five stages are in use at once
-    passed_on = replace(keys, rows="forwarded")
+    forwarded = replace(keys, rows="forwarded")
     schedule = (
         Phase(send=(Q, keys), pause=True),
-        Phase(wait=(keys,), send=(passed_on,)),
-        Phase(wait=(Q, passed_on), run=(replace(VISITING, stage=6),), send=(RESULTS,), pause=True),
+        Phase(wait=(keys,), send=(forwarded,)),
+        Phase(wait=(Q, forwarded), run=(replace(VISITING, stage=6),), send=(RESULTS,), pause=True),
         Phase(wait=(RESULTS,)),
     )
     attention = attention_of(recorded, schedule, {("remote-query", 6): group(2, keys=3)}, forwards=True, kept=kept)

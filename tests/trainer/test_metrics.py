@@ -126,7 +126,7 @@ def test_figures_of_devices(monkeypatch, clock, peak, mfu):
 def test_figures_of_plans_that_were_chosen(clock):
     # Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
     moved = [[0] * 9, [7, 7, 7, 7, 7, 0, 0, 0, 0], *[[7, 7, 4, 4, 4, 3, 3, 3, 0]] * 2]
-    choice = Choice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
+    choice = PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
     figures = meter_of(clock, 2, moved, choice=choice, costs=SimpleNamespace(besides=0.5)).figures()
     assert (figures["step_ms"], figures["step_ms_predicted"]) == (2000.0, 1000.0)
     assert figures["gain_predicted"] == pytest.approx(1.2)

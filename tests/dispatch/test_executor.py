@@ -131,8 +131,8 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
     found = [(span.kind, span.part, span.pairs) for span in spans.take() if span.work == (5, 1, "forward")]
     assert [part for kind, part, _ in found if kind == "phase"] == [
         "send k v, q",
-        "run own; send k v [1]",
-        "wait q, k v; run visiting, prefix; send o lse",
+        "run local; send k v [1]",
+        "wait q, k v; run remote-query, remote-KV; send o lse",
         "wait k v [1]",
         "wait o lse",
     ]

@@ -26,7 +26,7 @@ from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import CACHED, Refusal, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
 
-TOLD_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+REPLACED_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that describe documents in a row, as the plan does."""
 DOCUMENTS = Refusal(
     "a planned step runs a mixing module document by document, but cannot divide its {name} ({described}) into the "
@@ -86,7 +86,7 @@ class _MixingModule(nn.Module):
         if checkpoints_around() != around_layer:
             raise Models.CHECKPOINT_INSIDE.error(module=type(self).__name__)
         plan.ran.mixing += 1
-        kwargs = {name: value for name, value in kwargs.items() if name not in TOLD_BY_PLAN}
+        kwargs = {name: value for name, value in kwargs.items() if name not in REPLACED_BY_PLAN}
         return self._mixed(stock, plan, args, kwargs)
 
     def _mixed(self, stock: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

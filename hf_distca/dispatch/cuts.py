@@ -32,7 +32,7 @@ from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
 from hf_distca.dispatch.rows import IndexBuffer, RowSum, row_index
 from hf_distca.plan import Direction, Layout
 from hf_distca.planner.cuts import Chains, Halos, chains, halos
-from hf_distca.planner.routes import Messages
+from hf_distca.planner.routes import ExchangedRows
 
 
 class Packing(NamedTuple):
@@ -132,7 +132,7 @@ class BoundChains:
         buffer.send()
 
 
-def _route(messages: Messages, buffer: IndexBuffer) -> Route:
+def _route(messages: ExchangedRows, buffer: IndexBuffer) -> Route:
     rows = row_index(messages.send_rows, buffer)
     return Route(messages.send_counts.tolist(), messages.recv_counts.tolist(), messages.crossing, rows)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Layout
-from hf_distca.planner.routes import Messages
+from hf_distca.planner.routes import ExchangedRows
 
 IntArray = NDArray[np.int64]
 
@@ -33,7 +33,7 @@ class Halos:
 
     rows: int
     places: IntArray
-    messages: Messages
+    messages: ExchangedRows
     received_places: IntArray
     local_rows: IntArray
     local_places: IntArray
@@ -55,7 +55,7 @@ class Chains:
     """
 
     cut: IntArray
-    messages: Messages
+    messages: ExchangedRows
     received: IntArray
     earlier: tuple[tuple[int, ...], ...]
     later: tuple[tuple[int, ...], ...]
@@ -147,7 +147,7 @@ def _counted_down(numbers: IntArray) -> IntArray:
 
 def _messages(
     source: IntArray, target: IntArray, item: IntArray, rank: int, ranks: int
-) -> tuple[IntArray, IntArray, Messages]:
+) -> tuple[IntArray, IntArray, ExchangedRows]:
     """Return which transfers a rank sends and receives, in the order in which they travel.
 
     Args:
@@ -160,4 +160,4 @@ def _messages(
     received = np.flatnonzero((target == rank) & (source != rank))
     received = received[np.argsort(source[received], kind="stable")]
     to, of = (np.bincount(ends, minlength=ranks) for ends in (target[sent], source[received]))
-    return sent, received, Messages(item[sent], to, of, crossing=bool((source != target).any()))
+    return sent, received, ExchangedRows(item[sent], to, of, crossing=bool((source != target).any()))

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan, NanoBatch
-from hf_distca.planner.build import summary_of
+from hf_distca.planner.build import finished, plan_tasks
 from hf_distca.planner.layout import assemble
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.tasks import plan_stages, plan_tasks
 
 Ranks = Sequence[Sequence[tuple[int, int, int]]]
 """(document, start, stop) of each segment, in row order, for each rank."""
@@ -28,8 +27,7 @@ def cut_plan(lengths: Sequence[int], nano_batches: Sequence[Ranks], settings: Pl
             ]
         )
         layout = assemble(every[documents], tuple(columns.T), len(ranks))
-        plans = {
-            kind: plan_stages(plan_tasks(layout, kind, settings), kind, settings, stages=1) for kind in settings.kinds
-        }
-        nanos.append(NanoBatch(documents, layout, plans))
-    return MicroBatchPlan(tuple(nanos), summary_of(every, nanos, settings))
+        nanos.append(
+            NanoBatch(documents, layout, {kind: plan_tasks(layout, kind, settings) for kind in settings.kinds})
+        )
+    return finished(every, nanos, settings, stages=1)

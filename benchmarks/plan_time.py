@@ -23,7 +23,7 @@ from hf_distca.planner.settings import Choices
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import corpora, cut_at, lognormal, micro_batches, of_documents
 from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.ways import Setup
+from hf_distca.sim.strategies import Setup
 
 TOKENS, NODE, BATCHES = 32768, 8, 4
 """Tokens of a rank, ranks of a node, and micro-batches that are planned one after another."""

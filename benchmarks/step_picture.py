@@ -19,7 +19,7 @@ from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import corpora, micro_batches
 from hf_distca.sim.model import LLAMA_8B
 from hf_distca.sim.report.drawing import Drawing
-from hf_distca.sim.ways import Setup, StepTime, plain, planned
+from hf_distca.sim.strategies import Setup, StepTime, plain, planned
 
 RANKS, TOKENS_PER_RANK = 8, 32768
 PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
@@ -38,11 +38,11 @@ Panel = dict[str, Any]
 
 def panel_of(title: str, step: StepTime) -> Panel:
     """A simulated step, to the millisecond; ranks have equally many tokens."""
-    attention = [round(seconds, 3) for seconds in step.attention_by_rank]
+    attention = [round(seconds, 3) for seconds in step.attention.tolist()]
     return {
         "title": title,
         "seconds": round(step.seconds, 3),
-        "other": round(step.other_mean, 3),
+        "other": round(float(step.other.mean()), 3),
         "attention": attention,
     }
 

@@ -1,0 +1,267 @@
+"""Training strategies that are compared, and the predicted seconds of a step under each.
+
+All compute the same tokens on the same ranks. Strategies that leave documents in place take as long as their slowest
+rank. Planned strategies walk the schedule that training runs.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import AttentionKind, MicroBatchPlan
+from hf_distca.planner.cost import RowBytes, Workers, pairs
+from hf_distca.planner.metrics import count_plan
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.nodes import node_sizes, nodes_of
+from hf_distca.planner.seconds import KindCosts, StepCosts, Tasks
+from hf_distca.planner.servers import plan_with_servers
+from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.walk import Walked, document_seconds, predict_step
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.model import ModelShape
+
+IntArray = NDArray[np.int64]
+
+TOUCHED_BEFORE, TOUCHED_AFTER = 4, 10
+"""Reads and writes of a token's hidden state before and after core attention, outside matrices.
+
+Norms, rotations, activations and sums count; an activation of the MLP, some three times as wide, counts three times.
+"""
+BACKWARD = 2.0
+"""Backward of matrices over their forward; checkpointing adds the recomputed forward."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Model, device and ranks of a simulation.
+
+    Attributes:
+        tokens_per_rank: the most rows of a rank.
+        tensor_parallel: GPUs that share each layer and count as one rank.
+        checkpointing: whether layers are recomputed in the backward; core attention is not.
+    """
+
+    model: ModelShape
+    profile: DeviceProfile
+    ranks: int
+    tokens_per_rank: int
+    ranks_per_node: int | tuple[int, ...] = 1
+    tensor_parallel: int = 1
+    checkpointing: bool = True
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """[ranks] node of each rank."""
+        return nodes_of(node_sizes(self.ranks, self.ranks_per_node))
+
+    @property
+    def backward_factor(self) -> float:
+        """Backward over forward of everything but core attention."""
+        return BACKWARD + self.checkpointing
+
+    def on_a_gpu(self, kind: AttentionKind) -> AttentionKind:
+        """Return a kind with the heads that one GPU of a rank has."""
+        parts = self.tensor_parallel
+        return replace(kind, q_heads=kind.q_heads // parts, kv_heads=max(kind.kv_heads // parts, 1))
+
+    @property
+    def costs(self) -> StepCosts:
+        """Costs of a micro-batch on a GPU."""
+        model, profile = self.model, self.profile
+        kinds = tuple(
+            KindCosts(gpu, layers, profile.kernel(gpu, "forward"), profile.kernel(gpu, "backward"))
+            for kind, layers in model.layers.items()
+            for gpu in [self.on_a_gpu(kind)]
+        )
+        return StepCosts(
+            kinds,
+            before=self._matrices(model.before, TOUCHED_BEFORE),
+            after=self._matrices(model.after, TOUCHED_AFTER),
+            backward_factor=self.backward_factor,
+            head=self._matrices(model.head, 0) * (1 + BACKWARD),  # chunks are computed once
+            exchange=profile.exchange,
+            launches=profile.launches,
+            ranks_per_core=profile.ranks_per_core,
+        )
+
+    def _matrices(self, weights: int, touched: int) -> float:
+        """Return the seconds of a token in matrices and in reading and writing the hidden state."""
+        flops = 2.0 * weights / self.tensor_parallel / self.profile.flops_per_second
+        return flops + touched * self.model.hidden * self.profile.bytes_per_value / self.profile.bytes_per_second
+
+
+@dataclass(frozen=True, eq=False)
+class StepTime(Walked):
+    """Predicted step of one global micro-batch.
+
+    Attributes:
+        bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
+        tokens_most: rows of the rank that holds the most.
+        documents_cut: number of documents that lose context, because no rank or group of ranks can hold them.
+    """
+
+    bytes_bottleneck: int
+    tokens_most: int
+    documents_cut: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Strategy:
+    """Training strategy.
+
+    Attributes:
+        step: predicts the step of a micro-batch from document lengths, and returns its plan if there is one.
+        context: ranks that share each document.
+        document_layout: None if nothing is planned.
+    """
+
+    name: str
+    step: Callable[[IntArray], tuple[StepTime, MicroBatchPlan | None]]
+    context: int = 1
+    document_layout: str | None = None
+    servers: int = 0
+
+
+PLAIN = "plain packing"
+CHOSEN = "hf_distca, chosen"
+"""Strategy that takes the fastest plan for each micro-batch, as training does by default."""
+
+
+def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
+    """Return all strategies that are compared.
+
+    Args:
+        settings: settings of plans; each strategy sets its own layout.
+        servers: dedicated attention servers; above 0 one more strategy uses them.
+    """
+
+    def by_plans(name: str, layout: str, settings: PlanSettings, servers: int = 0) -> Strategy:
+        step = partial(planned, setup=setup, settings=settings, servers=servers)
+        return Strategy(name, step, document_layout=layout, servers=servers)
+
+    def in_groups(name: str, context: int) -> Strategy:
+        return Strategy(name, lambda lengths: (data_and_context_parallel(lengths, setup, context), None), context)
+
+    found = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None)), in_groups("whole documents balanced", 1)]
+    context = 2
+    while setup.ranks % context == 0:
+        found.append(in_groups(f"context parallel, {setup.ranks // context} × {context}", context))
+        context *= 2
+    for layout in ("fixed", "joint"):
+        found.append(by_plans(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout)))
+    found.append(by_plans(CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs))))
+    if servers:
+        joint = replace(settings, document_layout="joint")
+        found.append(by_plans(f"hf_distca, joint, {servers} servers", "joint", joint, servers))
+    return tuple(found)
+
+
+def plain(lengths: IntArray, setup: Setup) -> StepTime:
+    """Predict a step of DDP or FSDP with documents packed into one row per rank of about equal tokens."""
+    rows, cut = packed_rows(lengths, setup)
+    return _on_groups(rows, 1, setup, cut)
+
+
+def packed_rows(lengths: IntArray, setup: Setup) -> tuple[list[list[int]], int]:
+    """Pack documents into rows of equally many tokens.
+
+    A document that is too long for a rank is cut into pieces, which become separate documents and lose context.
+
+    Returns:
+        [ranks] lengths of the pieces in each row, and the number of cut documents.
+    """
+    pieces, cut = _cut(lengths, setup.tokens_per_rank)
+    heap = [(0, rank) for rank in range(setup.ranks)]
+    rows: list[list[int]] = [[] for _ in heap]
+    for length in sorted(pieces, reverse=True):  # each piece goes to the rank with the fewest tokens
+        tokens, rank = heap[0]
+        rows[rank].append(length)
+        heapq.heapreplace(heap, (tokens + length, rank))
+    return rows, cut
+
+
+def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> StepTime:
+    """Predict a step of whole documents balanced over groups of ranks and divided evenly inside each group.
+
+    Each document is cut into 2 · context equal parts. The first rank of a group gets the first and the last part, and
+    so on, so that ranks of a group compute alike. Each rank gathers K and V of its group in every layer. Groups of one
+    rank exchange nothing. WLB-LLM and the paper's baseline divide documents in this way.
+    """
+    most = setup.tokens_per_rank * context
+    pieces, cut = _cut(lengths, most)
+    cost = document_seconds(np.array(pieces, np.int64), setup.costs)
+    groups: list[list[int]] = [[] for _ in range(setup.ranks // context)]
+    load, tokens = np.zeros(len(groups)), np.zeros(len(groups), np.int64)
+    for index in np.argsort(-cost, kind="stable").tolist():
+        has_room = tokens + pieces[index] <= most
+        group = int(np.where(has_room, load, np.inf).argmin() if has_room.any() else tokens.argmin())
+        groups[group].append(pieces[index])
+        load[group] += cost[index]
+        tokens[group] += pieces[index]
+    return _on_groups(groups, context, setup, cut)
+
+
+def on_ranks(rows: Sequence[Sequence[int]], setup: Setup) -> StepTime:
+    """Predict a step of whole documents that already lie on ranks, from [ranks] lists of lengths."""
+    return _on_groups(rows, 1, setup, 0)
+
+
+def planned(
+    lengths: IntArray, setup: Setup, settings: PlanSettings, servers: int = 0
+) -> tuple[StepTime, MicroBatchPlan]:
+    """Predict a step with planned core attention, and return its plan too.
+
+    Args:
+        settings: settings of the plan, whose kinds are those on a GPU.
+    """
+    plan = plan_micro_batch(lengths.tolist(), settings)
+    if servers:
+        workers = Workers.uniform(settings.ranks + servers)
+        plan = plan_with_servers(plan, workers, settings, ranks_serve=True)
+    nodes = list(nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)))
+    nodes += [max(nodes) + 1 + index for index in range(servers)]
+    counted = [
+        {kind: count_plan(of_kind, kind, settings.bytes_per_value, nodes) for kind, of_kind in nano.plans.items()}
+        for nano in plan.nano_batches
+    ]
+    tokens = [nano.layout.tokens for nano in plan.nano_batches]
+    moved = max(int(np.sum([each[kind].bytes_moved for each in counted], axis=0).max()) for kind in settings.kinds)
+    walked = predict_step(counted, tokens, setup.costs)
+    return StepTime(**vars(walked), bytes_bottleneck=moved, tokens_most=int(np.sum(tokens, axis=0).max())), plan
+
+
+def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
+    """Cut documents into pieces of at most `most` tokens; return the pieces and the number of cut documents."""
+    pieces: list[int] = []
+    for length in lengths.tolist():
+        pieces += [most] * (length // most) + ([length % most] if length % most else [])
+    return pieces, int((lengths > most).sum())
+
+
+def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut: int) -> StepTime:
+    """Predict a step in which groups of ranks share their own documents evenly."""
+    parts = 2 * context if context > 1 else 1
+    tokens = np.array([sum(group) for group in groups], float) / context
+    # Each of a document's equal parts reads the K/V rows up to its own end.
+    keys = np.array([sum(n * (min(parts, n) + 1) / 2 for n in group) for group in groups]) / context
+    attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
+    for of_kind in setup.costs.kinds:
+        gpu = of_kind.kind
+        in_pairs = np.array([sum(pairs(0, n, gpu.window) for n in group) for group in groups], float) / context
+        tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)))
+        attention += of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
+        if context > 1:
+            size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
+            inside = context <= max(node_sizes(setup.ranks, setup.ranks_per_node))
+            link = setup.profile.links.within if inside else setup.profile.links.between
+            # K and V are gathered in the forward and in the backward, and dK and dV are reduced.
+            gathered += 3 * of_kind.layers * link.seconds(size)
+            moved = max(moved, float(size.max()))
+    other = setup.costs.token * tokens
+    seconds = float((attention + other + gathered).max())
+    attention, other, gathered = (np.repeat(of_groups, context) for of_groups in (attention, other, gathered))
+    return StepTime(seconds, attention, other, gathered, int(moved), int(np.ceil(tokens.max())), cut)

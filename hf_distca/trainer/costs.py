@@ -1,0 +1,336 @@
+"""Measure the costs by which plans are chosen when training begins, and correct them when training shows an error."""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+
+from hf_distca.config import DistCAConfig
+from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import raised_together
+from hf_distca.dispatch.recorder import Recording, Span
+from hf_distca.measure.device import measured_profile, name_of, query_rows
+from hf_distca.measure.links import with_links
+from hf_distca.models.shape import model_shape
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.seconds import FloatArray, StepCosts
+from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.walk import predict_plan
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.strategies import Setup
+from hf_distca.units import AUTO
+
+logger = logging.getLogger(__name__)
+
+PROFILE_FILE = "device_profile.json"
+"""File in the output folder with the costs that this run measured."""
+LIMIT_S = 1.0
+"""Seconds after which no longer kernel call and no larger exchange is measured."""
+
+
+def choices_of(
+    model: PreTrainedModel,
+    dispatcher: Dispatcher,
+    config: DistCAConfig,
+    *,
+    checkpointing: bool,
+    folder: Path | None = None,
+) -> Choices | None:
+    """Return the planner's choices and costs; None if nothing is chosen. A collective.
+
+    Nothing is chosen with dedicated servers: every plan is then balanced again for the servers that are present.
+
+    Args:
+        dispatcher: its kernel and its exchange are measured if the settings name no profile.
+        checkpointing: whether layers run again in the backward pass.
+        folder: keeps measured costs for the same run; None keeps nothing.
+
+    Raises:
+        ValueError: the named profile does not exist.
+    """
+    settings = dispatcher.settings
+    chooses = config.chooses or config.device_profile is not None
+    if not chooses or settings.ranks == 1 or config.attention_servers != 0:
+        return None
+    profile = _profile(model, dispatcher, config, folder)
+    costs = Setup(
+        model_shape(model),
+        profile,
+        settings.ranks,
+        settings.tokens_per_rank,
+        settings.ranks_per_node,
+        checkpointing=checkpointing,
+    ).costs
+    if checkpointing and not config.keep_core_attention:
+        again = tuple(replace(each, backward=each.backward.plus(each.forward)) for each in costs.kinds)
+        costs = replace(costs, kinds=again)
+    return Choices.beside(
+        settings,
+        costs,
+        groups=config.document_layout == AUTO,
+        coarser=config.balance_tolerance == AUTO,
+        nano_batches=(1, 2) if config.ping_pong == AUTO else (2,),
+    )
+
+
+def _profile(
+    model: PreTrainedModel, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None
+) -> DeviceProfile:
+    """Return the profile named by the user, kept by this run or measured now; the same on every rank."""
+    with raised_together(config.exchange_timeout):
+        if config.device_profile is not None:
+            return DeviceProfile.load(config.device_profile)
+    settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
+    # What measured costs depend on: a kept profile with another description is measured again.
+    source = (
+        f"Measured when training began: {settings.ranks} ranks on nodes of {settings.ranks_per_node}, "
+        f"{name_of(device)}, kernel {dispatcher.kernel.name}, {settings.dominant_kind}, "
+        f"{settings.bytes_per_value} bytes a value, at most {settings.tokens_per_rank} tokens a rank, "
+        f"torch {torch.__version__}"
+    )
+    kept: DeviceProfile | None = groups.all_gather(_kept(folder, source), in_world=True)[0]
+    if kept is not None:
+        return kept
+    dtype = torch.float32 if settings.bytes_per_value == 4 else torch.bfloat16
+    profile = measured_profile(
+        dispatcher.kernel,
+        settings.dominant_kind,
+        model_shape(model).hidden,
+        dtype,
+        device,
+        queries=query_rows(device, settings.tokens_per_rank),
+        limit_s=LIMIT_S,
+    )
+    measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)
+    # Ranks that share layers belong to several groups of ranks, and need the same plans.
+    agreed: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
+    if folder is not None and groups.members[groups.rank] == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        agreed.save(folder / PROFILE_FILE)
+    return agreed
+
+
+def _kept(folder: Path | None, source: str) -> DeviceProfile | None:
+    """Return the profile that an earlier run kept in a folder, if ranks, kernel and devices are the same."""
+    if folder is None or not (folder / PROFILE_FILE).exists():
+        return None
+    try:
+        profile = DeviceProfile.load(str(folder / PROFILE_FILE))
+    except ValueError:  # a run ended while it wrote: measure again
+        return None
+    return profile if profile.source == source else None
+
+
+CORRECTIONS_FILE = "distca_costs.json"
+"""File in a checkpoint with the corrections."""
+EARLY_STEPS = (2, 8, 30)
+EVERY_STEPS = 100
+WATCHED_STEPS = 3
+"""Number of consecutive steps compared with the costs.
+
+Steps are watched from some early steps on, and from the middle of every hundred. Checkpoints are rarely saved right
+after these steps, while micro-batches planned with the old costs are still to come.
+"""
+TINY = 1e-9
+"""Lower bound of seconds in divisions."""
+MOST_OFF = 0.1
+"""Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
+
+
+class Observed(NamedTuple):
+    """Seconds of a rank in a step: kernel calls, time between core attentions of the first forward pass, the step."""
+
+    kernel: float
+    between: float
+    step: float
+
+
+class Step(NamedTuple):
+    """A watched step: its plans, and the times of each rank."""
+
+    plans: tuple[MicroBatchPlan, ...]
+    seen: tuple[Observed, ...]
+
+
+def observe(spans: Sequence[Span], step: float) -> Observed:
+    """Sum one rank's kernel calls, waits and phases of a step that took `step` seconds."""
+    kernel = sum(span.end - span.begin for span in spans if span.kind == "kernel")
+    begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
+    first_backward = min(begins, default=np.inf)
+    forward = sorted((span.begin, span.end) for span in spans if span.end <= first_backward)
+    between, until = 0.0, forward[0][0] if forward else 0.0
+    for begin, end in forward:
+        between += max(begin - until, 0.0)
+        until = max(until, end)
+    return Observed(kernel, between, step)
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Ratios of observed to measured costs.
+
+    Attributes:
+        attention: ratio for kernel calls, in the mean of the ranks.
+        other: ratio for all other computation.
+        slowness: [ranks] time of each rank over the mean; empty if all ranks are alike.
+    """
+
+    attention: float = 1.0
+    other: float = 1.0
+    slowness: tuple[float, ...] = ()
+
+    def applied(self, costs: StepCosts) -> StepCosts:
+        """Return the corrected costs."""
+        attention = self.attention
+        return replace(
+            costs,
+            kinds=tuple(
+                replace(each, forward=each.forward.scaled(attention), backward=each.backward.scaled(attention))
+                for each in costs.kinds
+            ),
+            before=costs.before * self.other,
+            after=costs.after * self.other,
+            head=costs.head * self.other,
+            launches=costs.launches * self.other,
+            slowness=self.slowness,
+        )
+
+    def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence[Step]) -> "Corrections":
+        """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
+
+        Args:
+            costs: as measured, without corrections.
+        """
+        every = [_ratios(costs, settings, step) for step in steps]
+        attention, other = np.median([each.mean(axis=1) for each in every], axis=0).tolist()
+        # A rank counts as slow if all its work is slow in all steps; the smallest ratio counts.
+        beside = np.concatenate([each / each.mean(axis=1, keepdims=True) for each in every])
+        slowness = np.clip(1.0, beside.min(axis=0), beside.max(axis=0))
+        if np.abs(slowness - 1).max() <= MOST_OFF:
+            slowness = np.ones(len(slowness))
+        known = np.array(self.slowness or (1.0,) * len(slowness))
+        off = [attention / self.attention, other / self.other, *(slowness / known)]
+        if all(abs(each - 1) <= MOST_OFF for each in off):
+            return self
+        return Corrections(attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist()))
+
+
+def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
+    """[2, ranks] observed over expected seconds, of kernel calls and of other work."""
+    kernel = np.sum([predict_plan(plan, settings, costs).attention for plan in step.plans], axis=0)
+    first = step.plans[0]
+    layers = sum(of_kind.layers for of_kind in costs.kinds)
+    nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
+    between = (layers - 1) * (first.tokens * (costs.before + costs.after) + nano_batches * costs.launches)
+    seen = np.array([(each.kernel, each.between) for each in step.seen]).T
+    expected = np.stack([kernel, between])
+    # A model of one layer has no time between layers.
+    ratios: FloatArray = np.where(expected > 0, seen / np.maximum(expected, TINY), seen[0] / np.maximum(kernel, TINY))
+    return ratios
+
+
+class LearnedCosts(TrainerCallback):
+    """Compare steps with the measured costs, and correct the costs on all ranks at the same step.
+
+    Attributes:
+        besides: seconds of the last watched optimizer step outside its micro-batches: optimizer and gradient exchange.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        choices = dispatcher.settings.choices
+        self._measured = None if choices is None else choices.costs
+        self._corrections = Corrections()
+        self._recording: Recording | None = None
+        self._plans: list[MicroBatchPlan] = []
+        self._watched: list[tuple[tuple[MicroBatchPlan, ...], Observed]] = []
+        self._began = 0.0
+        self.besides = 0.0
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Start recording if this step is watched."""
+        step = state.global_step + 1
+        first = step in EARLY_STEPS or step % EVERY_STEPS == EVERY_STEPS // 2
+        if self._measured is not None and (first or self._watched):
+            self._plans = []
+            self._recording = self._dispatcher.recorder.listen("kernel", "wait", "phase")
+            self._began = time.perf_counter()
+
+    def count(self, plan: MicroBatchPlan) -> None:
+        """Note a micro-batch that is about to run."""
+        if self._recording is not None:
+            self._plans.append(plan)
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        """Correct the costs after the last watched step; a collective at that step."""
+        if self._recording is None:
+            return
+        observed = observe(self._recording.take(), time.perf_counter() - self._began)
+        self._recording.stop()
+        self._recording = None
+        self._watched.append((tuple(self._plans), observed))
+        if len(self._watched) == WATCHED_STEPS:
+            self._learn()
+            self._watched = []
+
+    def _learn(self) -> None:
+        assert self._measured is not None
+        plans, mine = zip(*self._watched, strict=True)
+        # Ranks that share layers belong to several groups and need the same plans: the first group's steps count.
+        groups = self._dispatcher.groups
+        every = groups.all_gather((groups.members, mine), in_world=True)
+        seen = zip(*(every[member][1] for member in every[0][0]), strict=True)
+        steps = [Step(*each) for each in zip(plans, seen, strict=True)]
+        settings = self._dispatcher.settings
+        corrections = self._corrections.after(self._measured, settings, steps)
+        if corrections is not self._corrections:
+            logger.info(
+                "training steps differ from the measured costs by %s; plans use the corrected costs from now on",
+                corrections,
+            )
+            self._correct(corrections)
+        costs = self._corrections.applied(self._measured)
+        besides = [
+            float(np.mean([each.step for each in step.seen]))
+            - sum(predict_plan(plan, settings, costs).seconds for plan in step.plans)
+            for step in steps
+        ]
+        self.besides = max(float(np.median(besides)), 0.0)
+
+    def _correct(self, corrections: Corrections) -> None:
+        choices = self._dispatcher.settings.choices
+        assert choices is not None
+        assert self._measured is not None
+        self._corrections = corrections
+        self._dispatcher.choose_by(replace(choices, costs=corrections.applied(self._measured)))
+
+    def save(self, folder: Path) -> None:
+        """Write the corrections into a checkpoint, so that a resumed training makes the same plans."""
+        if self._measured is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            content = {"measured": repr(self._measured), "corrections": asdict(self._corrections)}
+            (folder / CORRECTIONS_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+    def resume(self, folder: Path | None) -> None:
+        """Load the corrections of a checkpoint, or reset them. A collective.
+
+        Corrections for other measured costs are ignored, because they belong to other devices or settings.
+        """
+        if self._measured is None:
+            return
+        self._watched = []  # an earlier training may have ended among watched steps
+        groups, file = self._dispatcher.groups, None if folder is None else folder / CORRECTIONS_FILE
+        content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.exists() else {}
+        content = groups.all_gather(content, in_world=True)[0]
+        corrections = Corrections()
+        if content.get("measured") == repr(self._measured):
+            kept = content["corrections"]
+            corrections = Corrections(kept["attention"], kept["other"], tuple(kept["slowness"]))
+        self._correct(corrections)

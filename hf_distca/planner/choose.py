@@ -20,7 +20,7 @@ from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.stages import usual_stages
+from hf_distca.planner.stages import STAGES_ALONE, usual_stages
 from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
@@ -32,8 +32,8 @@ MOST_EVEN_RANKS = 32
 long."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
-STAGES = (1, 2, 4, 8)
-"""Numbers of stages that are tried for one nano-batch, which has no other nano-batch to hide its exchange."""
+OTHER_STAGES = ((2 * STAGES_ALONE,), (STAGES_ALONE // 2, 1))
+"""Numbers of stages that are tried, as long as they help, for one nano-batch: it has no other to hide its exchange."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
 SAMPLED_RANKS = 16
@@ -68,12 +68,14 @@ class Candidate:
 
     Attributes:
         nano_batches: their plans are not in stages yet.
+        counted: for each nano-batch, the counts of its plans.
         waited: share of the step that the longest-waiting rank waits for exchanges.
     """
 
     placing: Placing
     evenly: bool
     nano_batches: tuple[NanoBatch, ...]
+    counted: list[dict[AttentionKind, CountedPlan]]
     choice: PlanChoice
     waited: float
 
@@ -153,11 +155,15 @@ class _Search:
         assert best is not None
         choice, stages = best.choice, usual_stages(len(best.nano_batches))
         if len(best.nano_batches) == 1 and (max(best.placing.sizes) > 1 or best.placing.left):
-            counted = self._counted(best.nano_batches, self._settings)
-            steps = {each: self._walked(best.nano_batches, counted, self._settings, each) for each in STAGES}
-            stages = min(steps, key=lambda each: (steps[each].seconds, each))
-            step = steps[stages]
-            choice = replace(choice, seconds=step.seconds, attention=tuple(step.attention.tolist()))
+            for others in OTHER_STAGES:
+                for count in others:
+                    step = self._walked(best.nano_batches, best.counted, self._settings, count)
+                    if step.seconds >= choice.seconds:
+                        break
+                    choice = replace(choice, seconds=step.seconds, attention=tuple(step.attention.tolist()))
+                    stages = count
+                if stages != STAGES_ALONE:
+                    break
         choice = replace(choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
         return finished(self._lengths, best.nano_batches, self._settings, stages, choice)
 
@@ -425,11 +431,11 @@ class _Search:
         *,
         evenly: bool,
     ) -> Candidate:
-        stages = usual_stages(len(nano_batches))
-        step = self._walked(nano_batches, self._counted(nano_batches, settings), settings, stages)
+        counted = self._counted(nano_batches, settings)
+        step = self._walked(nano_batches, counted, settings, usual_stages(len(nano_batches)))
         attention = tuple(step.attention.tolist())
         choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
-        return Candidate(placing, evenly, nano_batches, choice, float(step.waited.max()) / step.seconds)
+        return Candidate(placing, evenly, nano_batches, counted, choice, float(step.waited.max()) / step.seconds)
 
     def _counted(
         self, nano_batches: Sequence[NanoBatch], settings: PlanSettings

@@ -145,7 +145,7 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
 
 
 @pytest.mark.parametrize("kept", ["nothing", "received"])
-def test_keys_are_passed_on_when_they_have_come_and_read_when_all_are_there(kept):
+def test_keys_are_forwarded_when_they_have_come_and_read_when_all_are_there(kept):
     recorded = Recorded()
     keys = replace(KV, stage=6)  # in the memory of stage 1: five stages are in use at once
     forwarded = replace(keys, rows="forwarded")

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.lengths import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly, whole_documents
 from hf_distca.planner.micro_batch import plan_micro_batch

@@ -111,10 +111,10 @@ class Arena:
     process ends. A block of a slab is free again when the last tensor that shares it is dropped; on a GPU, when the
     work queued until then is done.
 
+    LinkLost: `agent` can register no memory.
+
     Args:
-        agent: registers the memory; LinkLost where it can register none.
-        device: device that computes.
-        copies: copies of that device; None where it is the CPU.
+        device: device that computes; `copies` are its copies, None on the CPU.
         required: whether rows may travel only over NIXL.
     """
 
@@ -230,7 +230,6 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
 
     Args:
         choice: AUTO takes NIXL where that needs no open port of UCX: with RDMA devices.
-        device: device that computes.
         address: address of the interface on which UCX may listen, where it must.
 
     Raises:

@@ -69,9 +69,8 @@ class Pool:
     Every rank makes one at the same point and calls `refresh` and `close` when every other does.
 
     Args:
-        dispatcher: whose micro-batches servers work on.
         directory: where servers join; on rank 0 only.
-        memory: where rows are sent from and received.
+        memory: memory of rows that travel.
         ranks_serve: whether ranks compute core attention too while there are servers.
         timeout_s: a server that does not answer for so long is lost.
     """
@@ -201,13 +200,9 @@ class Pool:
     # In a step
 
     def without_lost(self, servers: Sequence[int]) -> frozenset[int]:
-        """Agree on the servers that some rank has lost, and go on without them. A collective where any takes part.
+        """Agree on the servers that some rank has lost, go on without them, and return those that are gone.
 
-        Args:
-            servers: ids of those that had something to do; the same on every rank.
-
-        Returns:
-            Those of them that take no part any more.
+        A collective where any takes part. `servers` are ids, the same on every rank.
         """
         here = [server for server in servers if server in self._members]
         if here:  # the same on every rank

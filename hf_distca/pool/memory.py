@@ -148,10 +148,9 @@ class Arena:
         return self._tensor((rows, *spec.shape), getattr(torch, spec.dtype))
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """See `HostMemory.stage`: rows that are not in registered memory are copied there, on the host by `ready`."""
-        given = [x_N.detach() for x_N in tensors]
-        staged = [x_N if self.holds(x_N) else self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in given]
-        copies = [(to_N, x_N) for to_N, x_N in zip(staged, given, strict=True) if to_N is not x_N]
+        """See `HostMemory.stage`: rows are copied to registered memory, on the host by `ready`."""
+        staged = [self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in tensors]
+        copies = [(to_N, x_N.detach()) for to_N, x_N in zip(staged, tensors, strict=True)]
         if self._copies is not None:
             return staged, self._copies.start(copies)
 
@@ -161,13 +160,6 @@ class Arena:
                 to_N.copy_(x_N)
 
         return staged, ready
-
-    def holds(self, rows_N: Tensor) -> bool:
-        """Return whether rows lie in registered memory, contiguous."""
-        if rows_N.device != self._slabs[0].device or not rows_N.is_contiguous():
-            return False
-        begin, end = rows_N.data_ptr(), rows_N.data_ptr() + rows_N.nbytes
-        return any(slab.data_ptr() <= begin and end <= slab.data_ptr() + slab.nbytes for slab in tuple(self._slabs))
 
     def keep(self, rows: Sequence[Tensor]) -> None:
         """Keep rows out of use for good: a peer may still write or read them after a transfer has failed."""

@@ -136,16 +136,16 @@ class Pool:
         seen = self._groups.all_gather((failures, {server for server, link in links.items() if link.within_host}))
         for info in joined:
             reasons = [failures[info.id] for failures, _ in seen if info.id in failures]
-            name = f"attention server {info.id} ({info.host}:{info.port}, {info.device})"
+            name = f"{info.id} ({info.host}:{info.port}, {info.device})"
             if not reasons:
                 beside = next((rank for rank, (_, here) in enumerate(seen) if info.id in here), None)
                 self._members[info.id] = Member(name, links[info.id], beside)
-                speed = self.speeds.joined(info.id, info.pairs_per_second)
-                self._log(f"{name} takes part: speed {speed:.2f}, rows travel over {links[info.id].carried_by}")
+                speed, transport = self.speeds.joined(info.id, info.pairs_per_second), links[info.id].carried_by
+                self._log(f"attention server {name} takes part: speed {speed:.2f}, rows travel over {transport}")
                 continue
             if info.id in links:
                 links[info.id].close()
-            self._log(f"{name} cannot take part: {reasons[0][0]}", logging.WARNING)
+            self._log(f"attention server {name} cannot take part: {reasons[0][0]}", logging.WARNING)
             if self._directory is not None:
                 self._directory.drop(info.id, reasons[0][0] if any(final for _, final in reasons) else "")
 
@@ -233,7 +233,7 @@ class Pool:
                 self._directory.drop(server)
             count = len(self._members)
             left = f"{count} servers left" if count else "no server left, so ranks compute all tasks"
-            self._log(f"lost {member.name} ({reason}): {what}; {left}", logging.WARNING)
+            self._log(f"lost attention server {member.name} ({reason}): {what}; {left}", logging.WARNING)
 
     def _log(self, message: str, level: int = logging.INFO) -> None:
         """Log on rank 0."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, TASK, AttentionKind, Direction, Layout, NanoBatch, Plan
-from hf_distca.planner.chunks import layout_of_kind
+from hf_distca.planner.layout import layout_of_kind
 
 WORKERS = 2**17
 """Most ranks and servers of a plan."""

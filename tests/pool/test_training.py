@@ -13,13 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hf_distca.planner.lost import tasks_at_home
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.cost import Workers
-from hf_distca.planner.lost import tasks_at_home
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings

@@ -28,9 +28,8 @@ from hf_distca.kernels import AttentionParams
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
-from hf_distca.planner.lost import plan_lost
+from hf_distca.planner.servers import plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.with_servers import plan_with_servers
 from hf_distca.pool.directory import Directory, ServerInfo
 from hf_distca.pool.memory import Memory
 from hf_distca.pool.messages import Call, plan_tables

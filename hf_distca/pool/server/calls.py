@@ -47,7 +47,7 @@ class ServedTasks:
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         stage = routes.stages[0]
-        self.group = BoundGroup(stage.visiting, buffer)
+        self.group = BoundGroup(stage.remote_query, buffer)
         self.rows: dict[str, list[slice]] = {}
         self.totals: dict[str, int] = {}
         for kind, messages in (("queries", routes.queries), ("keys", stage.keys)):
@@ -55,11 +55,11 @@ class ServedTasks:
             stops = np.cumsum(counts)
             self.rows[kind] = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
             self.totals[kind] = int(counts.sum())
-        self.key_sums = RowSum({"tasks": stage.visiting.k_rows}, self.totals["keys"], buffer)
+        self.key_sums = RowSum({"tasks": stage.remote_query.k_rows}, self.totals["keys"], buffer)
         received = (routes.queries.recv_counts + stage.keys.recv_counts)[: plan.layout.ranks]
         self.ranks = frozenset(np.flatnonzero(received).tolist())
         # Counted from a task's first key on; with a window that is where the first row's window begins.
-        q_lens, k_lens = stage.visiting.q_lens, stage.visiting.k_lens
+        q_lens, k_lens = stage.remote_query.q_lens, stage.remote_query.k_lens
         self.pairs = int(np.sum(pairs(k_lens - q_lens, k_lens, plan.window)))
 
 

@@ -83,21 +83,21 @@ def answered(server: int, work: Work, travel_s: float, seconds: float, pairs: in
 
 
 PING, PONG = Work(0, 0, "forward"), Work(0, 1, "forward")
-SEND, COLLECT = "run own; send q, q k v to servers", "wait o lse, o lse from servers"
+SEND, COLLECT = "run local; send q, q k v to servers", "wait o lse, o lse from servers"
 
 
 def test_kernel_calls_and_the_time_between_phases_while_calls_to_servers_are_under_way():
     assert observe([]) == Observed()
     spans = [
-        phase(PING, "run own", 1, 2),
+        phase(PING, "run local", 1, 2),
         phase(PING, SEND, 5, 6),
-        Span("kernel", "own", PING, 50.0, 57.0, pairs=10),
+        Span("kernel", "local", PING, 50.0, 57.0, pairs=10),
         phase(PONG, SEND, 7, 9),
-        phase(PING, "run visiting", 13, 14),
+        phase(PING, "run remote-query", 13, 14),
         phase(PING, COLLECT, 20, 30),
-        Span("kernel", "visiting", PONG, 57.0, 58.0, pairs=4),
+        Span("kernel", "remote-query", PONG, 57.0, 58.0, pairs=4),
         phase(PONG, COLLECT, 33, 35),
-        phase(PING, "run own", 40, 41),
+        phase(PING, "run local", 40, 41),
     ]
     assert observe(spans) == Observed(calls=2, pairs=14, seconds=8.0, between_s=1 + 4 + 6 + 3)
 
@@ -131,8 +131,8 @@ def test_a_repair_is_the_ranks_own_work_within_the_phase_that_found_the_loss():
         phase(PING, SEND, 0, 1),
         phase(PONG, SEND, 2, 3),
         # The phases of the repair end before the one that they are in.
-        phase(PING, "run own", 5, 6),
-        Span("kernel", "own", PING, 5.0, 6.0, pairs=10),
+        phase(PING, "run local", 5, 6),
+        Span("kernel", "local", PING, 5.0, 6.0, pairs=10),
         phase(PING, COLLECT, 4, 8),
         *answered(9, PONG, 1.0, 2.0, 20),
         phase(PONG, COLLECT, 8, 9),
@@ -145,6 +145,6 @@ def test_clocks_of_two_hosts_and_spans_whose_beginnings_were_not_kept_do_no_harm
     spans = [*answered(7, PING, -0.5, 1.0, 10), *answered(7, PING, 2.0, 1.0, 20)]
     assert observe(spans) == Observed(servers={7: Served(pairs=30, seconds=2.0, alone=2, travel_s=2.0)})
     whole, (_, cut) = answered(7, PING, 1.0, 2.0, 20), answered(7, PING, 1.0, 2.0, 20)
-    spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run own", 5, 6)]
+    spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run local", 5, 6)]
     assert observe(spans) == Observed(calls=1, servers={7: Served(pairs=20, seconds=2.0)})
     assert observe([*whole, cut]).servers == {7: Served(pairs=40, seconds=4.0, alone=1, travel_s=1.0)}

@@ -12,8 +12,7 @@ import torch
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
-from hf_distca.planner.chunks import layout_of_kind
-from hf_distca.planner.layout import packed_layout
+from hf_distca.planner.layout import fixed_layout, layout_of_kind
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.shifted import merged
 from hf_distca.pool.memory import HostMemory
@@ -31,7 +30,7 @@ def make_nano_batch(lengths, ranks, servers, seed, kinds=KINDS):
     """Documents packed onto ranks, their rows cut at random and given to random workers."""
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths)
-    layout = packed_layout(lengths, ranks, -(-int(lengths.sum()) // ranks))
+    layout = fixed_layout([lengths.tolist()], ranks)
     plans = {}
     for kind in kinds:
         seen = layout_of_kind(layout, kind)

@@ -120,7 +120,7 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     recording = dispatcher.recorder.listen(*OBSERVED)
 
     def repaired(remote: PlanAtServers, plan: Any, kind: Any, lost: frozenset[int]) -> Any:
-        """The repair; notes the pairs of the busiest rank, with each row computed where it is held and as they are."""
+        """The repair; notes the pairs of the busiest rank, were each row computed where it is held, and as planned."""
         after = repair(remote, plan, kind, lost)
         home = local_tasks(plan, [plan.layout.ranks + server for server in lost])
         repairs.append((loads_of(home).max(), loads_of(after).max()))

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hf_distca.planner.lost import tasks_at_home
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +21,7 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.planner.cost import Workers
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.servers import local_tasks
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.memory import Choice
@@ -120,9 +120,9 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
     recording = dispatcher.recorder.listen(*OBSERVED)
 
     def repaired(remote: PlanAtServers, plan: Any, kind: Any, lost: frozenset[int]) -> Any:
-        """The repair; notes the pairs of the busiest rank, with each row computed where it is held and as they are."""
+        """The repair; notes the pairs of the busiest rank, were each row computed where it is held, and as planned."""
         after = repair(remote, plan, kind, lost)
-        home = tasks_at_home(plan, [plan.layout.ranks + server for server in lost])
+        home = local_tasks(plan, [plan.layout.ranks + server for server in lost])
         repairs.append((loads_of(home).max(), loads_of(after).max()))
         return after
 

@@ -270,7 +270,7 @@ class BoundNanoBatch:
 
     @property
     def document_rows(self) -> tuple[int, ...]:
-        """Lengths of the documents that this rank holds rows of, in the order of its rows."""
+        """Lengths of the documents with rows on this rank, in row order."""
         return tuple(self._layout.lengths[self._mine["document"]].tolist())
 
     @cached_property

@@ -1,7 +1,7 @@
 """Costs of core attention, of the rest of a layer and of an exchange on a device, fitted to measurements."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,13 @@ class DeviceProfile:
 
 def _part(found: dict[str, Any]) -> Any:
     """Return the part of a profile that a JSON object describes, or the object itself."""
-    parts = {"latency": LinkCost, "within": Links, "pair": KernelCost, "q_heads": AttentionKind, "r2": Accuracy}
+    parts: dict[str, Callable[..., Any]] = {
+        "latency": LinkCost,
+        "within": Links,
+        "pair": KernelCost,
+        "q_heads": AttentionKind,
+        "r2": Accuracy,
+    }
     return next((part(**found) for key, part in parts.items() if key in found), found)
 
 

@@ -74,7 +74,7 @@ $(DOCS_SETUP): pyproject.toml constraints.txt
 survey: $(SETUP)
 	$(BIN)/python -m pytest -m survey --numprocesses 2 --dist loadfile tests/survey tests/docs
 
-# What users turn on; `python -m tests.trainer.features_page` writes its page anew. With bitsandbytes, bases in
+# What users turn on; `python -m tests.trainer.features` writes its page anew. With bitsandbytes, bases in
 # 4 bits too: it is not among what is set up, because peft imports it, and with it torch's compiler, in every process.
 features: $(SETUP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quantized]'
@@ -85,7 +85,7 @@ features: $(SETUP)
 VERSION_TESTS := tests/test_imports.py tests/kernels/test_contract.py tests/kernels/test_flash_varlen.py \
 	tests/kernels/test_fused_triton.py tests/dispatch/test_cuda_build.py tests/gpu \
 	tests/collator tests/dispatch/test_groups.py tests/patches/test_planned_attention.py \
-	tests/patches/test_unplanned.py tests/patches/test_compile.py tests/trainer/test_adapters.py \
+	tests/patches/test_unplanned.py tests/patches/test_compile.py tests/trainer/test_features.py \
 	tests/trainer/test_parallel.py tests/trainer/test_launch.py -k "not test_launch or fsdp2 or zero3"
 
 # uv, because pip knows no way to take the oldest. What these versions need in turn is as new as they let it be.

@@ -46,7 +46,7 @@ from hf_distca.kernels import TaskShapes, get_kernel
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.micro_batch import plan_micro_batch, plan_placed_documents
-from hf_distca.trainer.learned_costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
+from hf_distca.trainer.costs import EARLY_STEPS, WATCHED_STEPS, LearnedCosts
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}

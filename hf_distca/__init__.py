@@ -10,37 +10,21 @@ from hf_distca.version import __version__ as __version__
 from hf_distca.when_imported import when_imported
 
 if TYPE_CHECKING:
-    from hf_distca.collator.collation import DistCACollator
-    from hf_distca.collator.padding_free import CollatorWithLengths
-    from hf_distca.collator.sampler import GlobalBatchSampler
-    from hf_distca.config import DistCAConfig
-    from hf_distca.dispatch.dispatcher import Dispatcher
-    from hf_distca.models.settings import plan_settings
-    from hf_distca.patches.layers import plan_layers
-    from hf_distca.planner.settings import PlanSettings
-    from hf_distca.trainer.arguments import DistCAArguments, DistCATrainingArguments
-    from hf_distca.trainer.assembly import make_dispatcher
-    from hf_distca.trainer.mixin import DistCAMixin
-    from hf_distca.trainer.sft import DistCASFTConfig, DistCASFTTrainer
-    from hf_distca.trainer.trainer import DistCATrainer
-
-__all__ = [
-    "CollatorWithLengths",
-    "Dispatcher",
-    "DistCAArguments",
-    "DistCACollator",
-    "DistCAConfig",
-    "DistCAMixin",
-    "DistCASFTConfig",
-    "DistCASFTTrainer",
-    "DistCATrainer",
-    "DistCATrainingArguments",
-    "GlobalBatchSampler",
-    "PlanSettings",
-    "make_dispatcher",
-    "plan_layers",
-    "plan_settings",
-]
+    from hf_distca.collator.collation import DistCACollator as DistCACollator
+    from hf_distca.collator.padding_free import CollatorWithLengths as CollatorWithLengths
+    from hf_distca.collator.sampler import GlobalBatchSampler as GlobalBatchSampler
+    from hf_distca.config import DistCAConfig as DistCAConfig
+    from hf_distca.dispatch.dispatcher import Dispatcher as Dispatcher
+    from hf_distca.models.settings import plan_settings as plan_settings
+    from hf_distca.patches.layers import plan_layers as plan_layers
+    from hf_distca.planner.settings import PlanSettings as PlanSettings
+    from hf_distca.trainer.arguments import DistCAArguments as DistCAArguments
+    from hf_distca.trainer.arguments import DistCATrainingArguments as DistCATrainingArguments
+    from hf_distca.trainer.assembly import make_dispatcher as make_dispatcher
+    from hf_distca.trainer.mixin import DistCAMixin as DistCAMixin
+    from hf_distca.trainer.sft import DistCASFTConfig as DistCASFTConfig
+    from hf_distca.trainer.sft import DistCASFTTrainer as DistCASFTTrainer
+    from hf_distca.trainer.trainer import DistCATrainer as DistCATrainer
 
 # Imported on first use: torch and transformers take seconds, which `hf-distca --help` does not need.
 _MODULES = {
@@ -55,11 +39,12 @@ _MODULES = {
     "DistCATrainer": "trainer.trainer",
     "DistCATrainingArguments": "trainer.arguments",
     "GlobalBatchSampler": "collator.sampler",
-    "PlanSettings": "planner.micro_batch",
+    "PlanSettings": "planner.settings",
     "make_dispatcher": "trainer.assembly",
     "plan_layers": "patches.layers",
     "plan_settings": "models.settings",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,16 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import free_port
+import pytest
+
+from tests.ranks import free_port, own_processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,14 +47,10 @@ def run_launch(
         folder: for the files of the launch.
         ranks: how many processes.
     """
-    runs = {
-        name: {**run, "arguments": {"output_dir": str(folder / name), **run.get("arguments", {})}}
-        for name, run in runs.items()
-    }
-    (folder / "options.json").write_text(json.dumps({"output": str(folder / "result.json"), "runs": runs}))
+    options = write_options(runs, folder)
     with (folder / LOG).open("w") as log:
         process: subprocess.CompletedProcess[str] = subprocess.run(
-            [*launcher(strategy, ranks), str(script), str(folder / "options.json")],
+            [*launcher(strategy, ranks), str(script), str(options)],
             env=cpu_environment(),
             cwd=ROOT,
             stdout=log,
@@ -59,6 +59,17 @@ def run_launch(
         )
     process.stdout = (folder / LOG).read_text()
     return process
+
+
+def write_options(runs: dict[str, dict[str, Any]], folder: Path) -> Path:
+    """Write the file of runs for a script; each run gets an output folder."""
+    runs = {
+        name: {**run, "arguments": {"output_dir": str(folder / name), **run.get("arguments", {})}}
+        for name, run in runs.items()
+    }
+    options = folder / "options.json"
+    options.write_text(json.dumps({"output": str(folder / "result.json"), "runs": runs}))
+    return options
 
 
 def launcher(strategy: str, ranks: int, python: str = sys.executable) -> list[str]:
@@ -78,3 +89,47 @@ def cpu_environment() -> dict[str, str]:
     # Trainers that tests make in this process leave settings for accelerate behind.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     return environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_in_forks(
+    strategy: str, script: Path, arguments: Sequence[str], folder: Path, ranks: int = 2, **environment: str
+) -> list[int | None]:
+    """Run a script as `accelerate launch` does, in processes that have imported everything; return their exit codes.
+
+    What a rank prints is in the file `output-RANK` of the folder.
+    """
+    environment = {"CUDA_VISIBLE_DEVICES": "", **launch_environment(strategy, ranks), **environment}
+    with own_processes(ranks, _run_script, environment, script, arguments, folder=folder) as processes:
+        for process in processes:
+            process.join(280)
+        return [process.exitcode for process in processes]
+
+
+def launch_environment(strategy: str, ranks: int) -> dict[str, str]:
+    """Variables that `accelerate launch` sets for a file in CONFIGS."""
+    import accelerate.commands.launch as accelerate_launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    found: list[dict[str, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:  # which other tests left behind
+            patch.delenv(name)
+        patch.setattr(accelerate_launch, "multi_gpu_launcher", lambda args: found.append(prepare_multi_gpu_env(args)))
+        patch.setattr(
+            accelerate_launch, "deepspeed_launcher", lambda args: found.append(prepare_deepspeed_cmd_env(args)[1])
+        )
+        command = [*launcher(strategy, ranks)[3:], "script.py"]
+        accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(command))
+        (environment,) = found
+        changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    return {name: value for name, value in changed.items() if not name.startswith("MASTER_")}
+
+
+def _run_script(environment: dict[str, str], script: Path, arguments: Sequence[str]) -> None:
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.update(environment)
+    os.chdir(script.parent)
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")

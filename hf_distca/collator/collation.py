@@ -25,7 +25,7 @@ class DistCACollator:
 
         >>> from torch.utils.data import DataLoader
         >>> from hf_distca.collator.lengths import document_lengths
-        >>> from hf_distca.collator.long_documents import fit_documents
+        >>> from hf_distca.collator.lengths import fit_documents
         >>> from hf_distca.collator.documents import RankDocuments
         >>> from hf_distca.collator.sampler import GlobalBatchSampler
         >>> from hf_distca.planner.settings import PlanSettings

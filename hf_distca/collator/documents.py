@@ -22,13 +22,9 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True, eq=False)
 class TokenDocument:
-    """A document and the target of each of its rows.
+    """Tokens of a document, [L] int64, and the target of each row: the next label, or -100 without loss.
 
     Targets are shifted in the whole document, so that cutting the document afterwards loses no target.
-
-    Attributes:
-        input_ids: [L] int64 tokens.
-        targets: [L] int64 label of the token after each row; -100 without loss, as in the last row.
     """
 
     input_ids: NDArray[np.int64]
@@ -50,8 +46,7 @@ class Columns:
 
     Attributes:
         length: name of the column that may hold the document's length.
-        model_inputs: arguments of the model's forward; any other column is left out, as with `remove_unused_columns`
-            of transformers. None leaves out nothing.
+        model_inputs: columns to keep, as with `remove_unused_columns` of transformers. None leaves out nothing.
     """
 
     length: str = "length"
@@ -81,7 +76,7 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
     Args:
         example: `input_ids` [L]; optionally `labels` [L], `attention_mask` [L] of ones and the length column. Labels
             are unshifted, with -100 for no loss; without labels every token is a label.
-        name: name of the example in error messages, such as "document 3".
+        name: name of the example in errors.
 
     Raises:
         ValueError: a column is missing, unknown or malformed, or lengths disagree.
@@ -94,23 +89,15 @@ def token_document(example: Mapping[str, Any], name: str, columns: Columns) -> T
     labels = input_ids
     if "labels" in used:
         labels = _integers(example["labels"], name, "labels")
-        check_labels_length(len(labels), length, name)
+        if len(labels) != length:
+            raise Data.LABELS.error(name=name, labels=len(labels), length=length)
     if "attention_mask" in used and np.shape(example["attention_mask"]) != (length,):
         raise Data.MASK.error(name=name, shape=np.shape(example["attention_mask"]), length=length)
     if "attention_mask" in used and not np.all(np.asarray(example["attention_mask"]) == 1):
         raise Data.PADDED.error(name=name)
-    if columns.length in used and int(example[columns.length]) != length:
-        raise Data.WRONG_LENGTH.error(
-            name=name, length=length, column=columns.length, stated=int(example[columns.length])
-        )
-    targets = np.append(labels[1:], IGNORED_TARGET)
-    return TokenDocument(input_ids, targets)
-
-
-def check_labels_length(labels: int, length: int, name: str) -> None:
-    """Raise ValueError if `labels` and `input_ids` differ in length; `name` is the example's name."""
-    if labels != length:
-        raise Data.LABELS.error(name=name, labels=labels, length=length)
+    if columns.length in used and (stated := int(example[columns.length])) != length:
+        raise Data.WRONG_LENGTH.error(name=name, length=length, column=columns.length, stated=stated)
+    return TokenDocument(input_ids, np.append(labels[1:], IGNORED_TARGET))
 
 
 def fetch_documents(dataset: Any, indices: Sequence[int], columns: Columns) -> list[TokenDocument]:
@@ -193,26 +180,20 @@ class RankDocuments(Dataset[PlannedDocuments]):
 
     def __getitem__(self, micro_batch: GlobalMicroBatch) -> PlannedDocuments:
         excerpts = micro_batch.excerpts
-        plan = self._plan(micro_batch)
+        lengths = micro_batch.lengths.tolist()
+        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many documents as ranks.
+        rows = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
+        fillers = [1] * (self.settings.ranks - rows)
+        choices = self.settings.choices if micro_batch.choices is None else micro_batch.choices
+        plan = plan_micro_batch(lengths + fillers, replace(self.settings, choices=choices))
+        plan = replace(plan, fillers=len(fillers))
         held = {document for document, _, _ in plan.held_by(self.rank) if document < len(excerpts)}  # else a filler
         indices = np.unique(excerpts["document"][sorted(held)]).tolist()
         documents = fetch_documents(self.dataset, indices, self.columns)
         for index, document in zip(indices, documents, strict=True):
             if len(document.input_ids) != self.lengths[index]:
+                length, planned = len(document.input_ids), self.lengths[index]
                 raise Data.CHANGED_LENGTH.error(
-                    index=index,
-                    length=len(document.input_ids),
-                    planned=self.lengths[index],
-                    column=self.columns.length,
+                    index=index, length=length, planned=planned, column=self.columns.length
                 )
         return PlannedDocuments(plan, excerpts, dict(zip(indices, documents, strict=True)))
-
-    def _plan(self, micro_batch: GlobalMicroBatch) -> MicroBatchPlan:
-        lengths = micro_batch.lengths.tolist()
-        # Every rank holds a row once there are as many tokens as ranks; whole documents: as many documents as ranks.
-        held = len(lengths) if self.settings.document_layout == "whole" else sum(lengths)
-        fillers = [1] * (self.settings.ranks - held)
-        settings = self.settings
-        if micro_batch.choices is not None:
-            settings = replace(settings, choices=micro_batch.choices)
-        return replace(plan_micro_batch(lengths + fillers, settings), fillers=len(fillers))

@@ -1,6 +1,7 @@
-"""Read document lengths of a data set, and a fingerprint by which ranks compare data sets."""
+"""Read document lengths of a data set and its fingerprint; cut or refuse documents that are too long."""
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from hf_distca.collator.documents import ANY_COLUMNS, Columns, check_labels_length, fetch_documents, token_document
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, fetch_documents, token_document
 from hf_distca.collator.refusals import Data
+
+logger = logging.getLogger(__name__)
 
 READ_BATCH = 1000
 """Number of documents read at once to compute lengths."""
@@ -63,9 +66,6 @@ def dataset_fingerprint(dataset: Any, lengths: NDArray[np.int64], columns: Colum
     Args:
         lengths: [documents] int64.
 
-    Returns:
-        64 hexadecimal digits.
-
     Raises:
         ValueError: see `token_document`.
     """
@@ -93,16 +93,13 @@ def _stored_lengths(dataset: datasets.Dataset, progress: bool) -> Iterator[NDArr
     first = 0
     with tqdm(total=len(dataset), desc="Document lengths", unit=" documents", disable=not progress) as bar:
         for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=READ_BATCH):
-            counts = {
-                # A missing list counts as empty.
-                column: pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy().astype(np.int64)
-                for column in columns
-            }
-            lengths = counts["input_ids"]
+            # A missing list counts as empty.
+            counts = [pc.fill_null(pc.list_value_length(table[column]), 0).to_numpy() for column in columns]
+            lengths, labels = counts[0].astype(np.int64), counts[-1]
             _check_no_empty(lengths, first)
-            labels = counts.get("labels", lengths)
             for index in np.flatnonzero(labels != lengths)[:1]:
-                check_labels_length(int(labels[index]), int(lengths[index]), f"document {first + index}")
+                name = f"document {first + index}"
+                raise Data.LABELS.error(name=name, labels=labels[index], length=lengths[index])
             first += len(lengths)
             bar.update(len(lengths))
             yield lengths
@@ -117,3 +114,71 @@ def _stored_as_lists(dataset: datasets.Dataset) -> bool:
     """Return whether tokens and labels are plain lists on disk, not tensors of an extension type."""
     stored = [field.type for field in dataset.features.arrow_schema if field.name in ("input_ids", "labels")]
     return all(pa.types.is_list(kind) or pa.types.is_large_list(kind) for kind in stored)
+
+
+EXCERPT = np.dtype(
+    [
+        ("document", np.int64),  # index into the data set
+        ("start", np.int64),  # first token of the excerpt
+        ("stop", np.int64),  # one past its last token
+        ("end", np.int64),  # one past the last token of the document that may be a target
+    ]
+)
+"""Tokens [start, stop) of a document in the data set, which form a document of a micro-batch."""
+
+
+def fit_documents(lengths: NDArray[np.int64], limit: int, policy: str, limit_name: str) -> NDArray[np.void]:
+    """Apply the policy for long documents; a document within the limit becomes one excerpt.
+
+    "truncate" keeps the first tokens, and logs how many are dropped. "split" cuts a document into excerpts, which do
+    not attend to each other; the last row of an excerpt still predicts the first token of the next one.
+
+    Args:
+        lengths: [documents] int64 tokens of each document.
+        limit: maximum number of tokens of an excerpt.
+        limit_name: name of the limit in messages, such as "ranks · tokens_per_rank".
+
+    Returns:
+        [excerpts] of dtype EXCERPT, in the order of the data set.
+
+    Raises:
+        ValueError: a document is too long under the policy "error", or the limit or the policy is invalid.
+    """
+    if limit <= 0:
+        raise Data.LIMIT.error(limit_name=limit_name, limit=limit)
+    if policy not in ("error", "truncate", "split"):
+        raise Data.POLICY.error(policy=policy)
+    too_long = np.flatnonzero(lengths > limit)
+    if len(too_long) and policy == "error":
+        longest = int(np.argmax(lengths))
+        raise Data.LONG.error(
+            count=len(too_long),
+            documents=len(lengths),
+            limit_name=limit_name,
+            limit=limit,
+            longest=longest,
+            length=lengths[longest],
+        )
+    if len(too_long) and policy == "truncate":
+        warn_truncated(len(too_long), int((lengths[too_long] - limit).sum()), limit, limit_name)
+    return cut_documents(lengths, limit, policy)
+
+
+def cut_documents(lengths: NDArray[np.int64], limit: int, policy: str) -> NDArray[np.void]:
+    """Return the excerpts of documents under "truncate" or "split", as `fit_documents` does, without checks."""
+    used = np.minimum(lengths, limit) if policy == "truncate" else lengths
+    counts = -(-used // limit)
+    excerpts = np.empty(int(counts.sum()), EXCERPT)
+    excerpts["document"] = np.repeat(np.arange(len(lengths)), counts)
+    # How many excerpts of the same document come before this one.
+    before = np.arange(len(excerpts)) - np.repeat(np.cumsum(counts) - counts, counts)
+    excerpts["end"] = np.repeat(used, counts)
+    excerpts["start"] = before * limit
+    excerpts["stop"] = np.minimum(excerpts["start"] + limit, excerpts["end"])
+    return excerpts
+
+
+def warn_truncated(documents: int, tokens: int, limit: int, limit_name: str) -> None:
+    """Log how many documents and tokens the policy "truncate" drops."""
+    text = "Truncated %d documents to %s = %d tokens; %d tokens are dropped."
+    logger.warning(text, documents, limit_name, limit, tokens)

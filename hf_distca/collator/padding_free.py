@@ -66,7 +66,7 @@ class CollatorWithLengths:
         return {**{name: x for name, x in batch.items() if name != "attention_mask"}, "document_lengths": lengths}
 
 
-TOLD_BY_PLAN = (
+REPLACED_BY_PLAN = (
     *("attention_mask", "document_lengths", "seq_idx"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )

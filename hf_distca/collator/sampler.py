@@ -136,19 +136,14 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
         shuffled = random.permutation(len(self.excerpts))
         # Placing first fills one bin of each micro-batch, so no micro-batch stays empty.
         bin_in_batch, batch_of = np.divmod(self._place(shuffled), self._batches)
-        # Placing starts the first micro-batches with the longest documents: give them a random place in the
-        # epoch.
+        # Placing starts the first micro-batches with the longest documents: give them a random place in the epoch.
         batch_of = random.permutation(self._batches)[batch_of]
-        return (
-            shuffled[np.lexsort((bin_in_batch, batch_of))],
-            np.bincount(batch_of, minlength=self._batches),
-        )
+        return shuffled[np.lexsort((bin_in_batch, batch_of))], np.bincount(batch_of, minlength=self._batches)
 
     def _place(self, shuffled: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the bin of each excerpt of `shuffled`."""
         lengths, bins = self._lengths[shuffled], self._batches * self.bins
-        # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that ranks on different
-        # processors agree.
+        # Length = mantissa · 2^exponent, the mantissa in [0.5, 1): exact, so that different processors agree.
         mantissa, exponent = np.frexp(lengths)
         for classes in CLASSES_PER_OCTAVE:
             length_class = exponent * classes + np.floor((2 * mantissa - 1) * classes).astype(np.int64)
@@ -157,8 +152,7 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
             if chosen is not None:
                 break
         else:
-            # Equal lengths are still in random order. One of these two fits in every epoch, as it did when
-            # counting.
+            # Equal lengths are still in random order. One of these two fits in every epoch, as when counting.
             order = np.argsort(-lengths, kind="stable")
             longest_first = lengths[order].tolist()
             chosen = place_evenly(longest_first, bins, self.capacity)

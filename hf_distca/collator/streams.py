@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hf_distca.collator.collation import excerpt_document, rows_batch
 from hf_distca.collator.documents import ANY_COLUMNS, Columns, TokenDocument, token_document
-from hf_distca.collator.long_documents import LongDocuments, cut_documents, fit_documents, warn_truncated
+from hf_distca.collator.lengths import cut_documents, fit_documents, warn_truncated
 from hf_distca.collator.refusals import Data
 from hf_distca.planner.bin_packing import pack_in_order
 
@@ -47,7 +47,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         ranks: int,
         rank: int,
         tokens_per_rank: int,
-        long_documents: LongDocuments = "error",
+        long_documents: str = "error",
         columns: Columns = ANY_COLUMNS,
     ):
         if not 0 <= rank < ranks:
@@ -65,7 +65,7 @@ class StreamPacker(IterableDataset[dict[str, Any]]):
         self.columns = columns
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the data set, if the data set has epochs."""
+        """Set the epoch of a data set with epochs."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_distca.collator.padding_free import FILLER_LENGTHS, TOLD_BY_PLAN, batch_document_lengths, filler_batch
+from hf_distca.collator.padding_free import FILLER_LENGTHS, REPLACED_BY_PLAN, batch_document_lengths, filler_batch
 from hf_distca.dispatch.backends import EXCHANGE_CTAS
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
@@ -196,7 +196,7 @@ class Dispatcher:
         plans = self.plan_lengths(lengths, at_least)
         fillers = [filler_batch(self.device) for _ in range(len(plans) - len(batches))]
         return [
-            {name: value for name, value in batch.items() if name not in TOLD_BY_PLAN} | {PLAN_KEY: plan}
+            {name: value for name, value in batch.items() if name not in REPLACED_BY_PLAN} | {PLAN_KEY: plan}
             for batch, plan in zip([*batches, *fillers], plans, strict=True)
         ]
 

@@ -21,7 +21,7 @@ from hf_distca.patches.modules import subclass, uncompiled
 from hf_distca.patches.split import Refusal, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
 
-TOLD_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+REPLACED_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that describe documents in a row; a module that gets one document at a time needs none."""
 DOCUMENTS = Refusal(
     "a planned step runs a mixing module document by document, but cannot divide its {name} ({described}) into the "
@@ -79,7 +79,7 @@ class _MixingModule(nn.Module):
         split_kwargs = {
             name: split_argument(name, value, sizes, DOCUMENTS)
             for name, value in kwargs.items()
-            if name not in TOLD_BY_PLAN
+            if name not in REPLACED_BY_PLAN
         }
         results = [
             run(*(parts[i] for parts in split_args), **{name: parts[i] for name, parts in split_kwargs.items()})

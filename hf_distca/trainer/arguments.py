@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from hf_distca.config import DistCAConfig
 from hf_distca.pool.launch import Launch, on_cpu, serve_if_server, split_launch
 from hf_distca.refusal import check
-from hf_distca.trainer.parallel import join_on_cpu, shard_on_cpu
+from hf_distca.trainer.parallel import join_on_cpu, share_on_cpu
 from hf_distca.trainer.refusals import ARGUMENTS, LIGERS_LOSSES, LOSES_DEEPSPEED, NOT_CONNECTED
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class DistCAArguments(DistCAConfig, _Arguments):
         behind: Any = super()
         device: torch.device = behind._setup_devices
         check((NOT_CONNECTED,), self)
-        shard_on_cpu(self)
+        share_on_cpu(self)
         return device
 
     @cached_property

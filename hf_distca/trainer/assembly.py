@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import is_initialized
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from hf_distca.config import DistCAConfig
@@ -18,10 +19,9 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.patches.prepare import prepare_model
 from hf_distca.pool.launch import TOKEN_FILE, open_pool
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.trainer.choices import choices_of
-from hf_distca.trainer.learned_costs import LearnedCosts
+from hf_distca.trainer.costs import LearnedCosts, choices_of
 from hf_distca.trainer.loaders import PackedLoaders, UpcomingBatches, columns_of
-from hf_distca.trainer.memory import checkpointing_of, tell_memory_on_gpu
+from hf_distca.trainer.memory import checkpointing_of, log_memory_on_gpu
 from hf_distca.trainer.metrics import AttentionTime, ModelFlops, Remedies, StepMeter
 from hf_distca.trainer.parallel import (
     allow_for_towers,
@@ -29,19 +29,11 @@ from hf_distca.trainer.parallel import (
     dtype_of_computation,
     gather_whole_layers,
     gathers_parameters,
+    launched_processes,
 )
-from hf_distca.trainer.refusals import check_trainer
+from hf_distca.trainer.refusals import NOT_CONNECTED, check_trainer
 from hf_distca.trainer.resuming import DataProgress, check_agreement
 from hf_distca.trainer.tracing import StepTracer
-
-
-def is_checkpointed(model: PreTrainedModel) -> bool:
-    """Return whether layers run again in the backward pass.
-
-    Older versions of transformers have only the attribute `is_gradient_checkpointing`.
-    """
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    return bool(getattr(model, next(name for name in names if hasattr(type(base_model(model)), name))))
 
 
 def make_dispatcher(
@@ -72,10 +64,13 @@ def make_dispatcher(
 
     Raises:
         ValueError: The model cannot be planned, or the kernel does not support its attention. Also if nodes do not add
-            up to the number of ranks, or settings differ between ranks. The message says what to change.
+            up to the number of ranks, settings differ between ranks, or launched processes are not connected. The
+            message says what to change.
         RuntimeError: This rank cannot reach the others.
         ImportError: The package of the kernel is not installed.
     """
+    if launched_processes() > 1 and not is_initialized():
+        raise NOT_CONNECTED.error()
     launched = ranks_per_node(mesh, config.exchange_timeout)
     with raised_together(config.exchange_timeout):
         settings = plan_settings(
@@ -89,8 +84,10 @@ def make_dispatcher(
         keep_core_attention=config.keep_core_attention,
         exchange_timeout=config.exchange_timeout,
     )
-    again = is_checkpointed(model) if checkpointing is None else checkpointing
-    dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=again, folder=folder))
+    if checkpointing is None:  # older versions of transformers have only `is_gradient_checkpointing`
+        names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+        checkpointing = getattr(model, next(name for name in names if hasattr(type(base_model(model)), name)))
+    dispatcher.choose_by(choices_of(model, dispatcher, config, checkpointing=bool(checkpointing), folder=folder))
     with raised_together(config.exchange_timeout):
         prepare_model(model, config, ping_pong=settings.ping_pong)
     return dispatcher
@@ -131,11 +128,23 @@ def make_parts(trainer: Trainer) -> Parts:
     """
     args: Any = trainer.args
     model: Any = trainer.model
+    accelerator = trainer.accelerator
     with raised_together(args.exchange_timeout):
         check_trainer(trainer)
-        allow_for_towers(model, trainer.accelerator)
+        allow_for_towers(model, accelerator)
     mixes = bool(mixing_layers(model))
-    dispatcher = _trainers_dispatcher(trainer, mixes=mixes)
+    dispatcher = make_dispatcher(
+        model,
+        args,
+        args.device,
+        dtype=dtype_of_computation(model, args, accelerator),
+        mesh=data_parallel_mesh(accelerator),
+        checkpointing=checkpointing_of(args, accelerator) is not None,
+        folder=Path(str(args.output_dir)),
+    )
+    if gathers_parameters(accelerator):
+        planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or mixes
+        gather_whole_layers(model, [*(plan_layers(model) if planned else []), *adapted_heads(model)])
     check_agreement(args, dispatcher)
     pool = None
     if args.attention_servers != 0:
@@ -148,11 +157,11 @@ def make_parts(trainer: Trainer) -> Parts:
             timeout_s=args.attention_server_timeout,
             transport=args.attention_server_transport,
         )
-    tell_memory_on_gpu(model, dispatcher, args, trainer.accelerator)
-    learned_costs = LearnedCosts(dispatcher)
     flops = None
-    if args.device.type == "cuda":  # peaks of other devices are unknown
+    if args.device.type == "cuda":  # peaks and memory of other devices are unknown
+        log_memory_on_gpu(model, dispatcher, args, accelerator)
         flops = ModelFlops(model, shared_by=max(args.world_size // dispatcher.groups.ranks, 1))
+    learned_costs = LearnedCosts(dispatcher)
     return Parts(
         dispatcher,
         pool,
@@ -165,24 +174,3 @@ def make_parts(trainer: Trainer) -> Parts:
         DataProgress(),
         UpcomingBatches(dispatcher),
     )
-
-
-def _trainers_dispatcher(trainer: Trainer, *, mixes: bool) -> Dispatcher:
-    """Prepare a trainer's model under its strategy and return its dispatcher."""
-    args: Any = trainer.args
-    model: Any = trainer.model
-    accelerator = trainer.accelerator
-    dispatcher = make_dispatcher(
-        model,
-        args,
-        args.device,
-        dtype=dtype_of_computation(model, args, accelerator),
-        mesh=data_parallel_mesh(accelerator),
-        checkpointing=checkpointing_of(args, accelerator) is not None,
-        folder=Path(str(args.output_dir)),
-    )
-    if gathers_parameters(accelerator):
-        planned = dispatcher.settings.ping_pong or args.mlp_chunk_rows or mixes
-        layers = plan_layers(model) if planned else []
-        gather_whole_layers(model, [*layers, *adapted_heads(model)])
-    return dispatcher

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from accelerate.data_loader import prepare_data_loader
@@ -16,8 +16,7 @@ from transformers.trainer_utils import seed_worker
 
 from hf_distca.collator.collation import DistCACollator
 from hf_distca.collator.documents import Columns, RankDocuments
-from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
-from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.lengths import dataset_fingerprint, document_lengths, fit_documents
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler
@@ -48,7 +47,7 @@ class PackedLoaders:
         return self._lengths[id(dataset)][1]
 
     def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
-        """Return a loader of this rank's rows.
+        """Return a loader of this rank's rows, prepared by accelerate.
 
         Batches of a data set with a length are planned; batches of a stream are still to be planned.
 
@@ -56,55 +55,40 @@ class PackedLoaders:
             shuffle: draw documents anew in each epoch; a stream keeps its own order.
             capacity: maximum number of tokens of a global micro-batch; 0 means ranks · tokens_per_rank.
         """
-        return self._prepared(
-            self._of_stream(dataset) if is_stream(dataset) else self._of_documents(dataset, shuffle, capacity)
-        )
-
-    def _of_stream(self, dataset: Any) -> DataLoader[Any]:
         args, groups = self._args, self._dispatcher.groups
-        packer = StreamPacker(
-            dataset, groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns()
-        )
-        return DataLoader(packer, batch_size=None, **self._options())
-
-    def _of_documents(self, dataset: Any, shuffle: bool, capacity: int) -> DataLoader[Any]:
-        args, groups = self._args, self._dispatcher.groups
-        lengths, _ = self.lengths(dataset)
-        capacity = capacity or groups.ranks * args.tokens_per_rank
-        bins, limit_name = 1, "ranks · tokens_per_rank"
-        if self._dispatcher.settings.document_layout == "whole":
-            bins, limit_name = groups.ranks, "tokens_per_rank"
-        capacity //= bins
-        excerpts = fit_documents(lengths, capacity, args.long_documents, limit_name)
-        seed = args.seed if args.data_seed is None else args.data_seed
-        return DataLoader(
-            RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns()),
-            batch_sampler=GlobalBatchSampler(
-                excerpts,
+        options: dict[str, Any]
+        if is_stream(dataset):
+            dataset = StreamPacker(
+                dataset, groups.ranks, groups.rank, args.tokens_per_rank, args.long_documents, self._columns()
+            )
+            options = {"batch_size": None}
+        else:
+            lengths, _ = self.lengths(dataset)
+            whole = self._dispatcher.settings.document_layout == "whole"
+            bins, limit_name = (groups.ranks, "tokens_per_rank") if whole else (1, "ranks · tokens_per_rank")
+            capacity = (capacity or groups.ranks * args.tokens_per_rank) // bins
+            dataset = RankDocuments(dataset, lengths, self._dispatcher.settings, groups.rank, self._columns())
+            sampler = GlobalBatchSampler(
+                fit_documents(lengths, capacity, args.long_documents, limit_name),
                 capacity,
                 shuffle=shuffle,
-                seed=seed,
+                seed=args.seed if args.data_seed is None else args.data_seed,
                 bins=bins,
                 choices=self._dispatcher.choices,
-            ),
-            collate_fn=DistCACollator(groups.rank),
-            **self._options(),
+            )
+            options = {"batch_sampler": sampler, "collate_fn": DistCACollator(groups.rank)}
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            **options,
         )
-
-    def _options(self) -> dict[str, Any]:
-        args = self._args
-        return {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory,
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-            "multiprocessing_context": args.dataloader_multiprocessing_context,
-            "worker_init_fn": partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
-        }
-
-    def _prepared(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Prepare a loader with accelerate, but undivided: the loader already knows its rank."""
-        config: Any = self._args.accelerator_config
+        config: Any = args.accelerator_config
+        # Undivided: the loader already knows its rank.
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
             device=self._dispatcher.device,
@@ -157,18 +141,15 @@ def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: 
     return lengths, fingerprint
 
 
-def is_dispatched(dataset: Any, args: DistCAArguments) -> bool:
-    """Return whether accelerate's loader has rank 0 read for all ranks, which can send tensors only."""
-    config: Any = args.accelerator_config
-    dispatches: bool | None = config.dispatch_batches
-    return isinstance(dataset, IterableDataset) if dispatches is None else dispatches
-
-
 @contextmanager
 def lengths_read_on_host(trainer: Trainer, dataset: Any, args: DistCAArguments) -> Iterator[None]:
-    """Make a padding-free trainer's loaders report document lengths, read before batches go to the device."""
-    collator = trainer.data_collator
-    if not is_dispatched(dataset, args):
+    """Make a padding-free trainer's loaders report document lengths, read before batches go to the device.
+
+    Where accelerate has rank 0 read for all ranks, nothing changes: rank 0 can send tensors only.
+    """
+    collator, config = trainer.data_collator, cast(Any, args.accelerator_config)
+    by_rank_0 = config.dispatch_batches
+    if not (isinstance(dataset, IterableDataset) if by_rank_0 is None else by_rank_0):
         trainer.data_collator = CollatorWithLengths(collator)
     try:
         yield

@@ -23,7 +23,7 @@ LEFT = 0.95
 """Fraction of a device's memory for tensors; CUDA, NCCL and gaps between tensors take the rest."""
 
 
-def tell_memory(
+def log_memory(
     model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator, memory: int
 ) -> None:
     """Log the memory of a rank whose rows are full, and warn if it does not fit.
@@ -45,23 +45,15 @@ def tell_memory(
     counted = MemoryCounter(model, settings, args).count(plan, training, rank=dispatcher.groups.ranks - 1)
     parts: dict[str, int] = {**vars(counted.state), **{str(part): size for part, size in counted.parts.items()}}
     total = sum(parts.values())
-    told = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
-    logger.info(
-        "memory with %s tokens on each rank: %.1f of %.1f GB (%s)",
-        args.tokens_per_rank,
-        total / GB,
-        memory / GB,
-        told,
-    )
+    listed = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size >= GB / 20)
+    figures = (args.tokens_per_rank, total / GB, memory / GB, listed)
+    logger.info("memory with %s tokens on each rank: %.1f of %.1f GB (%s)", *figures)
     if total > LEFT * memory:
         logger.warning(
             "tokens_per_rank=%s will not fit: a document that fills all ranks needs %.1f GB on a device of %.1f GB "
             "(%s). Lower tokens_per_rank, set activation_checkpointing=True, or train under FSDP2 or ZeRO-3; "
             "`hf-distca plan --model` shows the most tokens that fit",
-            args.tokens_per_rank,
-            total / GB,
-            memory / GB,
-            told,
+            *figures,
         )
 
 
@@ -95,15 +87,15 @@ def checkpointing_of(args: DistCAArguments, accelerator: Accelerator) -> dict[st
     return None
 
 
-def tell_memory_on_gpu(
+def log_memory_on_gpu(
     model: nn.Module, dispatcher: Dispatcher, args: DistCAArguments, accelerator: Accelerator
 ) -> None:
-    """Call `tell_memory` on rank 0 under CUDA; a model that cannot be counted trains nevertheless."""
-    device = dispatcher.device
-    if device.type != "cuda" or dispatcher.groups.rank != 0:
+    """Call `log_memory` on rank 0; a model that cannot be counted trains nevertheless."""
+    if dispatcher.groups.rank != 0:
         return
+    memory = torch.cuda.get_device_properties(dispatcher.device).total_memory
     try:
-        tell_memory(model, dispatcher, args, accelerator, torch.cuda.get_device_properties(device).total_memory)
+        log_memory(model, dispatcher, args, accelerator, memory)
     except Exception as error:  # a model may read values, which meta tensors do not have
         logger.warning(
             "cannot estimate the memory for training %s: %s; training continues without the estimate",

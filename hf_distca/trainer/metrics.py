@@ -4,8 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.metrics import loads_of
 from hf_distca.pool.rank.pool import Pool
-from hf_distca.trainer.learned_costs import LearnedCosts
+from hf_distca.trainer.costs import LearnedCosts
 from hf_distca.units import AUTO
 
 PREFIX = "distca/"
@@ -37,15 +36,8 @@ SERVERS = "Dedicated attention servers"
 CUDA = "CUDA"
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A logged figure.
-
-    Attributes:
-        unit: unit of the value; "ratio" for a quotient, "share" for a number from 0 to 1.
-        meaning: of the value over the micro-batches since the last log.
-        where: condition under which the metric is logged.
-    """
+class Metric(NamedTuple):
+    """A logged figure: its unit ("share" is from 0 to 1), its meaning since the last log, and when it is logged."""
 
     unit: str
     meaning: str
@@ -96,14 +88,14 @@ METRICS: dict[str, Metric] = {
 
 
 FloatArray = NDArray[np.float64]
+GIB = 2**30
 
 
 class AttentionTime:
     """Predict the attention time of micro-batches that have run.
 
-    Plans that were chosen by costs carry a prediction. For other plans, the measured time of all ranks is divided by
-    query-key pairs, and the busiest rank is expected to take its share. If that rank takes longer, it is slower than
-    the others, or the shapes of its tasks are worse.
+    Plans that were chosen by costs carry a prediction. For other plans, the busiest rank takes a share of the measured
+    time of all ranks, by query-key pairs. If the rank takes longer, it is slow, or the shapes of its tasks are worse.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -124,13 +116,12 @@ class AttentionTime:
 
     def _pairs(self, plan: MicroBatchPlan) -> FloatArray:
         """[workers] query-key pairs of all layers, weighted by the width of the heads."""
-        every: list[FloatArray] = [
+        every = [
             loads_of(of_kind).astype(np.float64) * (self._layers[kind] * kind.q_heads * (kind.dim_qk + kind.dim_v))
             for nano in plan.nano_batches
             for kind, of_kind in nano.plans.items()
         ]
-        summed: FloatArray = np.sum(every, axis=0)
-        return summed
+        return np.asarray(np.sum(every, axis=0))
 
 
 class ModelFlops:
@@ -164,9 +155,6 @@ class ModelFlops:
         return total
 
 
-GIB = 2**30
-
-
 class StepMeter(TrainerCallback):
     """Collect figures of micro-batches and return them when the trainer logs.
 
@@ -174,7 +162,7 @@ class StepMeter(TrainerCallback):
         pool: dedicated servers; None without servers.
         processes: number of training processes, each with one device.
         flops: floating point operations of the model; None if unknown.
-        costs: learned time of steps outside their micro-batches; None if nothing is chosen by costs.
+        costs: learned costs, with the time of steps outside their micro-batches.
 
     Attributes:
         steps: optimizer steps since figures were last returned.
@@ -191,10 +179,9 @@ class StepMeter(TrainerCallback):
         costs: LearnedCosts | None = None,
     ) -> None:
         self._dispatcher, self._pool, self._attention, self._processes = dispatcher, pool, attention, processes
-        self._costs = costs
-        device = dispatcher.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._flops, self._peak_flops = flops, peak_flops(name)
+        self._flops, self._costs = flops, costs
+        is_cuda = dispatcher.device.type == "cuda"
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(dispatcher.device) if is_cuda else "")
         self._reset()
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
@@ -259,7 +246,7 @@ class StepMeter(TrainerCallback):
         if self._flops is not None and self._peak_flops is not None:
             figures["mfu"] = sum(map(self._flops.of, plans)) / (elapsed * devices * self._peak_flops)
         if self._dispatcher.settings.nodes is not None:
-            moved = [summary.exchange for summary in summaries]
+            moved = [s.exchange for s in summaries]
             figures |= {
                 "exchange_bytes_within_nodes": sum(m.bytes_within_nodes_bottleneck for m in moved) / count,
                 "exchange_bytes_between_nodes": sum(m.bytes_between_nodes_bottleneck for m in moved) / count,
@@ -302,13 +289,7 @@ class EvaluationLoss:
         self._sum = self._targets = 0.0
 
     def add(self, loss: Tensor, targets: Tensor) -> None:
-        """Add a micro-batch.
-
-        Args:
-            loss: scalar; this rank's loss times the number of ranks, so that the mean over ranks is the micro-batch's
-                loss.
-            targets: scalar; number of the micro-batch's targets on all ranks.
-        """
+        """Add a micro-batch: its loss as the mean over ranks of `loss`, and its targets on all ranks."""
         self._sum += (loss * targets / self._groups.ranks).item()
         self._targets += targets.item()
 
@@ -324,60 +305,49 @@ STEPS = 50
 """Number of steps averaged for a warning: fewer steps depend too much on their documents."""
 MOST_IMBALANCE, MOST_EXPOSED, LEAST_PING_PONG = 1.1, 0.1, 0.1
 """Limits beyond which a warning is logged: imbalance degree, share of waits, share of layers in turns."""
-LOOKED_AT = ("imbalance_degree", "exposed_exchange_share", "ping_pong_share")
+REMEDIES = {
+    "imbalance_degree": "distca/imbalance_degree is {1:.2f}: the busiest rank computes that many times the mean core "
+    "attention, and all ranks wait for it; set balance_tolerance to 0.01 (it is {0.balance_tolerance}), lower "
+    "balance_block_size (it is {0.balance_block_size}), or raise tokens_per_rank",
+    "exposed_exchange_share": "distca/exposed_exchange_share is {1:.2f}: a rank waits for rows during that share of a "
+    "step; leave ping_pong (it is {0.ping_pong}) and balance_tolerance (it is {0.balance_tolerance}) at 'auto', check "
+    "links and nodes with hf-distca doctor, and find the long waits with trace_steps=3",
+    "ping_pong_share": "distca/ping_pong_share is {1:.2f}: few micro-batches run as two nano-batches, so exchanges "
+    "are not hidden; raise tokens_per_rank until no document has more than half of a micro-batch's tokens, and put "
+    "hooks on decoder layers, not inside them",
+}
+"""Warnings about figures beyond their limits, as format strings of the settings and the figure."""
 
 
 class Remedies:
     """Average figures over some fifty steps, and warn of each problem once."""
 
     def __init__(self, settings: DistCAConfig, *, ping_pong: bool) -> None:
-        self._settings, self._ping_pong = settings, ping_pong
-        self._told: set[str] = set()
+        self._settings, self._ping_pong = settings, ping_pong and settings.ping_pong is True
+        self._warned: set[str] = set()
         self._begin()
 
     def _begin(self) -> None:
         self._steps = 0
-        self._sums = dict.fromkeys(LOOKED_AT, 0.0)
+        self._sums = dict.fromkeys(REMEDIES, 0.0)
 
     def see(self, figures: Mapping[str, float], steps: int) -> None:
         """Add means over some steps, from `StepMeter.figures`; empty figures change nothing."""
         if not figures or not steps:
             return
         self._steps += steps
-        for name in LOOKED_AT:
+        for name in REMEDIES:
             self._sums[name] += figures[name] * steps
-        if self._steps >= STEPS:
-            means = {name: total / self._steps for name, total in self._sums.items()}
-            self._begin()
-            self._warn(means)
-
-    def _warn(self, means: Mapping[str, float]) -> None:
-        settings = self._settings
-        if means["imbalance_degree"] > MOST_IMBALANCE and settings.balance_tolerance != AUTO:
-            self._tell(
-                f"{PREFIX}imbalance_degree is {means['imbalance_degree']:.2f}: the busiest rank computes that many "
-                "times the mean core attention, and all ranks wait for it; set balance_tolerance to 0.01 (it is "
-                f"{settings.balance_tolerance}), lower balance_block_size (it is {settings.balance_block_size}), "
-                "or raise tokens_per_rank",
-                "imbalance_degree",
-            )
-        if means["exposed_exchange_share"] > MOST_EXPOSED:
-            self._tell(
-                f"{PREFIX}exposed_exchange_share is {means['exposed_exchange_share']:.2f}: a rank waits for rows "
-                f"during that share of a step; leave ping_pong (it is {settings.ping_pong}) and balance_tolerance (it "
-                f"is {settings.balance_tolerance}) at 'auto', check links and nodes with hf-distca doctor, and find "
-                "the long waits with trace_steps=3",
-                "exposed_exchange_share",
-            )
-        if self._ping_pong and settings.ping_pong is True and means["ping_pong_share"] < LEAST_PING_PONG:
-            self._tell(
-                f"{PREFIX}ping_pong_share is {means['ping_pong_share']:.2f}: few micro-batches run as two "
-                "nano-batches, so exchanges are not hidden; raise tokens_per_rank until no document has more than "
-                "half of a micro-batch's tokens, and put hooks on decoder layers, not inside them",
-                "ping_pong_share",
-            )
-
-    def _tell(self, text: str, name: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
-            logger.warning("mean of the last steps: %s", text)
+        if self._steps < STEPS:
+            return
+        means = {name: total / self._steps for name, total in self._sums.items()}
+        self._begin()
+        wrong = {
+            "imbalance_degree": means["imbalance_degree"] > MOST_IMBALANCE
+            and self._settings.balance_tolerance != AUTO,
+            "exposed_exchange_share": means["exposed_exchange_share"] > MOST_EXPOSED,
+            "ping_pong_share": self._ping_pong and means["ping_pong_share"] < LEAST_PING_PONG,
+        }
+        for name in [name for name in REMEDIES if wrong[name] and name not in self._warned]:
+            self._warned.add(name)
+            logger.warning("mean of the last steps: %s", REMEDIES[name].format(self._settings, means[name]))

@@ -80,7 +80,6 @@ class DistCAMixin(_Trainer):
         self.dispatcher, self.pool, self.meter = parts.dispatcher, parts.pool, parts.meter
         for callback in parts.callbacks:
             self.add_callback(callback)
-        self._planned_by_loader = self._packs and not is_stream(self.train_dataset)
         self._ended: Iterator[Any] | None = None
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
         self._evaluation = EvaluationLoss(self.dispatcher.groups)
@@ -120,22 +119,20 @@ class DistCAMixin(_Trainer):
         """Return the planned micro-batches of an optimizer step and the number of targets on all ranks."""
         if self._parts.tracer is not None:
             self._parts.tracer.begin_step(self.state.global_step + 1)
-        batches = self._planned_batches(epoch_iterator, num_batches)
+        batches: list[dict[str, Any]] = []
+        if epoch_iterator is not self._ended:
+            if self.pool is not None:
+                self.pool.refresh()
+            if self._packs and not is_stream(self.train_dataset):  # planned by the loader
+                batches = self._parts.upcoming.fetch(epoch_iterator, num_batches)
+            else:
+                batches = list(islice(epoch_iterator, num_batches))
+                batches = self.dispatcher.plan_batches(batches, at_least=num_batches)
+                # No rank has more in this epoch: ranks need not ask again.
+                self._ended = self._ended if batches else epoch_iterator
         batches, targets = super().get_batch_samples(iter(batches), len(batches), *args, **kwargs)
         self._parts.upcoming.begin_step(batches)
         return batches, targets
-
-    def _planned_batches(self, epoch_iterator: Iterator[Any], num_batches: int) -> list[dict[str, Any]]:
-        if epoch_iterator is self._ended:
-            return []
-        if self.pool is not None:
-            self.pool.refresh()
-        if self._planned_by_loader:
-            return self._parts.upcoming.fetch(epoch_iterator, num_batches)
-        batches = self.dispatcher.plan_batches(list(islice(epoch_iterator, num_batches)), at_least=num_batches)
-        if not batches:  # no rank has more in this epoch: ranks need not ask again
-            self._ended = epoch_iterator
-        return batches
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Tensor | None:
         targets: Any = super()._get_num_items_in_batch(*args, **kwargs)
@@ -183,10 +180,9 @@ class DistCAMixin(_Trainer):
                 self.pool.close()
 
     def close(self) -> None:
-        """Close the process groups of this trainer, for a process that makes several trainers in turn.
+        """Close the process groups of this trainer, at the same point on every rank.
 
-        Every rank calls it at the same point. The trainer cannot be used afterwards; its model can, with another
-        trainer.
+        The trainer cannot be used afterwards. Its model can, with another trainer.
         """
         self.dispatcher.close()
 
@@ -213,7 +209,6 @@ class DistCAMixin(_Trainer):
         return loss
 
     def _section(self, name: str) -> None:
-        """Begin another section of the step in the trace, if there is a trace."""
         if self._parts.tracer is not None:
             self._parts.tracer.section(name)
 
@@ -294,11 +289,7 @@ class DistCAMixin(_Trainer):
         return loss, None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: rows are spread over ranks by the plan, so there are no predictions by document.
-
-        Raises:
-            NotImplementedError: always; names the alternative.
-        """
+        """Raise NotImplementedError: the plan spreads a document's rows over ranks."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot return predictions for each document, because the rows of a document lie "
             "on several ranks. Use evaluate() for the exact loss, or run the trained model outside the trainer"

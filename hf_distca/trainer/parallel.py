@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,10 +24,8 @@ def join_on_cpu(args: Any) -> None:
     Args:
         args: trainer arguments that have not looked up the world yet; `ddp_backend` or `use_cpu` is set.
     """
-    if launched_processes() == 1:
-        return
     deepspeed = asked_for("DEEPSPEED", args.deepspeed)
-    if torch.accelerator.is_available():
+    if launched_processes() == 1 or torch.accelerator.is_available():
         return
     if deepspeed:
         args.ddp_backend = args.ddp_backend or "gloo"
@@ -35,27 +33,16 @@ def join_on_cpu(args: Any) -> None:
         args.use_cpu = True
 
 
-def shard_on_cpu(args: Any) -> None:
-    """Let accelerate shard a model with FSDP among CPU processes, a case without a type of its own.
+def share_on_cpu(args: Any, model: Any = None) -> None:
+    """Let accelerate share a model among CPU processes, by FSDP or as a DistributedConfig divided it at load.
 
     Args:
         args: trainer arguments that have looked up the world; the type of `distributed_state` is set.
     """
     state: PartialState = args.distributed_state
-    if asked_for("FSDP", args.fsdp):
-        _count_as_gpus(state)
-
-
-def share_on_cpu(args: Any, model: Any) -> None:
-    """Let accelerate accept a model that a DistributedConfig divided among CPU processes at load."""
-    if is_divided_at_load(model):
-        _count_as_gpus(args.distributed_state)
-
-
-def _count_as_gpus(state: PartialState) -> None:
-    on_cpu = state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU)
-    if on_cpu and state.num_processes > 1:
-        state.distributed_type = DistributedType.MULTI_GPU
+    on_cpu = state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU) and state.num_processes > 1
+    if on_cpu and (asked_for("FSDP", args.fsdp) or is_divided_at_load(model)):
+        state.distributed_type = DistributedType.MULTI_GPU  # CPUs have no type of their own for this
 
 
 def launched_processes() -> int:
@@ -173,13 +160,9 @@ def prepares_with_optimizer(accelerator: Accelerator) -> bool:
 
 
 def gather_whole_layers(model: nn.Module, layers: Sequence[type[nn.Module]]) -> None:
-    """Let ZeRO-3 gather the parameters of a whole layer when the layer begins.
+    """Let ZeRO-3 gather the parameters of a whole layer, of one of these classes, when the layer begins.
 
-    Gathering module by module would fail, because two nano-batches take turns inside a layer.
-
-    Args:
-        model: before DeepSpeed wraps it.
-        layers: classes of planned layers, and of heads that have several modules and run chunk by chunk.
+    Gathering module by module would fail: two nano-batches take turns inside a layer, and heads run chunk by chunk.
     """
     if not layers:
         return
@@ -209,19 +192,13 @@ def _with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 @contextmanager
 def whole_weights(accelerator: Accelerator, engine: Any) -> Iterator[None]:
     """Make FSDP and ZeRO-3 save the whole model inside the block, whatever checkpoints hold."""
-    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    holder: Any
-    whole: Any
-    if fsdp is not None:
-        holder, name, whole = fsdp, "state_dict_type", StateDictType.FULL_STATE_DICT
-    elif engine is not None:
-        holder, name, whole = engine._config.zero_config, "gather_16bit_weights_on_model_save", True
-    else:
+    fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    with ExitStack() as restored:
+        for holder, name, whole in (
+            (fsdp, "state_dict_type", StateDictType.FULL_STATE_DICT),
+            (engine and engine._config.zero_config, "gather_16bit_weights_on_model_save", True),
+        ):
+            if holder is not None:
+                restored.callback(setattr, holder, name, getattr(holder, name))
+                setattr(holder, name, whole)
         yield
-        return
-    before = getattr(holder, name)
-    setattr(holder, name, whole)
-    try:
-        yield
-    finally:
-        setattr(holder, name, before)

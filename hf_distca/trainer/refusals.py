@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from accelerate.utils import DynamoBackend
@@ -110,7 +110,8 @@ NOT_CONNECTED: Rule[Any] = Rule(
     "several processes were launched (WORLD_SIZE)",
     "they are not connected, and each would train alone: LOCAL_RANK is not set, or no backend connects processes on "
     "CPUs",
-    "launch with accelerate launch or torchrun; on CPUs also set use_cpu=True or ddp_backend='gloo'",
+    "launch with accelerate launch or torchrun; on CPUs also set use_cpu=True or ddp_backend='gloo', and in a custom "
+    "loop ACCELERATE_USE_CPU=true",
     lambda args: launched_processes() > 1 and args.distributed_state.num_processes == 1,
 )
 
@@ -119,12 +120,7 @@ NOT_CONNECTED: Rule[Any] = Rule(
 
 @dataclass(frozen=True)
 class Given:
-    """Arguments with which a trainer is about to be built.
-
-    Attributes:
-        trainer: its class.
-        named: arguments of its `__init__` by name.
-    """
+    """Arguments with which a trainer is about to be built, by the names of its `__init__`."""
 
     trainer: type
     named: Mapping[str, Any]
@@ -133,16 +129,6 @@ class Given:
     def args(self) -> Any:
         """Arguments of training."""
         return self.named.get("args")
-
-    @property
-    def args_class(self) -> str:
-        """Name of the class of `args`."""
-        return type(self.args).__name__
-
-    @property
-    def collator(self) -> str:
-        """Name of the class of the collator."""
-        return type(self.named.get("data_collator")).__name__
 
     @property
     def packs(self) -> bool:
@@ -156,32 +142,17 @@ class Given:
         return next((name for name in names if name.endswith("Trainer")), "")
 
     @property
-    def cp_size(self) -> int:
-        """Size of context parallelism."""
-        return 1 if self.args.parallelism_config is None else int(self.args.parallelism_config.cp_size)
-
-    @property
-    def sp_size(self) -> int:
-        """Size of sequence parallelism."""
-        return 1 if self.args.parallelism_config is None else int(self.args.parallelism_config.sp_size)
+    def sizes(self) -> Any:
+        """Sizes of context and sequence parallelism."""
+        return self.args.parallelism_config or SimpleNamespace(cp_size=1, sp_size=1)
 
 
 def given_arguments(
     trainer: type, init: Callable[..., None], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Given:
-    """Return the arguments of a trainer by name.
-
-    Args:
-        init: bound `__init__` that will take the arguments.
-
-    Raises:
-        TypeError: `init` has fewer names than there are positional arguments.
-    """
-    named = [
-        name
-        for name, parameter in inspect.signature(init).parameters.items()
-        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
+    """Return the arguments of a trainer for its bound `__init__` by name; raise TypeError if there are too many."""
+    parameters = inspect.signature(init).parameters.values()
+    named = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if len(args) > len(named):
         raise TypeError(
             f"{init.__qualname__} takes {len(named)} positional arguments, got {len(args)}; pass the others by name"
@@ -222,17 +193,17 @@ PLACED = (
 ROWS_ARE_PLACED: tuple[Rule[Any], ...] = (
     Rule(
         "context parallelism (`cp_size`)",
-        "context parallelism (cp_size={0.cp_size}) divides documents among ranks",
+        "context parallelism (cp_size={0.sizes.cp_size}) divides documents among ranks",
         PLACED,
         "set cp_size=1, and raise dp_shard_size to shard the weights over the same ranks",
-        lambda sizes: sizes.cp_size > 1,
+        lambda it: it.sizes.cp_size > 1,
     ),
     Rule(
         "sequence parallelism (`sp_size`)",
-        "sequence parallelism (sp_size={0.sp_size}) divides documents among ranks",
+        "sequence parallelism (sp_size={0.sizes.sp_size}) divides documents among ranks",
         PLACED,
         "set sp_size=1, and use ZeRO-3 to shard the weights over the same ranks",
-        lambda sizes: sizes.sp_size > 1,
+        lambda it: it.sizes.sp_size > 1,
     ),
 )
 NO_LOGITS = "it needs the logits of whole documents, and the rows of a document lie on several ranks"
@@ -247,7 +218,7 @@ GIVEN: tuple[Rule[Given], ...] = (
     ),
     Rule(
         "`args` without the settings of hf_distca",
-        "args are {0.args_class}",
+        "args are {0.args.__class__.__name__}",
         "hf_distca needs its settings, such as tokens_per_rank",
         "pass DistCATrainingArguments; for a trainer with its own arguments combine both classes in one dataclass: "
         "class MyArguments(hf_distca.DistCAArguments, SFTConfig)",
@@ -269,7 +240,7 @@ GIVEN: tuple[Rule[Given], ...] = (
     _batch_size("per_device_eval_batch_size"),
     Rule(
         "a padding collator of transformers",
-        "data_collator={0.collator} pads documents",
+        "data_collator={0.named[data_collator].__class__.__name__} pads documents",
         "hf_distca packs them without padding",
         "leave data_collator out: each token then predicts the next, unless the data set has labels",
         lambda given: isinstance(given.named.get("data_collator"), PADDING),
@@ -349,70 +320,35 @@ SFT_TRAINER: tuple[Rule[Any], ...] = (
 # Model and launch, once the trainer is built
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A trainer with its model and accelerator, as launched."""
-
-    trainer: Trainer
-
-    @property
-    def args(self) -> Any:
-        """Arguments of training."""
-        return self.trainer.args
-
-    @property
-    def model(self) -> Any:
-        """The model, before it is wrapped."""
-        return self.trainer.model
-
-    @property
-    def model_class(self) -> str:
-        """Name of the model's class, without adapters."""
-        return type(base_model(self.model)).__name__
-
-    @property
-    def optimizer(self) -> str:
-        """Name of the optimizer in `optim`."""
-        return str(OptimizerNames(self.args.optim).value)
-
-    @property
-    def cp_size(self) -> int:
-        """Size of context parallelism."""
-        return int(self.trainer.get_cp_size())
-
-    @property
-    def sp_size(self) -> int:
-        """Size of sequence parallelism."""
-        return int(self.trainer.get_sp_size())
-
-    @property
-    def tp_size(self) -> int:
-        """Size of tensor parallelism."""
-        return int(self.trainer.get_tp_size())
-
-    @property
-    def divided(self) -> Any:
-        """DistributedConfig by which the model was divided when it was loaded; None if it was not."""
-        return self.model.config.distributed_config if is_divided_at_load(self.model) else None
-
-    @property
-    def reentrant(self) -> bool:
-        """Whether layers run in reentrant checkpoints."""
-        kwargs = self.args.gradient_checkpointing_kwargs or {}
-        return bool(self.args.gradient_checkpointing and kwargs.get("use_reentrant"))
-
-    @cached_property
-    def towers(self) -> str:
-        """Names of trained parts that get no gradient from text, if DDP would wait for their gradients."""
-        waits = self.trainer.accelerator.distributed_type in DDP and self.divided is None
-        return ", ".join(trained_towers(base_model(self.model))) if waits else ""
+def launched(trainer: Any) -> Any:
+    """Return what the rules of `TRAINER` read of a trainer with model and accelerator."""
+    args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
+    base = base_model(model)
+    divided = model.config.distributed_config if is_divided_at_load(model) else None
+    # DDP would wait for the gradients of trained parts that text does not reach.
+    towers = trained_towers(base) if accelerator.distributed_type in DDP and divided is None else []
+    return SimpleNamespace(
+        trainer=trainer,
+        args=args,
+        model=model,
+        model_class=type(base).__name__,
+        adapted=base is not model,
+        optimizer=OptimizerNames(args.optim).value,
+        sizes=SimpleNamespace(cp_size=trainer.get_cp_size(), sp_size=trainer.get_sp_size()),
+        tp_size=trainer.get_tp_size(),
+        divided=divided,
+        reentrant=bool(
+            args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        ),
+        towers=", ".join(towers),
+    )
 
 
 NO_GRADIENT = (
     "{0.towers} of {0.model_class} get no gradient from batches of text, so DDP would leave ranks with different "
     "weights"
 )
-TRAINER: tuple[Rule[Launched], ...] = (
+TRAINER: tuple[Rule[Any], ...] = (
     Rule(
         "`torch_compile`, `--dynamo_backend`",
         "torch.compile is set for the whole model",
@@ -443,11 +379,7 @@ TRAINER: tuple[Rule[Launched], ...] = (
         "adapters of PEFT train with tp_size={0.tp_size} and dp_replicate_size={0.divided.dp_replicate_size}",
         "PEFT does not divide its adapters as the model's layers are divided",
         "set both to 1, and raise fsdp_size to use the same ranks",
-        lambda it: (
-            it.divided is not None
-            and base_model(it.model) is not it.model
-            and max(it.tp_size, it.divided.dp_replicate_size) > 1
-        ),
+        lambda it: it.divided is not None and it.adapted and max(it.tp_size, it.divided.dp_replicate_size) > 1,
     ),
     Rule(
         "tensor parallelism with attention servers",
@@ -515,14 +447,14 @@ TRAINER: tuple[Rule[Launched], ...] = (
         "gradient_checkpointing_kwargs={{'use_reentrant': True}} is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
-        lambda it: it.reentrant and it.towers != "",
+        lambda it: it.reentrant and bool(it.towers),
     ),
     Rule(
         "under DDP, trained towers for images or sound with `ddp_find_unused_parameters=False`",
         "ddp_find_unused_parameters=False is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or leave ddp_find_unused_parameters unset",
-        lambda it: it.args.ddp_find_unused_parameters is False and it.towers != "",
+        lambda it: it.args.ddp_find_unused_parameters is False and bool(it.towers),
     ),
 )
 """Trainers that cannot train exactly as launched."""
@@ -530,10 +462,10 @@ TRAINER: tuple[Rule[Launched], ...] = (
 
 def check_trainer(trainer: Trainer) -> None:
     """Raise ValueError unless a trainer with model and accelerator can train exactly as launched."""
-    launched = Launched(trainer)
-    check(TRAINER, launched)
-    if launched.reentrant:
-        check_reentrant(launched.model)
+    facts = launched(trainer)
+    check(TRAINER, facts)
+    if facts.reentrant:
+        check_reentrant(facts.model)
 
 
 # A run, and resuming

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import tempfile
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -48,35 +47,34 @@ def agreed_checkpoint(
             cannot load that state on this number of ranks.
     """
     checkpoint, error, saved_by = None, None, 0
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if resume_from_checkpoint:
         try:
-            checkpoint = _found(resume_from_checkpoint, str(args.output_dir))
-            _check_state(Path(checkpoint), accelerator)
-            saved_by = _zero_ranks(Path(checkpoint)) if _loads_zero_shards(accelerator) else 0
+            checkpoint = _complete_checkpoint(resume_from_checkpoint, str(args.output_dir), accelerator)
         except (ValueError, OSError) as caught:
             error = caught
     groups.raise_together(error, in_world=True)
+    options = {} if deepspeed is None else deepspeed.deepspeed_config.get("checkpoint", {})
+    if checkpoint is not None and deepspeed is not None and not options.get("load_universal"):
+        found = [_ZERO_SHARD.search(file.name) for file in Path(checkpoint).glob("global_step*/*")]
+        saved_by = max((int(match[1]) + 1 for match in found if match), default=0)
     saved_by = max(groups.all_gather(saved_by))  # a host may hold only the shards of its own ranks
     if saved_by not in (0, groups.ranks):
         raise Resume.OTHER_SHARDS.error(checkpoint=checkpoint, saved_by=saved_by, ranks=groups.ranks)
     return checkpoint
 
 
-def _found(resume_from_checkpoint: str | bool, output_dir: str) -> str:
-    """Return the folder of a complete checkpoint."""
+def _complete_checkpoint(resume_from_checkpoint: str | bool, output_dir: str, accelerator: Accelerator) -> str:
+    """Return the folder of a checkpoint with optimizer state and schedule.
+
+    Trainer would begin either anew without a warning.
+    """
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if not checkpoint:
         raise Resume.NO_CHECKPOINT.error(folder=output_dir)
-    if not (Path(checkpoint) / STATE_FILE).is_file():
+    folder = Path(str(checkpoint))
+    if not (folder / STATE_FILE).is_file():
         raise Resume.INCOMPLETE.error(checkpoint=checkpoint, file=STATE_FILE)
-    return str(checkpoint)
-
-
-def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
-    """Raise if the checkpoint lacks optimizer state or schedule.
-
-    Trainer would begin both anew without a warning.
-    """
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     needed = {OPTIMIZER: ["optimizer.pt"], SCHEDULE: ["scheduler.pt"]}
     if deepspeed is not None:
@@ -86,23 +84,12 @@ def _check_state(checkpoint: Path, accelerator: Accelerator) -> None:
     elif getattr(accelerator.state, "fsdp_plugin", None) is not None:
         needed[OPTIMIZER] = ["optimizer_0", "optimizer.bin"]
     for state, names in needed.items():
-        if not any(found for name in names for found in checkpoint.glob(name)):
-            load = f"from_pretrained('{checkpoint}')"
-            if (checkpoint / "adapter_config.json").is_file():
-                load = f"PeftModel.from_pretrained(model, '{checkpoint}', is_trainable=True)"
-            raise Resume.NO_STATE.error(checkpoint=checkpoint, files=" or ".join(names), state=state, load=load)
-
-
-def _loads_zero_shards(accelerator: Accelerator) -> bool:
-    """Return whether DeepSpeed will load each rank's share of the optimizer state as that rank saved it."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return plugin is not None and not plugin.deepspeed_config.get("checkpoint", {}).get("load_universal", False)
-
-
-def _zero_ranks(checkpoint: Path) -> int:
-    """Return the number of ranks of a ZeRO checkpoint whose shards this host holds; 0 without shards."""
-    found = [_ZERO_SHARD.search(file.name) for file in checkpoint.glob("global_step*/*")]
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+        if not any(found for name in names for found in folder.glob(name)):
+            load = f"from_pretrained('{folder}')"
+            if (folder / "adapter_config.json").is_file():
+                load = f"PeftModel.from_pretrained(model, '{folder}', is_trainable=True)"
+            raise Resume.NO_STATE.error(checkpoint=folder, files=" or ".join(names), state=state, load=load)
+    return str(checkpoint)
 
 
 FILE = "data_order.json"
@@ -117,14 +104,8 @@ DataOrder = dict[str, int | str]
 
 
 AGREED = (
-    "seed",
-    "long_documents",
-    "remove_unused_columns",
-    "length_column_name",
-    "num_train_epochs",
-    "max_steps",
-    "trace_steps",
-    "attention_servers",
+    *("seed", "long_documents", "remove_unused_columns", "length_column_name"),
+    *("num_train_epochs", "max_steps", "trace_steps", "attention_servers"),
 )
 """Arguments that must be the same on all ranks, besides the order of documents.
 
@@ -234,13 +215,8 @@ class DataProgress(TrainerCallback):
 def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments, groups: Groups) -> DataPlace:
     """Return the place to train from: the checkpoint's, or the start. A collective.
 
-    Args:
-        order: requested order of documents.
-        checkpoint: folder; None to begin anew.
-        args: with `ignore_data_skip`, the checkpoint's place and order are ignored.
-
-    Returns:
-        The place, in the order of the checkpoint, whose micro-batches may be smaller than requested.
+    With `ignore_data_skip`, the checkpoint's place and order are ignored. Micro-batches of a resumed training have the
+    size of the checkpoint's, which may be smaller than requested by `order`.
 
     Raises:
         ValueError: on every rank, if the remaining documents would come in another order than before; names the
@@ -249,8 +225,12 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments
     place, error = DataPlace(order), None
     if checkpoint is not None and not args.ignore_data_skip:
         try:
-            place = _load(checkpoint)
-            _check_same(place.order, order, groups.ranks)
+            file = Path(checkpoint) / FILE
+            if not file.is_file():
+                raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=FILE)
+            place = DataPlace(**json.loads(file.read_text()))
+            if differences := _differences(place.order, order, groups.ranks):
+                raise Resume.OTHER_ORDER.error(differences="; ".join(differences))
         except (ValueError, OSError) as caught:
             error = caught
     groups.raise_together(error, in_world=True)
@@ -265,14 +245,8 @@ def agreed_place(order: DataOrder, checkpoint: str | None, args: DistCAArguments
     return place
 
 
-def _load(checkpoint: str) -> DataPlace:
-    file = Path(checkpoint) / FILE
-    if not file.is_file():
-        raise Resume.NO_PLACE.error(checkpoint=checkpoint, file=FILE)
-    return DataPlace(**json.loads(file.read_text()))
-
-
-def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
+def _differences(stored: DataOrder, present: DataOrder, ranks: int) -> list[str]:
+    """Return the settings by which documents would come in another order, with the required values."""
     stored, present = {LAYOUT: CUTTING, **stored}, {LAYOUT: CUTTING, **present}
     wrong = [
         f"{name} is {present.get(name)}, but must be {stored.get(name)}"
@@ -280,13 +254,11 @@ def _check_same(stored: DataOrder, present: DataOrder, ranks: int) -> None:
         if name != CAPACITY and present.get(name) != stored.get(name)
     ]
     if CAPACITY in present and CAPACITY in stored and int(present[CAPACITY]) < int(stored[CAPACITY]):
-        least = -(-int(stored[CAPACITY]) // ranks)
         wrong.append(
             f"{CAPACITY} is {present[CAPACITY]}, but must be at least {stored[CAPACITY]}: with {ranks} ranks, "
-            f"tokens_per_rank={least}"
+            f"tokens_per_rank={-(-int(stored[CAPACITY]) // ranks)}"
         )
-    if wrong:
-        raise Resume.OTHER_ORDER.error(differences="; ".join(wrong))
+    return wrong
 
 
 DISK_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO))
@@ -298,11 +270,7 @@ _PROBE_BYTES = 1 << 20
 
 @contextmanager
 def disk_errors_named(folder: Path) -> Iterator[None]:
-    """Name the file and the cause if writing into a folder fails because of the disk.
-
-    Raises:
-        OSError: the disk takes no more; `filename` is the file, or the folder if the file is unknown.
-    """
+    """Raise OSError with the folder and the remedy if writing into a folder fails because of the disk."""
     try:
         yield
     except Exception as error:
@@ -312,7 +280,7 @@ def disk_errors_named(folder: Path) -> Iterator[None]:
         if number not in DISK_ERRORS:
             raise
         remedy = f"{folder} is incomplete: remove it, and free disk space or set another output_dir"
-        raise OSError(number, f"{os.strerror(number)}; {remedy}", str(_file(error, folder))) from error
+        raise OSError(number, f"{os.strerror(number)}; {remedy}", str(folder)) from error
 
 
 def _number(error: Exception, folder: Path) -> int:
@@ -329,13 +297,3 @@ def _number(error: Exception, folder: Path) -> int:
     except OSError as refusal:
         return refusal.errno or 0
     return 0
-
-
-def _file(error: Exception, folder: Path) -> Path:
-    """Return the file being written, taken from the innermost call with a path inside the folder."""
-    found = folder
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for value in frame.f_locals.values():
-            if isinstance(value, str | Path) and folder.absolute() in Path(value).absolute().parents:
-                found = Path(value)
-    return found

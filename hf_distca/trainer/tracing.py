@@ -31,25 +31,17 @@ class StepTracer(TrainerCallback):
 
     def __init__(self, dispatcher: Dispatcher, args: DistCAArguments) -> None:
         self._dispatcher, self._recorder, self._args = dispatcher, dispatcher.recorder, args
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps, self._traced = 0, 0
-        self._zero: Zero | None = None
-        self._spans: list[Span] = []
-        self._drop()
-
-    def _drop(self) -> None:
-        """End a recording without keeping its spans."""
         self._recording: Recording | None = None
         self._step: AbstractContextManager[None] | None = None
         self._section: AbstractContextManager[None] | None = None
-
-    # Callbacks of the trainer
+        self._zero: Zero | None = None
+        self._spans: list[Span] = []
+        self._steps = self._traced = 0
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
         """Reset the count of steps."""
-        self._forget()
+        self.end()
+        self._steps, self._traced, self._zero, self._spans = 0, 0, None, []
 
     def begin_step(self, number: int) -> None:
         """Start step `number`, from 1 on, before its batches are fetched. A collective at the first recorded step."""
@@ -92,8 +84,9 @@ class StepTracer(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_kwargs: Any) -> None:
         """Write the recorded steps if training ended before all steps were recorded."""
         self.end()
-        missing = self._args.trace_steps - self._traced
-        if missing > 0 and self._args.process_index == 0:
+        if self._traced == self._args.trace_steps:
+            return
+        if self._args.process_index == 0:
             logger.warning(
                 "trace_steps=%s: training ended after %s steps, and only %s were recorded, because the first %s never "
                 "are; set max_steps higher, or trace_steps lower",
@@ -102,16 +95,14 @@ class StepTracer(TrainerCallback):
                 self._traced,
                 STEPS_BEFORE,
             )
-        if missing > 0 and self._traced:
+        if self._traced:
             self._write()
 
     def end(self) -> None:
         """Stop recording and drop an unfinished step, which had no batch or failed."""
         if self._recording is not None:
             self._recording.stop()
-        self._drop()
-
-    # The trace
+        self._recording = self._step = self._section = None
 
     def _common_zero(self) -> Zero:
         """Return a moment within the round in which all ranks met. A collective.

@@ -1,10 +1,10 @@
 """DistCATrainer: transformers' Trainer on packed documents with balanced core attention."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import datasets
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_distca.collator.refusals import Data
 from hf_distca.plan import ATTENTION_NAME
@@ -17,26 +17,12 @@ CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejecte
 """Columns from which TRL's trainers make tokens and labels."""
 
 
-def loaded_model(name: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
-    """Load a causal language model with planned attention, in float32 unless `init_kwargs` name a dtype.
-
-    Args:
-        name: a folder, or a name on the hub.
-    """
-    chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **init_kwargs}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **chosen)
-    return model
-
-
 class Tokenizing:
     """Tokenize data sets of text; data sets of tokens stay as they are.
 
     Args:
         field: column with the text.
         processing_class: tokenizer, or processor with a tokenizer; None loads the tokenizer of `model_name` if needed.
-
-    Attributes:
-        processing_class: the given or loaded tokenizer.
     """
 
     def __init__(self, args: TrainingArguments, field: str, processing_class: Any, model_name: str | None) -> None:
@@ -44,40 +30,32 @@ class Tokenizing:
         self.processing_class = processing_class
 
     def tokens_of(self, dataset: Any, name: str) -> Any:
-        """Return the data set with a column `input_ids`.
-
-        Args:
-            dataset: with or without tokens; or a dict of data sets by name.
-            name: name of the trainer's argument, for errors.
+        """Return the data set, or dict of data sets, with a column `input_ids`; errors have the argument's `name`.
 
         Raises:
             ValueError: the data set holds neither tokens nor text, or holds chats, or there is no tokenizer.
         """
         if isinstance(dataset, dict):
             return {key: self.tokens_of(each, f"{name}[{key!r}]") for key, each in dataset.items()}
-        first = _first_example(dataset)
+        first, field = _first_example(dataset), self._field
         if not isinstance(first, Mapping) or "input_ids" in first:
             return dataset
-        self._check(first, name)
-        if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
-            dataset, first = datasets.Dataset.from_dict({self._field: [each[self._field] for each in dataset]}), {}
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        options: dict[str, Any] = {"batched": True, "remove_columns": list({self._field: None, **first})}
-        if isinstance(dataset, datasets.Dataset):
-            options["desc"] = f"Tokenizing {name}"
-        with self._args.main_process_first():
-            return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": self._field}, **options)
-
-    def _check(self, first: Mapping[str, Any], name: str) -> None:
-        """Raise unless an example is text and there is a tokenizer."""
         if chats := [column for column in CHATS if column in first]:
             raise Data.CHATS.error(name=name, columns=", ".join(map(repr, chats)))
-        if not isinstance(first.get(self._field), str):
-            raise Data.NO_TEXT.error(name=name, columns=sorted(first), field=self._field)
+        if not isinstance(first.get(field), str):
+            raise Data.NO_TEXT.error(name=name, columns=sorted(first), field=field)
         if self.processing_class is None and self._model_name is not None:
             self.processing_class = AutoTokenizer.from_pretrained(self._model_name)
         if self.processing_class is None:
-            raise Data.NO_TOKENIZER.error(name=name, field=self._field)
+            raise Data.NO_TOKENIZER.error(name=name, field=field)
+        if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+            dataset, first = datasets.Dataset.from_dict({field: [each[field] for each in dataset]}), {}
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        options: dict[str, Any] = {"batched": True, "remove_columns": list({field: None, **first})}
+        if isinstance(dataset, datasets.Dataset):
+            options["desc"] = f"Tokenizing {name}"
+        with self._args.main_process_first():
+            return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": field}, **options)
 
 
 def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
@@ -118,19 +96,16 @@ class DistCATrainer(DistCAMixin, Trainer):
         if isinstance(settings, DistCAArguments):
             settings.serve_if_server()  # before a server loads anything
             check((LOADED_ALREADY,), arguments)
-            if isinstance(model, str):
-                given["model"] = loaded_model(model, getattr(settings, "model_init_kwargs", None) or {})
+            name = model if isinstance(model, str) else None
+            if name is not None:
+                chosen: Any = getattr(settings, "model_init_kwargs", None) or {}
+                chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **chosen}
+                given["model"] = AutoModelForCausalLM.from_pretrained(name, **chosen)
             if given.get("data_collator") is None:
-                _tokenize_data(given, settings, model if isinstance(model, str) else None)
+                field = getattr(settings, "dataset_text_field", "text")
+                tokenizing = Tokenizing(cast(Any, settings), field, given.get("processing_class"), name)
+                for data in ("train_dataset", "eval_dataset"):
+                    given |= {data: tokenizing.tokens_of(given[data], data)} if given.get(data) is not None else {}
+                if tokenizing.processing_class is not None:
+                    given["processing_class"] = tokenizing.processing_class
         super().__init__(**given)
-
-
-def _tokenize_data(given: dict[str, Any], settings: Any, model_name: str | None) -> None:
-    """Replace data sets of text among a trainer's arguments by data sets of tokens."""
-    field = getattr(settings, "dataset_text_field", "text")
-    tokenizing = Tokenizing(settings, field, given.get("processing_class"), model_name)
-    for name in ("train_dataset", "eval_dataset"):
-        if given.get(name) is not None:
-            given[name] = tokenizing.tokens_of(given[name], name)
-    if tokenizing.processing_class is not None:
-        given["processing_class"] = tokenizing.processing_class

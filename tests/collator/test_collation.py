@@ -1,5 +1,4 @@
 import doctest
-from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -9,11 +8,9 @@ from hypothesis import strategies as st
 from hf_distca.collator import collation
 from hf_distca.collator.collation import DistCACollator
 from hf_distca.collator.documents import RankDocuments
-from hf_distca.collator.lengths import document_lengths
-from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.lengths import document_lengths, fit_documents
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalMicroBatch
-from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
 from tests.refused import refused
 
@@ -90,16 +87,6 @@ def test_a_rank_without_a_whole_document_gets_a_filler():
     assert [batch["distca_plan"].fillers for batch in batches] == [1, 1]
 
 
-def test_a_rank_with_a_filler_only_reads_no_document():
-    batches = collate(datasets.Dataset.from_dict({"input_ids": [[5]]}), PlanSettings(2, 8), filler=99)
-    assert sorted(batch["input_ids"].tolist() for batch in batches) == [[[5]], [[99]]]
-
-
-def test_rows_that_do_not_divide_evenly_need_no_filler():
-    batches = collate([{"input_ids": [1, 2, 3, 4, 5]}], fixed(4, 8), filler=99)
-    assert [batch["input_ids"].tolist() for batch in batches] == [[[1, 2]], [[3]], [[4]], [[5]]]
-
-
 def test_split_keeps_the_target_across_the_cut():
     lengths = np.array([5])
     excerpts = fit_documents(lengths, 3, "split", "limit")
@@ -172,49 +159,22 @@ def test_a_datasets_dataset_gives_the_same():
     assert values(collate(dataset, fixed(1, 5))[0]) == values(collate(examples, fixed(1, 5))[0])
 
 
-def test_a_mask_of_ones_is_fine_and_one_with_zeros_is_padding():
+def test_faulty_examples():
     good = [{"input_ids": [1, 2], "attention_mask": [1, 1]}]
     assert values(collate(good, fixed(1, 2))[0])["input_ids"] == [[1, 2]]
-    padded = [{"input_ids": [1, 2], "attention_mask": [1, 0]}]
     with refused(Data.PADDED, name="document 0"):
-        collate(padded, fixed(1, 2))
-
-
-def test_a_length_column_that_does_not_hold():
-    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "length": [2]})
+        collate([{"input_ids": [1, 2], "attention_mask": [1, 0]}], fixed(1, 2))
     with refused(Data.WRONG_LENGTH, name="document 0", length=3, stated=2):
-        collate(dataset, fixed(1, 4))
-
-
-def test_labels_of_another_length_beside_a_length_column():
-    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, 2]], "length": [3]})
+        collate(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "length": [2]}), fixed(1, 4))
     with refused(Data.LABELS, name="document 0", labels=2, length=3):
-        collate(dataset, fixed(1, 4))
-
-
-def test_a_document_that_changed_its_length():
-    reader = RankDocuments([{"input_ids": [1, 2, 3]}], np.array([2]), fixed(1, 4), 0)
-    excerpts = fit_documents(np.array([2]), 4, "error", "limit")
-    with refused(Data.CHANGED_LENGTH, index=0, length=3, planned=2):
-        reader[GlobalMicroBatch(excerpts)]
-
-
-def test_unknown_columns_are_refused_at_once():
-    dataset = datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]})
+        collate(datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, 2]], "length": [3]}), fixed(1, 4))
     with refused(Data.UNKNOWN_COLUMNS, unknown=["text"]):
-        RankDocuments(dataset, np.array([1]), fixed(1, 4), 0)
+        RankDocuments(datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}), np.array([1]), fixed(1, 4), 0)
+    reader = RankDocuments([{"input_ids": [1, 2, 3]}], np.array([2]), fixed(1, 4), 0)
+    with refused(Data.CHANGED_LENGTH, index=0, length=3, planned=2):
+        reader[GlobalMicroBatch(fit_documents(np.array([2]), 4, "error", "limit"))]
 
 
 def test_the_collator_alone_on_examples():
     with refused(Data.NOT_PLANNED, count=2, kind="dict"):
         DistCACollator(0)([{"input_ids": [1]}, {"input_ids": [2]}])
-
-
-def test_every_rank_has_the_same_plan():
-    examples = [{"input_ids": list(range(n))} for n in (300, 20, 77)]
-    batches = collate(examples, replace(PlanSettings(3, 200), balance_block_size=16))
-    (first,) = batches[0]["distca_plan"].nano_batches
-    for batch in batches[1:]:
-        (other,) = batch["distca_plan"].nano_batches
-        assert other.layout.segments.tolist() == first.layout.segments.tolist()
-        assert other.plans[AttentionKind()].tasks.tolist() == first.plans[AttentionKind()].tasks.tolist()

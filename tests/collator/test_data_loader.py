@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader
 
 from hf_distca.collator.collation import DistCACollator
 from hf_distca.collator.documents import RankDocuments
-from hf_distca.collator.lengths import document_lengths
-from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.lengths import document_lengths, fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.settings import PlanSettings
@@ -47,20 +46,13 @@ def tokens(loader):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_of_two_ranks_is_the_data_set(dataset, workers):
-    seen = [tokens(loader_of(dataset, rank, workers)) for rank in range(RANKS)]
-    assert len(seen[0]) == len(seen[1]) == len(loader_of(dataset, 0))
-    everything = sorted(token for rank in seen for batch in rank for token in batch)
-    assert everything == sorted(token for document in dataset["input_ids"] for token in document)
-    assert all(len(batch) <= TOKENS for rank in seen for batch in rank)
-    assert seen[0] == tokens(loader_of(dataset, 0))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
 def test_accelerate_passes_every_batch_and_the_epoch(dataset, workers):
     loader = prepared(dataset, 0, workers)
-    first = tokens(loader)
+    first, other = tokens(loader), tokens(loader_of(dataset, 1, workers))
     assert first == tokens(loader_of(dataset, 0))
+    assert all(len(batch) <= TOKENS for batch in first + other)
+    everything = sorted(token for batch in first + other for token in batch)
+    assert everything == sorted(token for document in dataset["input_ids"] for token in document)
     assert len(first) == len(loader)
     second = tokens(loader)
     assert second != first

@@ -1,11 +1,17 @@
+"""Documents of a data set: their lengths and fingerprint, their targets, and those that are too long."""
+
+import logging
+
 import datasets
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from hf_distca.collator import lengths as lengths_module
-from hf_distca.collator.documents import Columns
-from hf_distca.collator.lengths import dataset_fingerprint, document_lengths
+from hf_distca.collator.documents import ANY_COLUMNS, Columns, fetch_documents, token_document
+from hf_distca.collator.lengths import dataset_fingerprint, document_lengths, fit_documents
 from hf_distca.collator.refusals import Data
 from tests.refused import refused
 
@@ -87,11 +93,6 @@ def test_no_length():
 
 
 def test_an_empty_document(make):
-    with refused(Data.EMPTY_DOCUMENT, name="document 2"):
-        document_lengths(make({"input_ids": [[1], [2], [], [3]]}), progress=False)
-
-
-def test_an_empty_document_behind_the_first_read(make):
     documents = [[1]] * 1500
     documents[1234] = []
     with refused(Data.EMPTY_DOCUMENT, name="document 1234"):
@@ -174,3 +175,84 @@ def test_the_fingerprint_covers_every_length_and_the_last_document():
     documents[3333] = [7] * 3
     documents[4999] = [7, 7, 8]
     assert fingerprint(as_dataset({"input_ids": documents})) != base
+
+
+# Documents
+
+
+def test_targets_are_the_next_tokens():
+    document = token_document({"input_ids": [5, 6, 7]}, "document 0", ANY_COLUMNS)
+    assert document.input_ids.tolist() == [5, 6, 7]
+    assert document.targets.tolist() == [6, 7, -100]
+    assert document.input_ids.dtype == document.targets.dtype == np.int64
+    document = token_document({"input_ids": [5, 6, 7], "labels": [-100, -100, 9]}, "document 0", ANY_COLUMNS)
+    assert document.targets.tolist() == [-100, 9, -100]
+
+
+@pytest.mark.parametrize("input_ids", [[[1, 2]], [0.5], ["a"], 3])
+def test_input_ids_that_are_no_list_of_integers(input_ids):
+    with refused(Data.NOT_INTEGERS, name="document 0", column="input_ids"):
+        token_document({"input_ids": input_ids}, "document 0", ANY_COLUMNS)
+
+
+def test_documents_are_fetched_together_where_the_data_set_offers_that():
+    class Batched:
+        def __getitems__(self, indices):
+            return [{"input_ids": [index] * 2} for index in indices]
+
+    assert [d.input_ids.tolist() for d in fetch_documents(Batched(), [4, 1], ANY_COLUMNS)] == [[4, 4], [1, 1]]
+
+
+# Documents that are too long
+
+LENGTHS = np.array([3, 9, 4, 5])
+
+
+def fit(policy, limit=4):
+    return fit_documents(LENGTHS, limit, policy, "ranks · tokens_per_rank").tolist()
+
+
+def test_documents_within_the_limit_stay_whole():
+    whole = [(0, 0, 3, 3), (1, 0, 9, 9), (2, 0, 4, 4), (3, 0, 5, 5)]
+    for policy in ("error", "truncate", "split"):
+        assert fit(policy, limit=9) == whole
+
+
+def test_error_says_what_and_what_to_do():
+    values = {"count": 2, "documents": 4, "limit_name": "ranks · tokens_per_rank", "limit": 4}
+    with refused(Data.LONG, **values, longest=1, length=9):
+        fit("error")
+
+
+def test_truncate_keeps_the_first_tokens(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert fit("truncate") == [(0, 0, 3, 3), (1, 0, 4, 4), (2, 0, 4, 4), (3, 0, 4, 4)]
+    assert caplog.messages == ["Truncated 2 documents to ranks · tokens_per_rank = 4 tokens; 6 tokens are dropped."]
+
+
+def test_split_cuts_into_consecutive_pieces(caplog):
+    assert fit("split") == [
+        (0, 0, 3, 3),
+        (1, 0, 4, 9),
+        (1, 4, 8, 9),
+        (1, 8, 9, 9),
+        (2, 0, 4, 4),
+        (3, 0, 4, 5),
+        (3, 4, 5, 5),
+    ]
+    assert not caplog.messages
+
+
+def test_a_policy_or_limit_that_is_none():
+    with refused(Data.POLICY, policy="drop"):
+        fit("drop")
+    with refused(Data.LIMIT, limit_name="ranks · tokens_per_rank", limit=0):
+        fit("split", limit=0)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 20))
+def test_pieces_cover_every_token_once(lengths, limit):
+    excerpts = fit_documents(np.array(lengths), limit, "split", "limit")
+    rows = [(p["document"], row) for p in excerpts for row in range(p["start"], p["stop"])]
+    assert rows == [(document, row) for document, length in enumerate(lengths) for row in range(length)]
+    assert (excerpts["stop"] - excerpts["start"]).max() <= limit

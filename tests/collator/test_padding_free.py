@@ -4,7 +4,6 @@ from transformers import DataCollatorWithFlattening
 
 from hf_distca.collator.padding_free import CollatorWithLengths, batch_document_lengths, filler_batch
 from hf_distca.collator.refusals import Data
-from hf_distca.collator.streams import StreamPacker
 from tests.counting import Counting
 from tests.refused import refused
 
@@ -46,10 +45,6 @@ def test_collator_leaves_out_a_mask_that_says_nothing():
 def test_collator_leaves_a_faulty_batch_to_those_who_tell_all_ranks():
     faulty = batch_of([0, 1, 3])
     assert CollatorWithLengths(lambda batch: batch)(faulty) is faulty
-
-
-def test_lengths_of_a_streamed_batch():
-    assert batch_document_lengths(next(iter(StreamPacker(TWO, 1, 0, 6)))) == (3, 2, 1)
 
 
 def test_the_filler_batch():

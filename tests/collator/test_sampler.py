@@ -1,11 +1,10 @@
 import pickle
-import time
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.lengths import fit_documents
 from hf_distca.collator.refusals import Data
 from hf_distca.collator.sampler import GlobalBatchSampler, GlobalMicroBatch
 from tests.refused import refused
@@ -28,14 +27,12 @@ def test_in_order():
 
 
 def test_an_item_is_one_global_micro_batch_of_plain_data():
-    ((batch,),) = sampler_of([3, 2], 6, shuffle=False)
+    sampler = sampler_of([3, 2], 6, shuffle=False)
+    assert not hasattr(sampler, "batch_size")
+    ((batch,),) = sampler
     assert isinstance(batch, GlobalMicroBatch)
     assert batch.lengths.tolist() == [3, 2]
     assert pickle.loads(pickle.dumps(batch)).excerpts.tolist() == [(0, 0, 3, 3), (1, 0, 2, 2)]
-
-
-def test_it_has_no_batch_size():
-    assert not hasattr(sampler_of([3, 2], 6), "batch_size")
 
 
 def test_epochs_and_seeds_differ_and_repeat():
@@ -45,18 +42,10 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert documents(sampler) == first
     sampler.set_epoch(1)
     second = documents(sampler)
-    assert second != first
+    assert len(set(map(frozenset, first)) & set(map(frozenset, second))) <= 1  # not only in another order
     assert documents(sampler_of(lengths, 500, seed=8)) != first
     sampler.set_epoch(0)
     assert documents(sampler) == first == documents(sampler_of(lengths, 500, seed=7))
-
-
-def test_company_changes_between_epochs():
-    """Not only the order of the same micro-batches."""
-    sampler = sampler_of(np.random.default_rng(0).integers(1, 100, 200), 500)
-    first = {frozenset(batch) for batch in documents(sampler)}
-    sampler.set_epoch(1)
-    assert len(first & {frozenset(batch) for batch in documents(sampler)}) <= 1
 
 
 def test_the_longest_document_comes_anywhere_in_an_epoch():
@@ -116,14 +105,6 @@ def test_each_document_once_per_epoch_never_over_capacity(lengths, capacity, see
         assert sorted(excerpt for batch in batches for excerpt in batch.excerpts.tolist()) == sampler.excerpts.tolist()
         assert all(0 < batch.lengths.sum() <= capacity for batch in batches)
         assert [b.excerpts.tolist() for b in batches] == [b.excerpts.tolist() for (b,) in on_another_rank]
-
-
-def test_a_million_documents_in_seconds():
-    lengths = np.random.default_rng(0).lognormal(7, 1.3, 1_000_000).astype(int).clip(1, 131072)
-    start = time.perf_counter()
-    sampler = sampler_of(lengths, 1_048_576)
-    next(iter(sampler))
-    assert time.perf_counter() - start < 20  # measured: 2 s
 
 
 def test_no_documents_or_too_long_ones():

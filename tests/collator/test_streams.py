@@ -58,7 +58,7 @@ def test_a_batch():
     }
 
 
-@pytest.mark.parametrize("make", [lambda: EXAMPLES, Stream, lambda: hub_stream(1), lambda: hub_stream(4)])
+@pytest.mark.parametrize("make", [Stream, lambda: hub_stream(1), lambda: hub_stream(4)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ranks_and_workers_share_the_stream(make, workers):
     seen = []
@@ -86,18 +86,14 @@ def test_set_epoch_shuffles_a_hub_stream_anew():
     assert documents_of(packer) == first
 
 
-def test_too_long_for_a_rank():
-    packer = StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6)
-    with refused(Data.LONG_IN_STREAM, name="document 1 of rank 0's stream", length=7, limit=6):
-        list(packer)
-
-
-def test_truncate(caplog):
+def test_truncate_and_split(caplog):
     packer = StreamPacker([{"input_ids": list(range(8))}] * 5, 1, 0, 6, "truncate")
     with caplog.at_level(logging.WARNING):
         batches = list(packer)
     assert [batch["input_ids"].tolist() for batch in batches] == [[[0, 1, 2, 3, 4, 5]]] * 5
     assert batches[0]["labels"].tolist() == [[1, 2, 3, 4, 5, -100]]
+    (first, second) = StreamPacker([{"input_ids": list(range(8))}], 1, 0, 6, "split")
+    assert (first["labels"].tolist(), second["labels"].tolist()) == ([[1, 2, 3, 4, 5, 6]], [[7, -100]])
     # After 1, 2 and 4 documents.
     assert [message.split(";")[1] for message in caplog.messages] == [
         " 2 tokens are dropped.",
@@ -106,20 +102,11 @@ def test_truncate(caplog):
     ]
 
 
-def test_split_keeps_the_target_across_the_cut():
-    batches = list(StreamPacker([{"input_ids": list(range(8))}], 1, 0, 6, "split"))
-    assert [batch["labels"].tolist() for batch in batches] == [[[1, 2, 3, 4, 5, 6]], [[7, -100]]]
-    assert [batch["document_lengths"] for batch in batches] == [(6,), (2,)]
-
-
-def test_bad_documents_are_named():
+def test_faults():
+    with refused(Data.LONG_IN_STREAM, name="document 1 of rank 0's stream", length=7, limit=6):
+        list(StreamPacker([{"input_ids": [1]}, {"input_ids": [1] * 7}], 1, 0, 6))
     with refused(Data.EMPTY_DOCUMENT, name="document 1 of rank 0's stream"):
         list(StreamPacker([{"input_ids": [1]}, {"input_ids": []}], 1, 0, 6))
-    with refused(Data.LABELS, name="document 0 of rank 0's stream", labels=1, length=2):
-        list(StreamPacker([{"input_ids": [1, 2], "labels": [1]}], 1, 0, 6))
-
-
-def test_bad_settings():
     with refused(Data.RANK, rank=2, last=1):
         StreamPacker(EXAMPLES, 2, 2, 6)
     with refused(Data.LIMIT, limit_name="tokens_per_rank"):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.launch import cpu_environment, launcher
+from tests.launch import cpu_environment, launcher, run_in_forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,6 +40,15 @@ def run(
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def run_forked(command: list[str], folder: Path, ranks: int = 2, config: str = "ddp", **environment: str) -> str:
+    """What rank 0 of an example printed, in processes that have imported everything; `folder` is for the output."""
+    folder.mkdir(exist_ok=True)
+    codes = run_in_forks(config, EXAMPLES / command[0], command[1:], folder, ranks, **environment)
+    printed = (folder / "output-0").read_text(errors="replace")
+    assert set(codes) == {0}, printed
+    return printed
 
 
 def finetune(checkpoint: Path, output: Path, options: str, **how: Any) -> tuple[dict[str, float], str]:

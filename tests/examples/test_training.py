@@ -10,7 +10,7 @@ import pytest
 import trl
 from datasets import Dataset
 
-from tests.examples.running import EXAMPLES, finetune, run
+from tests.examples.running import EXAMPLES, finetune, finetune_command, run_forked, summary_of
 
 
 def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
@@ -28,7 +28,8 @@ def test_lora_on_a_file_of_documents(checkpoint, tmp_path):
 def test_ranks_that_share_layers(checkpoint, tmp_path):
     options = "--tp_size 2 --max_documents 40 --tokens_per_rank 512 --long_documents split"
     options += " --max_steps 4 --logging_steps 1"
-    summary, _ = finetune(checkpoint, tmp_path, options, ranks=4, config="tp")
+    run_forked(finetune_command(checkpoint, tmp_path, options), tmp_path / "printed", ranks=4, config="tp")
+    summary = summary_of(tmp_path)
     assert summary["loss_first"] == pytest.approx(6.2, abs=0.3)  # ln 512
     assert summary["loss_last"] < summary["loss_first"]
     assert summary["imbalance_degree_planned"] < 1.05 < summary["imbalance_degree_as_packed"]
@@ -39,7 +40,7 @@ def test_chats_about_the_standard_library(checkpoint, tmp_path):
     settings = "--learning_rate 1e-2 --logging_steps 1 --save_strategy no --report_to none --bf16 False --use_peft"
     options = "--max_chats 20 --tokens_per_rank 512 --long_documents split --max_steps 12 --assistant_only_loss"
     paths = ["--model_name_or_path", str(checkpoint), "--output_dir", str(tmp_path)]
-    printed = run(["sft_chat.py", *paths, *settings.split(), *options.split()], ranks=2)
+    printed = run_forked(["sft_chat.py", *paths, *settings.split(), *options.split()], tmp_path / "printed")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["chats"] == 19
     assert 12 * 512 < summary["tokens"] <= 12 * 1024
@@ -60,10 +61,10 @@ def test_a_chat_of_a_module(monkeypatch):
     assert chat == {"messages": [question, {"role": "assistant", "content": "Add."}]}
 
 
-def test_a_loop_of_ones_own(checkpoint):
+def test_a_loop_of_ones_own(checkpoint, tmp_path):
     options = "--steps 4 --documents_per_rank 2 --max_length 512"
     command = ["accelerate_loop.py", "--model_name_or_path", str(checkpoint), *options.split()]
-    printed = run(command, ranks=2, ACCELERATE_USE_CPU="true")
+    printed = run_forked(command, tmp_path, ACCELERATE_USE_CPU="true")
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

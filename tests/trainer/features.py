@@ -1,8 +1,8 @@
-"""What users turn on beside planned attention: features, and what becomes of each under each strategy."""
+"""Features beside planned attention, and the page of them: `python -m tests.trainer.features` writes it."""
 
-import importlib.util
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -34,17 +34,16 @@ class Feature:
     Attributes:
         arguments: of the trainer's arguments.
         model: makes the model, for an attention implementation.
-        example: what becomes of an example, by its index.
+        example: changes an example, given its index.
         given: makes other arguments of the trainer, anew for each training, of its model.
-        environment: what `accelerate launch` sets for it.
-        patched: what stands in for something else while it trains.
-        refused: by strategy, what the error says of the cause and of the remedy; "*" for every strategy, which is
-            tried once, since no strategy has a part in it.
-        only: the strategies under which it is tried.
-        needs: a package without which it is not tried; or, behind a "!", one that must be missing.
-        steps_without_targets: the first steps, in which nothing is to be learned: one process would divide by zero.
-        rounds: it computes in bfloat16.
-        note: for users.
+        environment: variables that `accelerate launch` sets.
+        patched: stands something in for the training.
+        refused: strategies that refuse the feature, with a part of the error.
+        only: strategies under which the feature is tried.
+        needs: package without which the feature is not tried.
+        steps_without_targets: number of first steps without a target: one process would divide by zero.
+        rounds: whether the training computes in bfloat16.
+        note: remark for users.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -53,63 +52,48 @@ class Feature:
     given: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
     environment: Mapping[str, str] = field(default_factory=dict)
     patched: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
-    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    needs: str = ""
-    steps_without_targets: int = 0
+    refused: Mapping[str, str] = field(default_factory=dict)
     only: Collection[str] = tuple(STRATEGIES)
+    needs: str = "torch"
+    steps_without_targets: int = 0
     rounds: bool = False
     note: str = ""
 
-    def missing(self) -> str:
-        """Why it cannot be tried here; empty if it can."""
-        package = self.needs.removeprefix("!")
-        if not package or (importlib.util.find_spec(package) is None) == self.needs.startswith("!"):
-            return ""
-        return f"{package} is {'' if self.needs.startswith('!') else 'not '}installed"
 
-    def refusal(self, strategy: str) -> tuple[str, str] | None:
-        """Cause and remedy that the error of a strategy is to name; None where it trains."""
-        return self.refused.get(strategy, self.refused.get("*"))
+def adapted(base: Callable[[str], Any] = plain, **settings: Any) -> Callable[[str], nn.Module]:
+    """Make a model with LoRA, whose B is not 0 at first, so that all of LoRA gets gradients."""
+    return with_adapter(lambda: peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings), base)
 
 
-def adapted(**settings: Any) -> Callable[[str], nn.Module]:
-    """Makes the model with LoRA, whose B is not 0 at first: all of it gets gradients."""
+def with_adapter(config: Callable[[], peft.PeftConfig], base: Callable[[str], Any] = plain) -> Callable[[str], Any]:
+    """Make the model with an adapter of PEFT."""
 
-    def make(implementation: str) -> nn.Module:
-        return _with_lora(plain(implementation), **settings)
+    def make(implementation: str) -> Any:
+        model = base(implementation)
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, config())
 
     return make
 
 
-def _with_lora(model: nn.Module, **settings: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings))
-
-
-def in_4_bits(**settings: Any) -> Callable[[str], nn.Module]:
-    """Makes the model with LoRA on a base whose linear layers are in 4 bits, stored as FSDP2 needs it."""
-
-    def make(implementation: str) -> nn.Module:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.float32,
-            bnb_4bit_quant_storage=torch.float32,
-            **settings,
-        )
-        model: Any = plain(implementation)
-        base = type(model).from_pretrained(
-            None,
-            config=model.config,
-            state_dict=model.state_dict(),
-            attn_implementation=implementation,
-            quantization_config=config,
-            dtype=torch.float32,
-            device_map={"": "cpu"},
-        )
-        return _with_lora(base, target_modules="all-linear")
-
-    return make
+def in_4_bits(implementation: str) -> nn.Module:
+    """Return the model with linear layers in 4 bits, stored as FSDP2 needs it."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_quant_storage=torch.float32,
+    )
+    model: Any = plain(implementation)
+    return type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        attn_implementation=implementation,
+        quantization_config=config,
+        dtype=torch.float32,
+        device_map={"": "cpu"},
+    )
 
 
 def in_bfloat16(implementation: str) -> nn.Module:
@@ -131,11 +115,6 @@ def answers_of_chats(index: int, example: Example) -> Example:
     """Targets are every second turn of seven tokens; a chat of fewer has none."""
     ids = example["input_ids"]
     return {**example, "labels": [token if row // 7 % 2 else IGNORED for row, token in enumerate(ids)]}
-
-
-def with_column(name: str, values: Callable[[int], Any]) -> Callable[[int, Example], Example]:
-    """A further column, made of the number of tokens."""
-    return lambda index, example: {**example, name: values(len(example["input_ids"]))}
 
 
 def with_tower(implementation: str) -> nn.Module:
@@ -201,9 +180,22 @@ FEATURES: dict[str, Feature] = {
     "modules_to_save": Feature(
         model=adapted(target_modules=["k_proj"], modules_to_save=["embed_tokens", "lm_head", "norm"])
     ),
-    "LoRA on a base in 4 bits": Feature(model=in_4_bits(), needs="bitsandbytes"),
-    "LoRA on a base in 4 bits, doubly quantized": Feature(
-        model=in_4_bits(bnb_4bit_use_double_quant=True), needs="bitsandbytes"
+    "LoRA on a base in 4 bits": Feature(model=adapted(in_4_bits, target_modules="all-linear"), needs="bitsandbytes"),
+    "trainable_token_indices": Feature(
+        model=adapted(target_modules=["q_proj"], modules_to_save=["lm_head"], trainable_token_indices=[3, 4])
+    ),
+    "IA3": Feature(
+        model=with_adapter(
+            lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+        )
+    ),
+    "OFT": Feature(
+        model=with_adapter(lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "v_proj"])),
+        only=("ddp",),
+    ),
+    "LLaMA-Adapter": Feature(
+        model=with_adapter(lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, task_type="CAUSAL_LM")),
+        only=("ddp",),
     ),
     # Precision
     "float32": Feature(),
@@ -213,12 +205,9 @@ FEATURES: dict[str, Feature] = {
         {**BF16, "gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9), rounds=True
     ),
     "weights in bfloat16": Feature({"learning_rate": 30.0, "max_steps": 1}, in_bfloat16, rounds=True),
-    "fp16 on the CPU": Feature({"fp16": True}, refused={"*": ("which accelerate does on GPUs only", "set bf16=True")}),
     "--mixed_precision bf16": Feature(
         environment={"ACCELERATE_MIXED_PRECISION": "bf16"},
-        refused=dict.fromkeys(
-            ZERO, ("mismatch TrainingArguments values", "set these DeepSpeed config values to 'auto'")
-        ),
+        refused=dict.fromkeys(ZERO, "mismatch TrainingArguments values"),
         rounds=True,
     ),
     # Steps
@@ -233,26 +222,6 @@ FEATURES: dict[str, Feature] = {
         patched=liger.install,
         note="the kernels of its layers; the loss stays that of planned steps. Tried with a stand-in in torch",
     ),
-    "use_liger_kernel, not installed": Feature(
-        {"use_liger_kernel": True}, refused={"*": ("not available", "pip install")}, needs="!liger_kernel"
-    ),
-    "liger_kernel_config with a loss": Feature(
-        {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
-        refused={
-            "*": (
-                "it would replace the loss of planned steps",
-                "remove 'fused_linear_cross_entropy' from liger_kernel_config",
-            )
-        },
-    ),
-    "use_liger_kernel and mlp_chunk_rows": Feature(
-        {"use_liger_kernel": True, "mlp_chunk_rows": 16},
-        refused={"*": ("it would have no effect: use_liger_kernel", "liger_kernel_config={'swiglu': False")},
-    ),
-    "torch_compile": Feature(
-        {"torch_compile": True},
-        refused={"*": ("cannot compile planned attention", "compile modules inside the layers")},
-    ),
     "EMA callback": Feature(
         given=lambda model: {"callbacks": [Average(model)]},
         only=("ddp", "fsdp2", "zero2"),
@@ -264,18 +233,15 @@ FEATURES: dict[str, Feature] = {
     "adafactor": Feature(
         {"optim": "adafactor", "learning_rate": 1e-2},
         refused={
-            "fsdp2": (
-                "Adafactor mixes whole and sharded tensors",
-                "set another optimizer, such as optim='adamw_torch'",
-            ),
-            **dict.fromkeys(ZERO, ("ZeRO gives it flat shards", "set another optimizer, such as optim='adamw_torch'")),
+            "fsdp2": "transformers' Adafactor mixes whole and sharded tensors",
+            **dict.fromkeys(ZERO, "ZeRO gives it flat shards"),
         },
     ),
     "optimizers": Feature(
         given=lambda model: {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), None)},
         refused={
-            "fsdp2": ("Passing `optimizers` is not allowed", "You should subclass `Trainer`"),
-            **dict.fromkeys(ZERO, ("transformers silently ignores it", "set optimizer_cls_and_kwargs")),
+            "fsdp2": "Passing `optimizers` is not allowed",
+            **dict.fromkeys(ZERO, "transformers silently ignores it"),
         },
     ),
     "optimizer_cls_and_kwargs": Feature(
@@ -286,91 +252,6 @@ FEATURES: dict[str, Feature] = {
     "targets on one rank only": Feature(example=targets_of(3, 6)),
     "a micro-batch without targets": Feature({"gradient_accumulation_steps": 2}, example=targets_of(5, 6, 8, 9)),
     "a step without targets": Feature(example=targets_of(4, 5, 6, 7), steps_without_targets=1),
-    "attention_mask of ones": Feature(example=with_column("attention_mask", lambda length: [1] * length)),
-    "attention_mask with zeros": Feature(
-        example=with_column("attention_mask", lambda length: [0] * length),
-        refused={"*": ("attention_mask with zeros", "padding=False")},
-    ),
-    "attention_mask of rows and columns": Feature(
-        example=with_column("attention_mask", lambda length: [[1] * length] * length),
-        refused={"*": ("attention_mask of shape (90, 90) for 90 input_ids", "give a 1 for each token")},
-    ),
-    "position_ids": Feature(
-        example=with_column("position_ids", lambda length: list(range(length))),
-        refused={"*": ("columns that a packed batch cannot carry: ['position_ids']", "remove_columns")},
-    ),
-    "a collator that pads": Feature(
-        given=lambda model: {"data_collator": Pad()},
-        refused={"*": ("do not show where documents begin", "DataCollatorWithFlattening")},
-    ),
-    # Loaders
-    "dataloader_num_workers": Feature(
-        {
-            "dataloader_num_workers": 2,
-            "dataloader_persistent_workers": True,
-            "dataloader_prefetch_factor": 4,
-            "dataloader_multiprocessing_context": "fork",
-        },
-        only=("ddp",),
-        note="no strategy has a part in loading",
-    ),
-    "dataloader_drop_last": Feature(
-        {"dataloader_drop_last": True}, refused={"*": ("it would drop documents", "leave it at False")}
-    ),
-    "dataloader_in_order": Feature(
-        {"dataloader_in_order": False},
-        refused={"*": ("micro-batches in different orders", "set dataloader_in_order=True")},
-    ),
-    "train_sampling_strategy": Feature(
-        {"train_sampling_strategy": "group_by_length"},
-        refused={"*": ("documents are packed by their lengths", "set 'random' or 'sequential'")},
-    ),
-    "accelerator_config: dispatch_batches": Feature(
-        {"accelerator_config": {"dispatch_batches": True}},
-        refused={"*": ("dispatch_batches=True is set, but it would be ignored: each rank reads", "set it to None")},
-    ),
-    "accelerator_config: split_batches": Feature(
-        {"accelerator_config": {"split_batches": True}},
-        refused={"*": ("split_batches=True is set, but it would be ignored: each rank reads", "set it to False")},
-    ),
-    "accelerator_config: even_batches": Feature(
-        {"accelerator_config": {"even_batches": False}},
-        refused={"*": ("even_batches=False is set, but it would be ignored: each rank reads", "set it to True")},
-    ),
-    "per_device_train_batch_size": Feature(
-        {"per_device_train_batch_size": 4},
-        refused={"*": ("one packed row of up to", "leave it at 1")},
-    ),
-    "auto_find_batch_size": Feature(
-        {"auto_find_batch_size": True}, refused={"*": ("memory is set by tokens_per_rank", "leave it at False")}
-    ),
-    # Loss
-    "compute_metrics": Feature(
-        given=lambda model: {"compute_metrics": print},
-        refused={"*": ("the rows of a document lie on several ranks", "call evaluate()")},
-    ),
-    "compute_loss_func": Feature(
-        given=lambda model: {"compute_loss_func": print},
-        refused={"*": ("targets that are already shifted", "use the model's own loss")},
-    ),
-    "average_tokens_across_devices": Feature(
-        {"average_tokens_across_devices": False},
-        refused={"*": ("ranks hold different numbers of targets", "leave it at True")},
-    ),
-    "label_smoothing_factor": Feature(
-        {"label_smoothing_factor": 0.1},
-        refused={"*": ("targets of packed documents are already shifted", "leave it at 0.0")},
-    ),
-    "label_names": Feature(
-        {"label_names": ["start"]}, refused={"*": ("targets are the column 'labels'", "leave it at None")}
-    ),
-    "use_cache": Feature(
-        {"use_cache": True}, refused={"*": ("no use for cached keys and values", "leave it at False")}
-    ),
-    "model_init": Feature(
-        given=lambda model: {"model": None, "model_init": lambda: plain("distca")},
-        refused={"*": ("would replace the model when training begins", "make the model first and pass it as model")},
-    ),
     # Models
     "a frozen tower for images": Feature(model=with_frozen_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
     "a tower for images": Feature(model=with_tower, only=("ddp", "fsdp2"), note=OF_TOWERS),
@@ -385,3 +266,105 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
         return safe_get_full_fp32_param(parameter).cpu().clone()
     tensor = parameter.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "features.md"
+TOP = """\
+# Feature compatibility
+
+What users turn on beside planned attention, and the result. Each row is trained with a tiny LLaMA on two ranks with
+ping-pong and gradient checkpointing, and compared with transformers' `Trainer` and "sdpa" in one process on the same
+documents. Computation is in float32 unless the row says otherwise.
+
+- *equal*: losses, gradient norms and the change of each weight are those of one process, within 1e-4. A bfloat16 run
+  is at most twice as far from one process in float32 as one process in bfloat16 is.
+- *refused*: every rank raises an error before the first step that says why and what to set.
+- *–*: not tested.
+
+[What is refused](refusals.md) has what no strategy can train.
+
+`tests/trainer/test_features.py` trains each row, and `python -m tests.trainer.features` writes this page.
+
+"""
+ARGUMENTS_TOP = """
+## Arguments of Trainer
+
+This table has all of transformers' `TrainingArguments` that affect data, loss or model. All others work as in
+`Trainer`.
+
+| argument | result |
+| --- | --- |
+"""
+TABLE = "see the table above"
+REFUSED = "see [What is refused](refusals.md)"
+METRICS = "no effect, because `compute_metrics` is refused"
+UNTRIED = "passed on to `Trainer`; not tested here"
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    TABLE: (
+        *("bf16", "gradient_accumulation_steps", "max_grad_norm", "neftune_noise_alpha", "use_liger_kernel", "debug"),
+        *("activation_checkpointing", "gradient_checkpointing", "optim"),
+    ),
+    REFUSED: (
+        *("fp16", "liger_kernel_config", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cache"),
+        *("average_tokens_across_devices", "label_smoothing_factor", "label_names", "auto_find_batch_size"),
+        *("per_device_train_batch_size", "train_sampling_strategy", "accelerator_config"),
+        *("dataloader_in_order", "dataloader_drop_last"),
+    ),
+    "as `per_device_train_batch_size`": ("per_device_eval_batch_size",),
+    "counted over all ranks; an epoch is one pass over all documents": ("num_train_epochs", "max_steps"),
+    "seed of the order of documents": ("seed", "data_seed"),
+    "see [Resuming](../guides/resuming.md)": ("ignore_data_skip", "resume_from_checkpoint"),
+    "columns that the model does not take are removed, or refused": ("remove_unused_columns",),
+    "name of the column with document lengths": ("length_column_name",),
+    "tested in launches and by other tests": (
+        *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "eval_on_start", "eval_strategy"),
+        *("ddp_find_unused_parameters", "ddp_backend", "fsdp", "fsdp_config", "deepspeed", "use_cpu"),
+        *("parallelism_config", "dataloader_pin_memory", "logging_nan_inf_filter", "dataloader_num_workers"),
+        *("dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    ),
+    METRICS: (
+        *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
+        *("include_for_metrics", "batch_eval_metrics"),
+    ),
+    UNTRIED: (
+        *("ddp_static_graph", "full_determinism", "include_num_input_tokens_seen"),
+        *("bf16_full_eval", "fp16_full_eval", "tf32", "torch_empty_cache_steps", "optim_args"),
+        *("optim_target_modules", "dataloader_multiprocessing_context", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    ),
+}
+"""What becomes of arguments that touch data, loss or model."""
+OTHERS = (
+    *("output_dir", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_epsilon", "logging_strategy", "logging_steps", "logging_first_step"),
+    *("log_on_each_node", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project"),
+    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "eval_steps", "eval_delay"),
+    *("save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
+    *("enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
+    *("hub_always_push", "hub_revision", "load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("restore_callback_states_from_checkpoint", "ddp_timeout", "skip_memory_metrics", "do_train", "do_eval"),
+    *("do_predict", "local_rank"),
+)
+"""Arguments that touch neither data nor loss nor model: of optimizers, logs, checkpoints and the hub."""
+
+
+def page() -> str:
+    """The page of what is tested."""
+    head = f"| feature | {' | '.join(STRATEGIES.values())} | note |\n|{' --- |' * (len(STRATEGIES) + 2)}\n"
+    features = "".join(_row(name, feature) for name, feature in FEATURES.items())
+    arguments = "".join(
+        f"| {', '.join(f'`{name}`' for name in names)} | {what} |\n" for what, names in ARGUMENTS.items()
+    )
+    return TOP + head + features + ARGUMENTS_TOP + arguments
+
+
+def _row(name: str, feature: Feature) -> str:
+    notes = "; ".join(dict.fromkeys([*feature.refused.values(), *([feature.note] if feature.note else [])]))
+    outcomes = (
+        "refused" if strategy in feature.refused else "equal" if strategy in feature.only else "–"
+        for strategy in STRATEGIES
+    )
+    return f"| {name} | {' | '.join(outcomes)} | {notes} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,4 +1,4 @@
-"""The runs of launches, what became of them, and what one process with "sdpa" makes of the same runs."""
+"""Runs of launches, their results, and the same runs in one process with "sdpa"."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from hf_distca.collator.long_documents import fit_documents
+from hf_distca.collator.lengths import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
-from tests.launch import results_of, run_launch
+from tests.launch import LOG, results_of, run_in_forks, run_launch, write_options
 from tests.models_and_batches import random_documents
 from tests.trainer.train_script import VOCABULARY, generated, make_model
 
 SCRIPT = Path(__file__).parent / "train_script.py"
 LENGTHS = [150, 3, 17, 60, 1, 33, 90, 45, 7, 120, 64, 31, 28, 5, 77, 12] * 3
-STEPS, ACCUMULATION, TOKENS_PER_RANK, LEARNING_RATE = 20, 2, 96, 1e-3
+STEPS, ACCUMULATION, TOKENS_PER_RANK, LEARNING_RATE = 10, 2, 96, 1e-3
 FEW_STEPS = 4
 ARGUMENTS = {
     "max_steps": STEPS,
@@ -40,8 +40,7 @@ FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True, "exchange_buffe
 PLAIN = {**FEW, CHECKPOINTING: False}
 FSDP_CHECKPOINTS = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
 FEW_BUT_LARGE = {**FEW, "learning_rate": 3e-2}
-LORA = {**FEW_BUT_LARGE, "max_steps": 8}
-BF16 = {**LORA, "bf16": True}
+BF16 = {**FEW_BUT_LARGE, "max_steps": 8, "bf16": True}
 WHOLE = {**ARGUMENTS, "eval_on_start": True, "save_strategy": "steps", "save_steps": STEPS // 2}
 
 HYBRID = {
@@ -70,80 +69,39 @@ BEST = {
 RUNS: dict[str, dict[str, Any]] = {
     "whole": {"arguments": WHOLE, "save": True},
     "resumed": {"arguments": WHOLE, "resume": f"whole/checkpoint-{STEPS // 2}"},
-    "lora": {"arguments": LORA, "lora": True, "save": True},
-    "frozen": {"arguments": FEW, "frozen": ["embed_tokens"]},
-    "lora without checkpoints": {"arguments": PLAIN, "lora": True},
-    "frozen without checkpoints": {"arguments": PLAIN, "frozen": ["embed_tokens"]},
-    "bf16": {"arguments": BF16, "lora": True, "watched": True},
+    "bf16": {"arguments": BF16, "lora": True, "watched": True, "save": True},
     "bf16 evaluated": {"arguments": BF16, "lora": True, "calls": ["evaluate", "train", "evaluate"]},
+    "evaluated": {"arguments": FEW, "calls": ["evaluate"]},
+    "twice": {"arguments": FEW, "calls": ["train", "train", "evaluate"]},
+    "anew": {"arguments": FEW, "calls": ["train", "new trainer", "train", "evaluate"]},
+    "lora without checkpoints": {"arguments": PLAIN, "lora": True},
     "checkpointed by FSDP": {"arguments": PLAIN, "environment": FSDP_CHECKPOINTS, "calls": ["train"]},
     "computed again": {
         "arguments": {**PLAIN, "keep_core_attention": False},
         "environment": FSDP_CHECKPOINTS,
         "calls": ["train"],
     },
-    "evaluated": {"arguments": FEW, "calls": ["evaluate", "train", "evaluate"]},
-    "twice": {"arguments": FEW, "calls": ["train", "train", "evaluate"]},
-    "anew": {"arguments": FEW, "calls": ["train", "new trainer", "train", "evaluate"]},
-    "mistral": {"arguments": FEW, "model": {"model_type": "mistral", "sliding_window": 24}},
-    "gemma2": {
-        "arguments": FEW,
-        "model": {
-            "model_type": "gemma2",
-            "sliding_window": 24,
-            "query_pre_attn_scalar": 8,
-            "final_logit_softcapping": 0.05,
-        },
+    "tied, MLP in chunks": {
+        "arguments": {**FEW, "mlp_chunk_rows": 16},
+        "model": {"tie_word_embeddings": True},
+        "watched": True,
     },
-    "MLP in chunks": {"arguments": {**FEW, "mlp_chunk_rows": 16}},
     "mixtral": {"arguments": FEW, "model": {"model_type": "mixtral", "num_local_experts": 4}},
     "hybrid": {"arguments": {**FEW, "tokens_per_rank": 160}, "model": HYBRID},  # whole on a rank, the longest too
     "head with adapters": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj", "lm_head"], "watched": True},
     "head trained whole": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj"], "saved": ["lm_head"], "watched": True},
-    "tied": {"arguments": FEW, "model": {"tie_word_embeddings": True}, "watched": True},
     "best": {"arguments": BEST, "sets": SETS, "patience": 2, "generates": 4},
-    "metrics": {"arguments": FEW, "metrics": True, "calls": ["train"]},
     "sft": {"arguments": FEW_BUT_LARGE, "sft": True},
 }
-ALL = ["whole", "lora", "bf16", "evaluated", "twice"]
+OF_SHARDS = ["whole", "resumed", "bf16", "twice", "head with adapters", "tied, MLP in chunks", "best", "sft", "hybrid"]
 LAUNCHES = {
-    "ddp": [*ALL, "head with adapters", "best", "metrics", "resumed", "bf16 evaluated", "mistral", "anew"],
-    "fsdp2": [
-        *ALL,
-        "head with adapters",
-        "tied",
-        "best",
-        "metrics",
-        "sft",
-        "resumed",
-        "frozen",
-        "gemma2",
-        "hybrid",
-        "MLP in chunks",
-        "checkpointed by FSDP",
-        "computed again",
-    ],
-    "zero1": ALL,
-    "zero2": [*ALL, "resumed", "mistral"],
-    "zero3": [
-        *ALL,
-        "head with adapters",
-        "head trained whole",
-        "tied",
-        "best",
-        "metrics",
-        "sft",
-        "resumed",
-        "frozen",
-        "mixtral",
-        "hybrid",
-        "MLP in chunks",
-        "anew",
-        "lora without checkpoints",
-        "frozen without checkpoints",
-    ],
+    "ddp": ["whole", "resumed", "bf16", "bf16 evaluated", "twice", "sft"],
+    "fsdp2": [*OF_SHARDS, "evaluated", "checkpointed by FSDP", "computed again"],
+    "zero1": ["whole"],
+    "zero2": ["whole", "resumed", "evaluated"],
+    "zero3": [*OF_SHARDS, "bf16 evaluated", "mixtral", "anew", "lora without checkpoints", "head trained whole"],
 }
-"""The runs of each launch, in their order."""
+"""Runs of each launch, in their order."""
 
 LAUNCHED = {
     "ddp": {"ACCELERATE_USE_CPU": "true"},
@@ -163,29 +121,22 @@ REPLICATED = ("ddp", "zero1", "zero2")
 
 
 class Launched:
-    """What became of a launch.
-
-    Attributes:
-        folder: with the files of the launch.
-    """
+    """Results of a launch, whose files are in `folder`."""
 
     def __init__(self, strategy: str, folder: Path) -> None:
         runs = {name: {"lengths": LENGTHS, **RUNS[name]} for name in LAUNCHES[strategy]}
-        self.folder, self._process = folder, run_launch(strategy, SCRIPT, runs, folder)
+        self.folder = folder
+        if strategy == "ddp":
+            self.codes, self._log = [run_launch(strategy, SCRIPT, runs, folder).returncode], folder / LOG
+        else:
+            options = write_options(runs, folder)
+            self.codes, self._log = run_in_forks(strategy, SCRIPT, [str(options)], folder), folder / "output-0"
         self._results = results_of(folder)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """The result of a run."""
-        assert name in self._results, self._process.stdout[-6000:]
+        """Result of a run."""
+        assert name in self._results, self._log.read_text(errors="replace")[-6000:]
         return self._results[name]
-
-    def saved(self, name: str) -> Path:
-        """Where a run has saved its model."""
-        return self.folder / name / "saved"
-
-    def check_end(self) -> None:
-        """The launch came to its end without a failure."""
-        assert self._process.returncode == 0, self._process.stdout[-6000:]
 
 
 def reference_losses() -> list[float]:

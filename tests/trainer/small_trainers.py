@@ -23,7 +23,7 @@ def make_trainer(
     model: Any = None,
     columns: dict[str, Any] | None = None,
     sharded: bool = False,
-    classes: tuple[type, type] = (hf_distca.DistCATrainer, hf_distca.DistCATrainingArguments),
+    environment: dict[str, str] | None = None,
     **arguments: Any,
 ) -> Any:
     """A trainer on CPU, on as many ranks as there are.
@@ -36,16 +36,16 @@ def make_trainer(
         model: what is trained; a small LLaMA by default.
         columns: of every example, besides input_ids.
         sharded: let accelerate take the processes for GPUs, so that FSDP2 and tensor parallelism may divide the model.
-        classes: of the trainer and of its arguments.
+        environment: variables that `accelerate launch` sets for a strategy; DDP by default.
         arguments: of the trainer, instead of the ones here.
     """
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["ACCELERATE_USE_CPU"] = str(not sharded).lower()
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments before have left behind
-    make, make_arguments = classes
+    os.environ["ACCELERATE_USE_CPU"] = str(not sharded and environment is None).lower()
+    os.environ.update(environment or {})
     model = model or small_model()
     with _taken_for_gpus() if sharded else nullcontext():
-        args = make_arguments(
+        args = hf_distca.DistCATrainingArguments(
             output_dir=folder,
             report_to=[],
             disable_tqdm=True,
@@ -71,7 +71,7 @@ def make_trainer(
         dataset.set_transform(lambda batch: {n: [documents[i][n] for i in batch["index"]] for n in documents[0]})
     else:
         dataset = datasets.Dataset.from_list(documents)
-    return make(
+    return hf_distca.DistCATrainer(
         model=model,
         args=args,
         train_dataset=dataset,

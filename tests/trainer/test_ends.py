@@ -1,9 +1,17 @@
-"""Runs that end before their time: every process ends, says why, and what was saved before goes on to the last bit."""
+"""Trainings that end before their time: all processes end, say why, and another launch goes on to the last bit.
+
+Each set of ranks has processes of its own, since DeepSpeed leaves settings in its processes.
+"""
 
 import errno
+import json
 import os
+import resource
+import shutil
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +19,51 @@ import pytest
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from hf_distca.dispatch.failures import Failures
+from hf_distca.trainer.refusals import Resume
+from hf_distca.trainer.resuming import disk_errors_named
 from tests.ranks import own_processes
+from tests.refused import refused
+from tests.trainer.features import adapted, plain
+from tests.trainer.launches import CHECKPOINTING, LAUNCHED
 from tests.trainer.small_trainers import make_trainer
-from tests.trainer.train_script import parameters_hash
+from tests.trainer.train_script import allow_bf16, parameters_hash
 
-ARGUMENTS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
-WAIT_S = 90.0
-"""Much less than the seconds after which an exchange fails by itself, and more than a busy machine needs."""
+SAVED = 1
+"""Step of the last whole checkpoint, in the middle of the first of two passes."""
+WITH_DROPOUT = adapted(target_modules="all-linear", lora_dropout=0.1)
+MODELS = {"ddp": WITH_DROPOUT, "fsdp2": plain, "zero3": WITH_DROPOUT}
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "gradient_accumulation_steps": 2,
+    "tokens_per_rank": 96,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear",
+    "bf16": True,
+    CHECKPOINTING: True,
+}
+ENDS_WITHIN_S = 20.0
+"""Much less than the seconds after which an exchange fails by itself."""
+WAIT_S = 200.0
+"""For a set of ranks; DeepSpeed compiles an operator where nobody has used it before."""
 
 
 class Ends(TrainerCallback):
-    """Does to the process of a rank, in the third step, what its end is to be."""
+    """End the process of rank 0 between two micro-batches of the first step after the checkpoint."""
 
     def __init__(self, end: str, folder: Path) -> None:
-        self.end, self.folder = end, folder
+        self._end, self._folder = end, folder
 
-    def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
-        """Wait for Ctrl-C on rank 0, whose partner waits for it in an exchange."""
-        if state.global_step != 2 or dist.get_rank() != 0:
+    def on_substep_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        """Note the time and end; the partner waits in an exchange."""
+        if state.global_step != SAVED or dist.get_rank() != 0:
             return
-        if self.end == "Ctrl-C":
-            (self.folder / "reached").touch()
+        (self._folder / "reached").write_text(str(time.monotonic()))
+        if self._end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._end == "Ctrl-C":
             time.sleep(WAIT_S)
 
 
@@ -39,62 +71,140 @@ def _full(*args: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _ends(folder: Path, end: str) -> None:
-    """A rank that trains, from its beginning to its end."""
-    trainer = make_trainer(str(folder), **ARGUMENTS)
+def _trainer(model: Any, folder: Path, strategy: str) -> Any:
+    allow_bf16()
+    trainer = make_trainer(str(folder), model=model, environment=LAUNCHED[strategy], **ARGUMENTS)
+    assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED") in str(
+        trainer.accelerator.distributed_type
+    )
+    return trainer
+
+
+def _note_result(trainer: Any, folder: Path) -> None:
+    """Write down what this rank logged and its parameters."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    result = {name: [entry[name] for entry in logs] for name in ("loss", "grad_norm", "learning_rate")}
+    (folder / f"result-{dist.get_rank()}").write_text(json.dumps({**result, "hash": parameters_hash(trainer.model)}))
+
+
+def _whole_and_ended(folder: Path, strategy: str, end: str) -> None:
+    """Train to the end, and in the same processes a training that ends before."""
+    # Before the first arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
+    models = [MODELS[strategy]("distca") for _ in range(2)]
+    trainer = _trainer(models[0], folder / "whole", strategy)
+    trainer.train()
+    _note_result(trainer, folder / "whole")
+    trainer = _trainer(models[1], folder / "ended", strategy)
     trainer.add_callback(Ends(end, folder))
     if end == "disk full" and dist.get_rank() == 0:
         save = trainer._save_optimizer_and_scheduler
-        trainer._save_optimizer_and_scheduler = lambda to: (_full if trainer.state.global_step == 3 else save)(to)
+        trainer._save_optimizer_and_scheduler = lambda to: (_full if trainer.state.global_step > SAVED else save)(to)
     trainer.train()
 
 
-def _train(folder: str, resume: bool) -> tuple[int, str] | str:
-    """Steps and parameters in the end; or the error."""
-    trainer = make_trainer(folder, **ARGUMENTS)
-    try:
-        trainer.train(resume_from_checkpoint=resume)
-    except ValueError as error:
-        return str(error)
-    return trainer.state.global_step, parameters_hash(trainer.model)
-
-
-@pytest.fixture(scope="module")
-def whole(rank_pools, tmp_path_factory):
-    """What the run comes to where nothing ends it."""
-    return rank_pools[2].run(_train, str(tmp_path_factory.mktemp("whole")), False)
+def _resumed(folder: Path, strategy: str, end: str) -> None:
+    trainer = _trainer(MODELS[strategy]("distca"), folder / "ended", strategy)
+    if end == "disk full":
+        half = folder / "ended" / f"checkpoint-{SAVED + 1}"
+        with refused(Resume.INCOMPLETE, checkpoint=half, file="trainer_state.json"):
+            trainer.train(resume_from_checkpoint=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(half)
+        dist.barrier()
+    trainer.train(resume_from_checkpoint=True)
+    _note_result(trainer, folder / "ended")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("end", "last", "codes", "told"),
+    ("strategy", "end", "codes", "told"),
     [
-        ("Ctrl-C", 2, (1, 1), ("KeyboardInterrupt", "KeyboardInterrupt")),
-        (
-            "disk full",
-            3,
-            (1, 1),
-            ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28] No space left on device"),
-        ),
+        ("fsdp2", "killed", [-signal.SIGKILL, 1], ("", "")),
+        ("zero3", "killed", [-signal.SIGKILL, 1], ("", "")),
+        ("ddp", "Ctrl-C", [1, 1], ("KeyboardInterrupt", "KeyboardInterrupt")),
+        ("ddp", "disk full", [1, 1], ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28]")),
     ],
 )
-def test_all_ranks_end_and_another_launch_goes_on(rank_pools, whole, tmp_path, end, last, codes, told):
-    with own_processes(2, _ends, tmp_path, end, folder=tmp_path) as ranks:
+def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes, told):
+    for part in ("first", "second"):
+        (tmp_path / part).mkdir()
+    reached = tmp_path / "reached"
+    with own_processes(2, _whole_and_ended, tmp_path, strategy, end, folder=tmp_path / "first") as ranks:
         if end == "Ctrl-C":
             until = time.monotonic() + WAIT_S
-            while not (tmp_path / "reached").exists() and time.monotonic() < until:
+            while not reached.exists() and time.monotonic() < until:
                 time.sleep(0.05)
             for rank in ranks:
                 os.kill(rank.pid, signal.SIGINT)
         for rank in ranks:
             rank.join(WAIT_S)
-        assert tuple(rank.exitcode for rank in ranks) == codes
+        ended = time.monotonic()
+        assert [rank.exitcode for rank in ranks] == codes
+    assert ended - float(reached.read_text()) < ENDS_WITHIN_S
     for rank, message in enumerate(told):
-        assert message in (tmp_path / f"output-{rank}").read_text(errors="replace")
-    newest = tmp_path / f"checkpoint-{last}"
-    if end == "disk full":
-        for error in rank_pools[2].run(_train, str(tmp_path), True):
-            assert f"{newest} is to be resumed, but it has no trainer_state.json" in error
-        newest.rename(tmp_path / "half")
-        newest = tmp_path / f"checkpoint-{last - 1}"
-    assert max(tmp_path.glob("checkpoint-*")) == newest
-    assert rank_pools[2].run(_train, str(tmp_path), True) == whole
+        assert message in (tmp_path / "first" / f"output-{rank}").read_text(errors="replace")
+    with own_processes(2, _resumed, tmp_path, strategy, end, folder=tmp_path / "second") as ranks:
+        for rank in ranks:
+            rank.join(WAIT_S)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+    for rank in range(2):
+        whole, resumed = (json.loads((tmp_path / run / f"result-{rank}").read_text()) for run in ("whole", "ended"))
+        assert len(whole["loss"]) == 3
+        assert resumed == whole
+
+
+class LostDocuments(list):
+    """Documents that this rank cannot read because another rank is gone."""
+
+    def __getitem__(self, index):
+        raise dist.DistBackendError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("method", ["train", "evaluate"])
+def test_training_and_evaluation_report_the_failed_rank(tmp_path, method):
+    store = dist.HashStore()
+    with pytest.raises(ValueError, match="boom"), Failures(store, 1, 2).told():
+        raise ValueError("boom")
+    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
+    trainer.dispatcher.groups.failures = Failures(store, 0, 2, wait_s=0.2)
+    trainer.train_dataset = trainer.eval_dataset = LostDocuments([{"input_ids": [1, 2]}])
+    with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
+        getattr(trainer, method)()
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Let no file of this process have more bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_reported_with_the_folder(tmp_path):
+    def train():
+        make_trainer(str(tmp_path), max_steps=1, save_strategy="steps", save_steps=1).train()
+
+    train()
+    checkpoint = tmp_path / "checkpoint-1"
+    sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    for file in ("optimizer.pt", "model.safetensors"):  # the other one is smaller, or comes later
+        shutil.rmtree(checkpoint)
+        with (
+            small_files(sizes[file] - 1),
+            pytest.raises(OSError, match=r"File too large; .* is incomplete: remove it") as caught,
+        ):
+            train()
+        assert caught.value.filename == str(checkpoint)
+
+
+def test_an_error_shows_whether_the_disk_caused_it(tmp_path):
+    # Rust's writer removes its file when it fails: there is room again by then.
+    with pytest.raises(OSError, match="No space left on device"), disk_errors_named(tmp_path):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(RuntimeError, match="boom"), disk_errors_named(tmp_path):
+        raise RuntimeError("boom")

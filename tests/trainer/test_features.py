@@ -23,8 +23,19 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 import hf_distca
 from tests.models_and_batches import exchanging, random_documents
 from tests.ranks import RankPool
-from tests.trainer.features import FEATURES, SGD, Average, Example, Feature, Pad, whole
-from tests.trainer.features_page import ARGUMENTS, OTHERS, PAGE, page
+from tests.trainer.features import (
+    ARGUMENTS,
+    FEATURES,
+    OTHERS,
+    PAGE,
+    SGD,
+    Average,
+    Example,
+    Feature,
+    Pad,
+    page,
+    whole,
+)
 from tests.trainer.launches import CHECKPOINTING, LAUNCHED
 
 LENGTHS = [90, 50, 33, 19, 120, 40, 31, 1, 64, 64, 37, 27]
@@ -164,29 +175,24 @@ def run(rank_pools, tmp_path_factory) -> Iterator[Callable[[str, str], list[Resu
 
 
 def rows() -> list[Any]:
-    """Each feature with the strategies that it is tried under; with one of them, which the features take in turns, in
-    every run of all tests."""
-    found = []
-    for number, (name, feature) in enumerate(FEATURES.items()):
-        strategies = ["any strategy"] if "*" in feature.refused else list(feature.only)
-        for index, strategy in enumerate(strategies):
-            further = index != number % len(strategies)
-            found.append(pytest.param(name, strategy, marks=[pytest.mark.further_strategy] if further else []))
-    return found
+    """Return each feature with its strategies; all but one, which the features take in turns, are marked further."""
+    return [
+        pytest.param(
+            name, strategy, marks=[pytest.mark.further_strategy] if index != number % len(feature.only) else []
+        )
+        for number, (name, feature) in enumerate(FEATURES.items())
+        for index, strategy in enumerate(feature.only)
+    ]
 
 
 @pytest.mark.features
 @pytest.mark.parametrize(("name", "strategy"), rows())
 def test_feature(run, reference, name, strategy):
     feature = FEATURES[name]
-    if reason := feature.missing():
-        pytest.skip(reason)
-    refusal = feature.refusal(strategy)
-    for result in run(name, "ddp" if strategy == "any strategy" else strategy):
-        if refusal is not None:
-            cause, remedy = refusal
-            assert cause in result.get("error", "no error")
-            assert remedy in result["error"]
+    pytest.importorskip(feature.needs)
+    for result in run(name, strategy):
+        if strategy in feature.refused:
+            assert feature.refused[strategy] in result.get("error", "no error")
             continue
         assert "error" not in result, result["error"]
         assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED") in result["strategy"]

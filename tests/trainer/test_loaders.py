@@ -1,18 +1,16 @@
-"""How data sets are told apart, read and loaded, and losses of evaluations added up, without a training."""
+"""Loaders of data sets, without a training."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import IterableDataset
 
 from hf_distca.collator.documents import Columns
 from hf_distca.collator.padding_free import CollatorWithLengths
 from hf_distca.planner.micro_batch import PlanSettings
-from hf_distca.trainer.loaders import PackedLoaders, agreed_lengths, is_dispatched, is_stream, lengths_read_on_host
-from hf_distca.trainer.metrics import EvaluationLoss
+from hf_distca.trainer.loaders import PackedLoaders, agreed_lengths, is_stream, lengths_read_on_host
 from tests.trainer.small_trainers import make_trainer
 
 
@@ -62,23 +60,6 @@ def test_documents_that_stay_whole_fill_ranks_and_not_their_sum(tmp_path):
         loaders.loader([{"input_ids": [0] * 9}], shuffle=False)
 
 
-def test_the_loss_of_an_evaluation_without_documents():
-    groups: Any = SimpleNamespace(ranks=2, all_gather=lambda value: [value, value])
-    loss = EvaluationLoss(groups)
-    assert loss.mean() is None
-    loss.add(torch.tensor(3.0), torch.tensor(4))
-    loss.add(torch.tensor(1.0), torch.tensor(2))
-    assert loss.mean() == (3 * 4 + 1 * 2) / 6
-
-
-def test_a_data_seed_of_0_is_a_seed(tmp_path):
-    def drawn(**seeds: int) -> list[list[int]]:
-        loader = make_trainer(str(tmp_path), tokens_per_rank=200, **seeds).get_train_dataloader()
-        return [batch["input_ids"][0].tolist() for batch in loader]
-
-    assert drawn(seed=1, data_seed=0) == drawn(seed=0)
-
-
 def test_whatever_a_data_set_raises_is_told_to_all_processes_of_the_world():
     told: list[Any] = []
 
@@ -111,7 +92,6 @@ def test_data_sets_of_the_same_lengths_may_differ():
 )
 def test_lengths_are_read_by_the_collator_unless_rank_0_reads_for_all(dataset, dispatch_batches, expected):
     args: Any = SimpleNamespace(accelerator_config=SimpleNamespace(dispatch_batches=dispatch_batches))
-    assert is_dispatched(dataset, args) is expected
     trainer: Any = SimpleNamespace(data_collator=list)
     with lengths_read_on_host(trainer, dataset, args):
         assert isinstance(trainer.data_collator, CollatorWithLengths) is not expected

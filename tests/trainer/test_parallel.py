@@ -1,4 +1,4 @@
-"""Ranks never train apart, and what cannot run in planned steps is refused; see `test_launch.py` for real launches."""
+"""Ranks never train apart, on GPUs or CPUs; see `test_launch.py` for launches."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,79 +6,43 @@ from typing import Any
 import pytest
 import torch
 from accelerate import DistributedType
-from accelerate.parallelism_config import ParallelismConfig
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_distca.dispatch.groups import mesh_ranks
+from hf_distca import DistCAConfig
+from hf_distca.refusal import check
+from hf_distca.trainer.assembly import make_dispatcher
 from hf_distca.trainer.parallel import (
-    data_parallel_mesh,
     dtype_of_computation,
-    forget_evaluation,
-    gather_whole_layers,
-    gathers_parameters,
     is_wrapped,
-    prepares_with_optimizer,
+    join_on_cpu,
+    share_on_cpu,
     trained_towers,
-    whole_weights,
 )
+from hf_distca.trainer.refusals import LOSES_DEEPSPEED, NOT_CONNECTED, TRAINER, Run
 from tests.models_and_batches import random_documents, small_model
+from tests.refused import refused
 from tests.trainer.features import with_frozen_tower, with_tower
 from tests.trainer.small_trainers import make_trainer
 
 
-def _step_of_a_bare_model(folder: str) -> tuple[str, bool]:
-    """The error of a step whose model nothing has wrapped, and whether any gradient was taken."""
+def _step_of_a_bare_model(folder: str) -> bool:
+    """Whether a step takes a gradient of a model that nothing has wrapped."""
     trainer = make_trainer(folder)
-    with pytest.raises(ValueError, match="not wrapped") as error:
+    with refused(Run.NOT_WRAPPED, model="LlamaForCausalLM", processes=2, strategy="DistributedType.MULTI_CPU"):
         trainer.training_step(trainer.model, next(iter(trainer.get_train_dataloader())))
-    return str(error.value), any(parameter.grad is not None for parameter in trainer.model.parameters())
+    return any(parameter.grad is not None for parameter in trainer.model.parameters())
 
 
 def test_ranks_do_not_train_apart(rank_pools, tmp_path):
-    for message, has_gradients in rank_pools[2].run(_step_of_a_bare_model, str(tmp_path)):
-        assert message.startswith(
-            "LlamaForCausalLM is to train on 2 ranks (DistributedType.MULTI_CPU), but it is not wrapped"
-        )
-        assert "each rank would train apart" in message
-        assert not has_gradients
-
-
-def test_one_rank_needs_no_wrapping(tmp_path):
-    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
-    trainer.evaluate()
-    trainer.train()
-    assert trainer.state.global_step == 1
+    assert rank_pools[2].run(_step_of_a_bare_model, str(tmp_path)) == [False, False]
 
 
 def test_compiling_by_the_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
-    with pytest.raises(ValueError, match="accelerate's --dynamo_backend at no"):
+    with refused(TRAINER[0]):
         make_trainer(str(tmp_path))
-
-
-def _ranks_that_train_together(sizes: dict[str, int]) -> list[int]:
-    """What accelerate's mesh of these sizes says, on this rank."""
-    config = ParallelismConfig(**sizes)
-    accelerator = SimpleNamespace(parallelism_config=config, torch_device_mesh=config.build_device_mesh("cpu"))
-    return mesh_ranks(data_parallel_mesh(accelerator))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"dp_replicate_size": 2, "dp_shard_size": 2}, [[0, 1, 2, 3]] * 4),
-        ({"dp_shard_size": 2, "tp_size": 2}, [[0, 2], [1, 3], [0, 2], [1, 3]]),
-    ],
-)
-def test_ranks_that_train_together(rank_pools, sizes, expected):
-    assert rank_pools[4].run(_ranks_that_train_together, sizes) == expected
-
-
-def test_all_ranks_train_together_without_a_mesh():
-    assert data_parallel_mesh(SimpleNamespace(parallelism_config=None, torch_device_mesh=None)) is None
-    assert mesh_ranks(None) == [0]
 
 
 def test_towers_are_what_text_gives_no_gradient():
@@ -95,12 +59,10 @@ def test_towers_are_what_text_gives_no_gradient():
     ("argument", "launch", "divided", "expected"),
     [
         ("bf16", "no", None, torch.bfloat16),
-        ("fp16", "no", None, torch.float16),
         ("", "bf16", None, torch.bfloat16),
         ("", "fp16", None, torch.float16),
         ("", "no", None, torch.float32),
         ("", "no", (2, True), torch.bfloat16),
-        ("", "no", (2, False), torch.float32),
         ("", "no", (1, True), torch.float32),
         ("fp16", "no", (2, True), torch.float16),
     ],
@@ -144,74 +106,57 @@ def test_a_model_divided_at_load_is_wrapped_by_fsdp_or_trains_on_the_same_data(s
     assert is_wrapped(model, accelerator) is expected
 
 
-@pytest.mark.parametrize(("kind", "forgotten"), [("MULTI_CPU", True), ("FSDP", False)])
-def test_ddp_wraps_a_model_that_was_evaluated_before(kind, forgotten):
-    model: Any = nn.Linear(2, 2)
-    original = model.forward
-    model._original_forward, model.forward, model._is_accelerate_prepared = original, len, True
-    forget_evaluation(model, SimpleNamespace(distributed_type=DistributedType[kind]))
-    assert model._is_accelerate_prepared is not forgotten
-    assert (model.forward == original, hasattr(model, "_original_forward")) == (forgotten, not forgotten)
+# Processes on CPUs
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Arguments of one of some processes that were launched with a strategy, here on a host with or without a GPU."""
+
+    def arguments(processes=2, strategy="", gpu=False, **given):
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        for name in ("DEEPSPEED", "FSDP"):
+            monkeypatch.setenv(f"ACCELERATE_USE_{name}", str(name == strategy).lower())
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
+        return SimpleNamespace(**{"use_cpu": False, "ddp_backend": None, "deepspeed": None, "fsdp": None, **given})
+
+    return arguments
 
 
 @pytest.mark.parametrize(
-    ("plugins", "gathers", "with_optimizer"),
+    ("launch", "use_cpu", "backend"),
     [
-        ({}, False, False),
-        ({"fsdp": None}, False, True),
-        ({"deepspeed": 2}, False, True),
-        ({"deepspeed": 3}, True, False),
+        ({}, True, None),
+        ({"strategy": "FSDP"}, True, None),
+        ({"strategy": "DEEPSPEED"}, False, "gloo"),
+        ({"deepspeed": "config.json"}, False, "gloo"),
+        ({"strategy": "DEEPSPEED", "ddp_backend": "mpi"}, False, "mpi"),
+        ({"gpu": True}, False, None),
+        ({"gpu": True, "strategy": "DEEPSPEED"}, False, None),
+        ({"processes": 1}, False, None),
     ],
 )
-def test_who_prepares_a_model_with_its_optimizer(plugins, gathers, with_optimizer):
-    state = SimpleNamespace()
-    for name, stage in plugins.items():
-        config = SimpleNamespace(is_zero3=lambda stage=stage: stage == 3)
-        setattr(state, f"{name}_plugin", SimpleNamespace(hf_ds_config=config))
-    accelerator: Any = SimpleNamespace(state=state)
-    assert gathers_parameters(accelerator) is gathers
-    assert prepares_with_optimizer(accelerator) is with_optimizer
+def test_processes_without_a_gpu_join(launched, launch, use_cpu, backend):
+    args = launched(**launch)
+    join_on_cpu(args)
+    assert (args.use_cpu, args.ddp_backend) == (use_cpu, backend)
 
 
-def test_what_is_saved_is_whole_and_checkpoints_are_as_they_were():
-    fsdp = SimpleNamespace(state_dict_type=StateDictType.SHARDED_STATE_DICT)
-    zero = SimpleNamespace(gather_16bit_weights_on_model_save=False)
-    engine = SimpleNamespace(_config=SimpleNamespace(zero_config=zero))
-    by_fsdp, by_another = (SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)) for plugin in (fsdp, None))
-    saved = []
-
-    def save() -> None:
-        with whole_weights(by_fsdp, None):
-            saved.append(fsdp.state_dict_type)
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk"):
-        save()
-    assert saved == [StateDictType.FULL_STATE_DICT]
-    assert fsdp.state_dict_type is StateDictType.SHARDED_STATE_DICT
-    with whole_weights(by_another, engine):
-        assert zero.gather_16bit_weights_on_model_save is True
-    assert zero.gather_16bit_weights_on_model_save is False
-    with whole_weights(by_another, None):
-        pass
+def test_fsdp_and_models_divided_at_load_are_shared_among_processes_on_cpus(launched):
+    for strategy, divided, expected in [("FSDP", False, "GPU"), ("", True, "GPU"), ("", False, "CPU")]:
+        args = launched(strategy=strategy)
+        args.distributed_state = SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=2)
+        share_on_cpu(args, SimpleNamespace(is_distributed_loading_by_transformers=divided))
+        assert args.distributed_state.distributed_type == f"MULTI_{expected}"
 
 
-def test_layers_that_deepspeed_gathers_whole_have_an_input_with_a_gradient():
-    utils = pytest.importorskip("deepspeed.utils")
-    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(3, 2)])
-    gather_whole_layers(model, [])  # no class at all, which DeepSpeed refuses
-    gather_whole_layers(model, [nn.Linear, nn.Embedding])
-    layer, frozen, embedding = model
-    frozen.requires_grad_(False)
-    seen: list[bool] = []
-    for module in model:
-        assert utils.z3_leaf_module(module)
-        module.register_forward_hook(lambda module, args, output: seen.append(args[0].requires_grad))
-    rows = torch.ones(1, 2)
-    layer(rows)
-    frozen(rows)
-    embedding(torch.tensor([1]))
-    with torch.no_grad():
-        layer(rows)
-    assert seen == [True, False, False, False]
-    assert not rows.requires_grad
+def test_launches_that_would_train_alone_or_without_deepspeed(launched):
+    args = launched(strategy="DEEPSPEED", use_cpu=True)
+    with refused(LOSES_DEEPSPEED):
+        check((LOSES_DEEPSPEED,), args)
+    args.distributed_state = SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1)
+    with refused(NOT_CONNECTED):
+        check((NOT_CONNECTED,), args)
+    with refused(NOT_CONNECTED):  # in a custom loop
+        make_dispatcher(small_model(), DistCAConfig(), torch.device("cpu"))
+    check((LOSES_DEEPSPEED, NOT_CONNECTED), launched(strategy="DEEPSPEED", use_cpu=True, processes=1))

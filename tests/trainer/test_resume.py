@@ -4,7 +4,8 @@ import logging
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_distca.trainer.refusals import Resume
 from tests.models_and_batches import small_model
 from tests.ranks import RankPool
 from tests.refused import pattern
+from tests.trainer.launches import LAUNCHED
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 from tests.trainer.train_script import parameters_hash
 
@@ -27,27 +29,25 @@ ALL = Counter(range(FIRST, FIRST + sum(LENGTHS)))
 ACCUMULATION = 3
 PACKED = {"tokens_per_rank": 96, "num_train_epochs": 3}
 """4 micro-batches in a pass, so 2 steps, the second of one micro-batch."""
-STREAM = {"tokens_per_rank": 160, "max_steps": 7}
-"""Ranks differ in how many micro-batches they have; together they have 1 or 2 steps in a pass."""
-READ_AHEAD = {"tokens_per_rank": 160, "max_steps": 8, "gradient_accumulation_steps": 1, "dataloader_num_workers": 1}
-"""Steps of one micro-batch, several of which are in a pass; a process of each rank's own reads them."""
-OWN = {"tokens_per_rank": 160, "max_steps": 6, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "fsdp2": {
-        "sharded": True,
-        "fsdp": True,
-        "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-    },
-}
-WHOLE = {
-    "tokens_per_rank": 160,
-    "num_train_epochs": 2,
-    "document_layout": "whole",
-    "gradient_accumulation_steps": 1,
-}
+WHOLE = {"tokens_per_rank": 160, "num_train_epochs": 2, "document_layout": "whole", "gradient_accumulation_steps": 1}
 """No document is cut: the longest has 150 tokens. A pass has 2 steps of a micro-batch each."""
-FLATTENED = {"per_device_train_batch_size": 3, "num_train_epochs": 3}
+FLATTENED = {"per_device_train_batch_size": 3, "num_train_epochs": 3, "gradient_accumulation_steps": 1}
+STREAMS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    # Ranks differ in how many micro-batches they have; together they have 1 or 2 steps in a pass.
+    "stream": ("stream", {"tokens_per_rank": 160, "max_steps": 7, "gradient_accumulation_steps": 3}, (1, 2, 4)),
+    # Steps of one micro-batch, several of which are in a pass; a process of each rank's own reads them.
+    "read ahead": (
+        "stream",
+        {"tokens_per_rank": 160, "max_steps": 8, "gradient_accumulation_steps": 1, "dataloader_num_workers": 1},
+        (1, 4, 6),
+    ),
+    "own": (
+        "own stream",
+        {"tokens_per_rank": 160, "max_steps": 6, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1},
+        (2, 3),
+    ),
+}
+"""What a stream is, its arguments, and the steps after which it is resumed."""
 
 
 def train(
@@ -58,13 +58,13 @@ def train(
         folder,
         source.removeprefix("own "),
         model=small_model(vocab_size=FIRST + len(ALL)),
+        environment=LAUNCHED[strategy],
         **{
             "learning_rate": 1e-2,
             "lr_scheduler_type": "linear",
             "save_strategy": "steps",
             "save_steps": 1,
             "gradient_accumulation_steps": ACCUMULATION,
-            **STRATEGIES[strategy],
             **arguments,
         },
     )
@@ -161,58 +161,28 @@ def assert_went_on(resumed: list[dict[str, Any]], whole: list[dict[str, Any]], m
         assert rank["learning_rates"] == whole[0]["learning_rates"]
 
 
-def assert_went_on_to_the_last_bit(
-    resumed: list[dict[str, Any]], whole: list[dict[str, Any]], micro_batches: int
-) -> None:
-    """The same, on each rank by itself, and the model in the end is the same one."""
-    for mine, of_whole in zip(resumed, whole, strict=True):
-        assert mine["micro_batches"] == of_whole["micro_batches"][micro_batches:]
-        for name in ("losses", "learning_rates", "parameters"):
-            assert mine[name] == of_whole[name]
+@pytest.fixture(scope="module")
+def runs(rank_pools, tmp_path_factory) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
+    """Make a run of 2 ranks once; its results, and the folder with a checkpoint after each step."""
+
+    @cache
+    def made(name: str) -> tuple[list[dict[str, Any]], Path]:
+        folder = tmp_path_factory.mktemp("runs")
+        source, arguments = {
+            "packed": ("packed", PACKED),
+            "sharded": ("packed", {**PACKED, "save_steps": 3, "strategy": "fsdp2"}),
+            "whole": ("packed", WHOLE),
+            "flattened": ("flattened", FLATTENED),
+            **{name: stream[:2] for name, stream in STREAMS.items()},
+        }[name]
+        return run(rank_pools[2], folder, source, **arguments), folder
+
+    return made
 
 
 @pytest.fixture(scope="module")
-def packed(rank_pools, tmp_path_factory):
-    """A run of 2 ranks with a checkpoint after each of its 6 steps, and where these are."""
-    folder = tmp_path_factory.mktemp("packed")
-    return run(rank_pools[2], folder, "packed", **PACKED), folder
-
-
-@pytest.fixture(scope="module")
-def sharded(rank_pools, tmp_path_factory):
-    """The same under FSDP2, with a checkpoint after step 3 alone: the middle of the second pass."""
-    folder = tmp_path_factory.mktemp("sharded")
-    return run(rank_pools[2], folder, "packed", strategy="fsdp2", **{**PACKED, "save_steps": 3}), folder
-
-
-@pytest.fixture(scope="module")
-def whole_documents(rank_pools, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    return run(rank_pools[2], folder, "packed", **WHOLE), folder
-
-
-@pytest.fixture(scope="module")
-def stream(rank_pools, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stream")
-    return run(rank_pools[2], folder, "stream", **STREAM), folder
-
-
-@pytest.fixture(scope="module")
-def read_ahead(rank_pools, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("read_ahead")
-    return run(rank_pools[2], folder, "stream", **READ_AHEAD), folder
-
-
-@pytest.fixture(scope="module")
-def own_stream(rank_pools, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("own_stream")
-    return run(rank_pools[2], folder, "own stream", **OWN), folder
-
-
-@pytest.fixture(scope="module")
-def flattened(rank_pools, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("flattened")
-    return run(rank_pools[2], folder, "flattened", **FLATTENED, gradient_accumulation_steps=1), folder
+def packed(runs):
+    return runs("packed")
 
 
 def test_a_whole_run(packed):
@@ -227,12 +197,9 @@ def test_a_whole_run(packed):
 @pytest.mark.parametrize(
     ("step", "micro_batches", "ranks", "changed"),
     [
-        (1, 3, 2, {}),
         (2, 4, 2, {}),
         (3, 7, 2, {}),
-        (3, 7, 3, {"tokens_per_rank": 64}),
-        (3, 7, 3, {"tokens_per_rank": 96, "document_layout": "fixed"}),
-        (4, 8, 3, {"tokens_per_rank": 65}),
+        (3, 7, 3, {"tokens_per_rank": 64, "document_layout": "fixed"}),
         (5, 11, 2, {"tokens_per_rank": 500}),
     ],
 )
@@ -248,9 +215,9 @@ def test_what_is_left_comes_once(rank_pools, packed, tmp_path, step, micro_batch
     assert ["still hold at most 192 tokens" in message for message in resumed[0]["warnings"]] == [True] * larger
 
 
-@pytest.mark.parametrize(("ranks", "changed"), [(2, {}), (3, {"tokens_per_rank": 64}), (1, {"tokens_per_rank": 192})])
-def test_shards_of_other_ranks(rank_pools, packed, sharded, tmp_path, ranks, changed):
-    (whole, _), (shards, folder) = packed, sharded
+@pytest.mark.parametrize(("ranks", "changed"), [(2, {}), (3, {"tokens_per_rank": 64})])
+def test_shards_of_other_ranks(rank_pools, packed, runs, tmp_path, ranks, changed):
+    (whole, _), (shards, folder) = packed, runs("sharded")
     assert {rank["kind"] for rank in shards} == {"DistributedType.FSDP"}
     assert_went_on(shards, whole, 0)
     checkpoint = f"{folder}/checkpoint-3"
@@ -341,71 +308,45 @@ def test_nothing_is_left(rank_pools, packed, tmp_path):
         assert ["training ends at step 4" in message for message in resumed[0]["warnings"]] == [True]
 
 
-def test_a_stream_goes_through_its_passes(stream):
-    whole, _ = stream
+def test_a_stream_goes_through_its_passes(runs):
+    whole, _ = runs("stream")
     micro_batches = together(whole)
     passes = [micro_batches[:3], micro_batches[3:6], micro_batches[6:12]]
     assert [sum(one, Counter()) for one in passes] == [ALL] * 3
     assert passes[0] != passes[1] != passes[2][:3]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 6])
-def test_a_stream_goes_on_where_it_was(rank_pools, stream, tmp_path, step):
-    whole, folder = stream
-    changed = {**STREAM, "save_steps": STREAM["max_steps"]}
-    resumed = run(rank_pools[2], tmp_path, "stream", f"{folder}/checkpoint-{step}", **changed)
-    assert_went_on_to_the_last_bit(resumed, whole, ACCUMULATION * step)
+@pytest.mark.parametrize(("name", "step"), [(name, step) for name in STREAMS for step in STREAMS[name][2]])
+def test_a_stream_goes_on_where_it_was(rank_pools, runs, tmp_path, name, step):
+    whole, folder = runs(name)
+    source, arguments, _ = STREAMS[name]
+    arguments = {**arguments, "save_steps": 2 * step}  # a resumed run is resumed again
+    for resumed in (step, 2 * step):
+        folder = folder if resumed == step else tmp_path
+        if resumed < arguments["max_steps"]:
+            went_on = run(rank_pools[2], tmp_path, source, f"{folder}/checkpoint-{resumed}", **arguments)
+            for mine, of_whole in zip(went_on, whole, strict=True):
+                count = resumed * arguments["gradient_accumulation_steps"]
+                assert mine["micro_batches"] == of_whole["micro_batches"][count:]
+                for figure in ("losses", "learning_rates", "parameters"):
+                    assert mine[figure] == of_whole[figure]
 
 
-def test_steps_of_a_stream_with_a_micro_batch_each(read_ahead):
-    whole, _ = read_ahead
-    micro_batches = together(whole)
-    per_pass = next(n for n in range(1, len(micro_batches)) if sum(micro_batches[:n], Counter()) == ALL)
-    assert 2 < per_pass < 7
-    assert micro_batches[:1] != micro_batches[per_pass : per_pass + 1]
-
-
-@pytest.mark.parametrize("step", range(1, READ_AHEAD["max_steps"]))
-def test_a_stream_that_is_read_ahead_goes_on_where_it_was(rank_pools, read_ahead, tmp_path, step):
-    whole, folder = read_ahead
-    changed = {**READ_AHEAD, "save_steps": READ_AHEAD["max_steps"]}
-    resumed = run(rank_pools[2], tmp_path, "stream", f"{folder}/checkpoint-{step}", **changed)
-    assert_went_on_to_the_last_bit(resumed, whole, step)
-
-
-@pytest.mark.parametrize("step", [2, 3, 5])
-def test_a_stream_of_ones_own_goes_on_where_it_was(rank_pools, own_stream, tmp_path, step):
-    whole, folder = own_stream
-    resumed = run(rank_pools[2], tmp_path, "own stream", f"{folder}/checkpoint-{step}", **{**OWN, "save_steps": 6})
-    assert_went_on_to_the_last_bit(resumed, whole, 2 * step)
-
-
-def test_a_resumed_stream_is_resumed(rank_pools, stream, tmp_path):
-    whole, folder = stream
-    run(rank_pools[2], tmp_path, "stream", f"{folder}/checkpoint-2", **{**STREAM, "save_steps": 3})
-    for step in (3, 6):
-        resumed = run(
-            rank_pools[2], tmp_path, "stream", f"{tmp_path}/checkpoint-{step}", **{**STREAM, "save_steps": 7}
-        )
-        assert_went_on_to_the_last_bit(resumed, whole, ACCUMULATION * step)
-
-
-@pytest.mark.parametrize(("step", "ranks", "batch"), [(1, 2, 3), (3, 3, 2), (2, 3, 2)])
-def test_examples_of_a_collator_come_once(rank_pools, flattened, tmp_path, step, ranks, batch):
-    whole, folder = flattened
+@pytest.mark.parametrize(("step", "ranks", "batch"), [(1, 2, 3), (2, 3, 2)])
+def test_examples_of_a_collator_come_once(rank_pools, runs, tmp_path, step, ranks, batch):
+    whole, folder = runs("flattened")
     assert sum(together(whole)[2:4], Counter()) == ALL
-    arguments = {**FLATTENED, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 1}
+    arguments = {**FLATTENED, "per_device_train_batch_size": batch}
     resumed = run(rank_pools[ranks], tmp_path, "flattened", f"{folder}/checkpoint-{step}", **arguments)
     assert_went_on(resumed, whole, step)
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_documents_that_stay_whole(rank_pools, whole_documents, tmp_path, step):
-    whole, folder = whole_documents
+def test_documents_that_stay_whole(rank_pools, runs, tmp_path):
+    whole, folder = runs("whole")
     micro_batches = together(whole)
     assert [sum(micro_batches[:2], Counter()), sum(micro_batches[2:], Counter())] == [ALL] * 2
-    resumed = run(rank_pools[2], tmp_path, "packed", f"{folder}/checkpoint-{step}", **WHOLE)
-    assert_went_on(resumed, whole, step)
+    resumed = run(rank_pools[2], tmp_path, "packed", f"{folder}/checkpoint-1", **WHOLE)
+    assert_went_on(resumed, whole, 1)
     for rank, rest in zip(whole, resumed, strict=True):
-        assert rest["micro_batches"] == rank["micro_batches"][step:]
+        assert rest["micro_batches"] == rank["micro_batches"][1:]
         assert rest["parameters"] == rank["parameters"]

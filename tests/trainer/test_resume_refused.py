@@ -54,17 +54,10 @@ RANDOM = "train_sampling_strategy is {}, but must be random with seed 1"
     ("source", "saved", "ranks", "changed", "differences"),
     [
         (
-            *("packed", {}, 2, {"tokens_per_rank": 95}),
-            "ranks * tokens_per_rank is 190, but must be at least 192: with 2 ranks, tokens_per_rank=96",
-        ),
-        (
             *("packed", {}, 3, {"tokens_per_rank": 63}),
             "ranks * tokens_per_rank is 189, but must be at least 192: with 3 ranks, tokens_per_rank=64",
         ),
-        (
-            *("packed", {}, 2, {"gradient_accumulation_steps": 2}),
-            "gradient_accumulation_steps is 2, but must be 3",
-        ),
+        ("packed", {}, 2, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, but must be 3"),
         ("packed", {}, 2, {"data_seed": 7}, RANDOM.format("random with seed 7")),
         ("packed", {}, 2, {"train_sampling_strategy": "sequential"}, RANDOM.format("sequential")),
         ("packed", {}, 2, {"long_documents": "split"}, "long_documents is split, but must be error"),
@@ -73,7 +66,6 @@ RANDOM = "train_sampling_strategy is {}, but must be random with seed 1"
             "train_dataset is 11 documents of 471 tokens, fingerprint 1111111111111111, but must be 12 documents of "
             "621 tokens, fingerprint 0000000000000000",
         ),
-        ("packed", WHOLE, 3, WHOLE, "document_layout is whole on 3 ranks, but must be whole on 2 ranks"),
         ("packed", WHOLE, 2, {}, "document_layout is joint or fixed, but must be whole on 2 ranks"),
         ("stream", {}, 3, {}, "ranks is 3, but must be 2"),
         ("stream", {}, 2, {"tokens_per_rank": 97}, "tokens_per_rank is 97, but must be 96"),

@@ -8,11 +8,13 @@ import peft
 import pytest
 import torch
 import trl
-from transformers import AutoConfig, AutoModelForSequenceClassification, ProcessorMixin
+from transformers import ProcessorMixin
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import hf_distca
-from tests.models_and_batches import SMALL, exchanging, small_model
+from hf_distca.trainer.refusals import SFT_ARGUMENTS, SFT_TRAINER
+from tests.models_and_batches import exchanging, small_model
+from tests.refused import refused
 from tests.trainer.chats import chats, prompts, tokenizer
 
 FOLLOWED = ("loss", "entropy", "mean_token_accuracy", "num_tokens", "grad_norm")
@@ -153,25 +155,6 @@ def test_a_model_by_name(tmp_path):
     assert trainer.model.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"packing": True}, "packing=True is set"),
-        ({"gradient_checkpointing_kwargs": {"selective": True}}, "keep_core_attention=True already does"),
-        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4 is set"),
-    ],
-)
-def test_settings_that_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        make(str(tmp_path), small_model(), chats(2), **options)
-
-
-def test_arguments_of_trls_own(tmp_path):
-    for args in (trl.SFTConfig(str(tmp_path), use_cpu=True), hf_distca.DistCATrainingArguments(str(tmp_path))):
-        with pytest.raises(ValueError, match=rf"args are {type(args).__name__}, but .*by a DistCASFTConfig"):
-            hf_distca.DistCASFTTrainer(small_model(), args, train_dataset=chats(2), processing_class=tokenizer())
-
-
 class WithPixels(ProcessorMixin):
     """A processor of images and text."""
 
@@ -180,11 +163,14 @@ class WithPixels(ProcessorMixin):
         self.chat_template = tokenizer.chat_template
 
 
-def test_images(tmp_path):
-    data = chats(2).add_column("images", [[], []])
+def test_arguments_and_data_that_are_refused(tmp_path):
+    for args in (trl.SFTConfig(str(tmp_path), use_cpu=True), hf_distca.DistCATrainingArguments(str(tmp_path))):
+        with refused(SFT_ARGUMENTS[0]):
+            hf_distca.DistCASFTTrainer(small_model(), args, train_dataset=chats(2), processing_class=tokenizer())
     args = hf_distca.DistCASFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[])
-    with pytest.raises(ValueError, match="the data set has images"):
-        hf_distca.DistCASFTTrainer(small_model(), args, train_dataset=data, processing_class=WithPixels(tokenizer()))
+    images = chats(2).add_column("images", [[], []])
+    with refused(SFT_TRAINER[1]):
+        hf_distca.DistCASFTTrainer(small_model(), args, train_dataset=images, processing_class=WithPixels(tokenizer()))
 
 
 def test_without_trl(monkeypatch):
@@ -193,51 +179,3 @@ def test_without_trl(monkeypatch):
     for name in ("DistCASFTTrainer", "DistCASFTConfig"):
         with pytest.raises(ImportError, match=r"pip install 'hf_distca\[trl\]'"):
             getattr(hf_distca, name)
-
-
-PAIRS = {
-    "DPOTrainer": (trl.DPOTrainer, trl.DPOConfig),
-    "RewardTrainer": (trl.RewardTrainer, trl.RewardConfig),
-}
-
-
-def compared(folder: str, name: str, implementation: str) -> list[float]:
-    """Losses of a trainer of TRL's that compares answers, which nobody plans."""
-    trainer, config = PAIRS[name]
-    pairs = prompts().map(lambda row: {"rejected": [{"role": "assistant", "content": "w1 w2 w3"}]})
-    args = config(
-        folder,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        disable_tqdm=True,
-        max_steps=2,
-        logging_steps=1,
-        learning_rate=0.1,
-    )
-    model = small_model(implementation=implementation)
-    others: dict[str, Any] = {"ref_model": small_model(implementation=implementation, initializer_range=0.5)}
-    if name == "RewardTrainer":
-        torch.manual_seed(0)
-        config = AutoConfig.for_model("llama", **SMALL, num_labels=1)
-        model = AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
-        others = {}
-    made = trainer(
-        model=model,
-        args=args,
-        train_dataset=pairs.rename_column("completion", "chosen"),
-        processing_class=tokenizer(),
-        **others,
-    )
-    made.train()
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_trainers_that_compare_answers(tmp_path, name):
-    expected = compared(str(tmp_path), name, "sdpa")
-    assert expected[1] != expected[0]
-    assert compared(str(tmp_path), name, "distca") == pytest.approx(expected, rel=1e-6)
-    planned = type("Planned", (hf_distca.DistCAMixin, PAIRS[name][0]), {})
-    with pytest.raises(ValueError, match=rf"{name} compares whole answers.* use \w+ without DistCAMixin"):
-        planned(small_model())

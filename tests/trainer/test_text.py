@@ -8,16 +8,13 @@ import datasets
 import pytest
 import torch
 import trl
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    DataCollatorWithPadding,
-    HfArgumentParser,
-)
+from transformers import DataCollatorWithFlattening, HfArgumentParser
 
 from hf_distca import DistCATrainer, DistCATrainingArguments
+from hf_distca.collator.refusals import Data
+from hf_distca.trainer.refusals import LOADED_ALREADY
 from tests.models_and_batches import small_model
+from tests.refused import refused
 from tests.trainer.chats import chats, prompts, tokenizer
 
 TEXTS = ["w1 w2 w3", "w4 [end]", "w5", "w6 w7 w8 w9"]
@@ -66,14 +63,13 @@ def test_tokens_are_those_of_trl(tmp_path):
     assert list(theirs.train_dataset["input_ids"]) == TOKENS
 
 
-def test_the_column_has_the_name_that_is_set(tmp_path):
+def test_columns(tmp_path):
     trainer = trainer_of(tmp_path, of_texts("stored", "body"), dataset_text_field="body")
     assert list(trainer.train_dataset["input_ids"]) == TOKENS
-
-
-def test_tokens_stay_as_they_are(tmp_path):
     data = datasets.Dataset.from_dict({"input_ids": TOKENS, "text": TEXTS})
     assert trainer_of(tmp_path, data).train_dataset is data
+    data = of_texts("stored")  # a collator gets the data as they are
+    assert trainer_of(tmp_path, data, data_collator=DataCollatorWithFlattening()).train_dataset is data
 
 
 def test_a_model_is_loaded_by_its_name(tmp_path):
@@ -97,52 +93,25 @@ def test_a_model_is_loaded_as_is_asked_for(tmp_path):
     data = datasets.Dataset.from_dict({"input_ids": TOKENS})
     trainer = trainer_of(tmp_path, data, str(tmp_path / "model"), model_init_kwargs=args.model_init_kwargs)
     assert {weight.dtype for weight in trainer.model.parameters()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match="would have no effect, because the model is already loaded"):
+    with refused(LOADED_ALREADY):
         trainer_of(tmp_path, data, model_init_kwargs={"dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize(
-    ("data", "changes", "told"),
+    ("entry", "data", "changes", "values"),
     [
+        (Data.NO_TOKENIZER, of_texts("stored"), {"processing_class": None}, {"name": "train_dataset"}),
+        (Data.NO_TEXT, of_texts("stored", "body"), {}, {"columns": ["body", "source"], "field": "text"}),
+        (Data.NO_TEXT, [{"text": 3}], {}, {"field": "text"}),
+        (Data.CHATS, prompts(1), {}, {"columns": "'prompt', 'completion'"}),
         (
-            of_texts("stored"),
-            {"processing_class": None},
-            "train_dataset has text in 'text' and no tokens .*; pass the model's tokenizer",
-        ),
-        (
-            of_texts("stored", "body"),
-            {},
-            r"train_dataset has the columns \['body', 'source'\], but .* nor text in 'text'; set data",
-        ),
-        ([{"text": 3}], {}, "nor text in 'text'"),
-        (chats(1), {}, "train_dataset has 'messages' and no 'input_ids', but .*; use hf_distca.DistCASFTTrainer"),
-        (prompts(1), {}, "train_dataset has 'prompt', 'completion' and no 'input_ids'"),
-        (
+            Data.CHATS,
             datasets.Dataset.from_dict({"input_ids": TOKENS}),
             {"eval_dataset": {"own": chats(1)}},
-            r"eval_dataset\['own'\] has 'messages'",
+            {"name": "eval_dataset['own']", "columns": "'messages'"},
         ),
     ],
 )
-def test_what_gives_no_tokens_is_refused_in_the_constructor(tmp_path, data, changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_gives_no_tokens_is_refused_in_the_constructor(tmp_path, entry, data, changes, values):
+    with refused(entry, **values):
         trainer_of(tmp_path, data, **changes)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
-        lambda: DataCollatorForSeq2Seq(tokenizer()),
-        lambda: DataCollatorWithPadding(tokenizer()),
-    ],
-)
-def test_collators_that_pad_are_refused_in_the_constructor(tmp_path, make):
-    data = datasets.Dataset.from_dict({"input_ids": TOKENS})
-    with pytest.raises(ValueError, match=r"data_collator=DataCollator\w+ pads documents.*leave data_collator out"):
-        trainer_of(tmp_path, data, data_collator=make())
-
-
-def test_a_collator_gets_the_data_as_they_are(tmp_path):
-    data = of_texts("stored")
-    assert trainer_of(tmp_path, data, data_collator=DataCollatorWithFlattening()).train_dataset is data

@@ -1,19 +1,18 @@
 """What DistCATrainer gives on one and two ranks: exact losses, whatever the data comes from."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers.integrations.integration_utils import rewrite_logs
 
+from hf_distca.collator.refusals import Data
 from hf_distca.trainer.metrics import PREFIX
 from tests.models_and_batches import random_documents, reference_step, small_model
+from tests.refused import refused
+from tests.trainer import liger
 from tests.trainer.small_trainers import LENGTHS, make_trainer
-
-LENGTHS_OF_TWO = [100, 60, 90, 70]
-"""Documents that fill two micro-batches of 160 tokens."""
 
 
 def _one_step_of_everything(folder: str, source: str, workers: int, **arguments: Any) -> tuple[list[dict], dict, int]:
@@ -39,9 +38,9 @@ def _one_step_with_strategy(folder: str, strategy: str) -> tuple[list[dict], dic
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("source", "workers"), [("packed", 0), ("packed", 2), ("list", 0), ("stream", 0), ("flattened", 0)]
+    ("source", "workers", "ranks"),
+    [("packed", 2, 1), ("packed", 2, 2), ("list", 0, 2), ("stream", 0, 1), ("stream", 0, 2), ("flattened", 0, 2)],
 )
 def test_loss_is_that_of_all_documents(rank_pools, tmp_path, ranks, source, workers):
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
@@ -53,32 +52,11 @@ def test_loss_is_that_of_all_documents(rank_pools, tmp_path, ranks, source, work
         assert evaluation["eval_loss"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance", "sequential"])
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
 def test_stock_sampling_strategies_hold_with_a_collator_of_the_users(rank_pools, tmp_path, strategy):
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
     for history, _, _ in rank_pools[2].run(_one_step_with_strategy, str(tmp_path), strategy):
         assert history[0]["loss"] == pytest.approx(loss, rel=1e-6)
-
-
-def _step_of_experts(folder: str) -> tuple[float, list[float]]:
-    """The logged loss of a step of two micro-batches, and the load-balancing losses of this rank's forwards."""
-    model = small_model("mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
-    arguments = {"max_steps": 1, "gradient_accumulation_steps": 2, "save_strategy": "no"}
-    trainer = make_trainer(folder, lengths=LENGTHS_OF_TWO, model=model, tokens_per_rank=80, **arguments)
-    balance: list[float] = []
-    model.register_forward_hook(lambda module, args, output: balance.append(output.aux_loss.item()))
-    trainer.train()
-    return trainer.state.log_history[0]["loss"], balance
-
-
-def test_load_balancing_losses_are_of_each_rank_and_micro_batch(rank_pools, tmp_path):
-    """As under DDP, and as README has it."""
-    loss, _ = reference_step(small_model("mixtral", "sdpa", num_local_experts=4), random_documents(LENGTHS_OF_TWO))
-    results = rank_pools[2].run(_step_of_experts, str(tmp_path))
-    balance = [each for _, losses in results for each in losses]
-    assert len(balance) == 4
-    assert min(balance) > 1
-    assert [logged for logged, _ in results] == [pytest.approx(loss + 0.5 * sum(balance), rel=1e-6)] * 2
 
 
 def test_logs_of_a_step(rank_pools, tmp_path):
@@ -97,47 +75,19 @@ def test_logs_of_a_step(rank_pools, tmp_path):
     assert rewrite_logs(history[0])["train/distca/imbalance_degree"] == figures["imbalance_degree"]
 
 
-SOURCES = ["packed", "list", "stream", "transform"]
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_columns_that_the_model_does_not_take_are_left_out(tmp_path, source):
+@pytest.mark.parametrize("source", ["packed", "list", "stream", "transform"])
+def test_columns(tmp_path, source):
+    """Columns that the model does not take are left out, or refused; the length column is checked."""
     loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    trainer = make_trainer(
-        str(tmp_path),
-        source,
-        columns={"text": "words", "token_type_ids": [0]},
-        max_steps=1,
-        gradient_accumulation_steps=8,
-        save_strategy="no",
-    )
+    of_step = {"max_steps": 1, "gradient_accumulation_steps": 8, "save_strategy": "no"}
+    columns = {"text": "words", "token_type_ids": [0]}
+    trainer = make_trainer(str(tmp_path), source, columns=columns, **of_step)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-6)
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_columns_are_refused_where_they_are_not_to_be_left_out(tmp_path, source):
-    trainer = make_trainer(
-        str(tmp_path), source, columns={"text": "words"}, remove_unused_columns=False, max_steps=1, save_strategy="no"
-    )
-    with pytest.raises(ValueError, match=r"cannot carry: \['text'\]"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_the_length_column_is_not_left_out(tmp_path, source):
-    trainer = make_trainer(
-        str(tmp_path), source, columns={"tokens": 4}, length_column_name="tokens", max_steps=1, save_strategy="no"
-    )
-    with pytest.raises(ValueError, match=r"document 0.* has 150 input_ids, but its column 'tokens' says 4"):
-        trainer.train()
-
-
-def test_bf16_where_the_launch_says_cpu(tmp_path):
-    loss, _ = reference_step(small_model(implementation="sdpa"), random_documents(LENGTHS))
-    trainer = make_trainer(str(tmp_path), bf16=True, max_steps=1, gradient_accumulation_steps=8, save_strategy="no")
-    trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-2)
+    with refused(Data.UNKNOWN_COLUMNS, unknown=["text"]):
+        make_trainer(str(tmp_path), source, columns={"text": "words"}, remove_unused_columns=False, **of_step).train()
+    with refused(Data.WRONG_LENGTH, length=150, column="tokens", stated=4):
+        make_trainer(str(tmp_path), source, columns={"tokens": 4}, length_column_name="tokens", **of_step).train()
 
 
 def _share_of_turns(folder: str, hooked: bool) -> float:
@@ -201,6 +151,7 @@ def test_what_the_order_is_drawn_from(tmp_path):
 
     assert drawn(seed=1, data_seed=7) == drawn(seed=2, data_seed=7) == drawn(seed=7)
     assert drawn(seed=7, data_seed=1) != drawn(seed=7)
+    assert drawn(seed=1, data_seed=0) == drawn(seed=0)
 
 
 class Deaf(torch.nn.Module):
@@ -222,20 +173,19 @@ def test_a_plan_that_reaches_no_attention(tmp_path):
         trainer.compute_loss(Deaf(trainer.model), inputs, num_items_in_batch=targets)
 
 
-def _settings_error(folder: str, settings_by_rank: list[dict[str, Any]]) -> str:
-    settings = settings_by_rank[torch.distributed.get_rank()]
-    try:
-        make_trainer(folder, **settings)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+def _settings_errors(folder: str, differing: list[dict[str, Any]]) -> list[str]:
+    """Errors of this rank where rank 1 alone has another setting."""
+    errors = []
+    for settings in differing:
+        with pytest.raises(ValueError, match=r"ranks") as error:
+            make_trainer(folder, **(settings if torch.distributed.get_rank() == 1 else {}))
+        errors.append(str(error.value))
+    return errors
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank_pools, tmp_path):
+    differing = [
         {"tokens_per_rank": 96},
-        {"document_layout": "fixed"},
         {"balance_tolerance": 0.1},
         {"attention_kernel": "reference"},
         {"keep_received": True},
@@ -243,26 +193,36 @@ def _settings_error(folder: str, settings_by_rank: list[dict[str, Any]]) -> str:
         {"seed": 2},
         {"long_documents": "split"},
         {"gradient_accumulation_steps": 2},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(rank_pools, tmp_path, settings):
-    for error in rank_pools[2].run(_settings_error, str(tmp_path), [{}, settings]):
-        assert re.search("differs? between ranks", error)
+    ]
+    for errors in rank_pools[2].run(_settings_errors, str(tmp_path), differing):
+        assert all(re.search("differs? between ranks", error) for error in errors)
+
+
+def _nodes_error(folder: str) -> str:
+    with pytest.raises(ValueError, match="adds up to") as error:
+        make_trainer(folder, ranks_per_node="2,1")
+    return str(error.value)
 
 
 def test_nodes_of_other_ranks_are_an_error_on_every_rank(rank_pools, tmp_path):
-    for error in rank_pools[2].run(_settings_error, str(tmp_path), [{"ranks_per_node": "2,1"}] * 2):
+    for error in rank_pools[2].run(_nodes_error, str(tmp_path)):
         assert error.startswith("ranks_per_node=2,1 adds up to 3 ranks, but 2 ranks train; give the number")
 
 
-def test_saved_model_loads_with_any_attention(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
+def test_evaluation_with_liger_makes_no_logits_either(tmp_path, monkeypatch):
+    liger.install(monkeypatch)
+    trainer = make_trainer(
+        str(tmp_path),
+        max_steps=2,
+        save_strategy="no",
+        optim="sgd",
+        learning_rate=0.3,
+        loss_chunk_bytes=4 * 64 * 20,
+        use_liger_kernel=True,
+    )
+    assert trainer.args.liger_kernel_config == {"fused_linear_cross_entropy": False, "cross_entropy": False}
     trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    assert "distca" not in Path(tmp_path / "saved/config.json").read_text()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="sdpa")
-    for name, parameter in trainer.model.named_parameters():
-        assert torch.equal(parameter, loaded.get_parameter(name))
+    assert vars(trainer.model.model.norm)["forward"].__func__ is liger._norm
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.args.use_liger_kernel = False  # which asks models for no logits in evaluations
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)

@@ -11,8 +11,6 @@ OPTIONS: output (where rank 0 writes the results of the runs, by name) and runs:
     saved        modules that are trained and saved whole beside the adapters
     watched      note the shapes of tensors of tokens × vocabulary
     sft          with TRL's trainer of chats
-    metrics      read entropy and accuracy from the logits of every micro-batch, as TRL's trainer does
-    frozen       parameters whose names hold one of these words are not trained
     sets         evaluation data: for each name how many of the documents, from the first on. All unless given
     patience     training stops after so many evaluations that were no better than the best
     generates    after each step so many tokens are generated
@@ -100,9 +98,6 @@ def make_model(run: dict[str, Any], implementation: str = "distca") -> nn.Module
         modules = ["q_proj", "v_proj"] if run["lora"] is True else run["lora"]
         adapters = peft.LoraConfig(r=4, target_modules=modules, modules_to_save=run.get("saved"))
         model = peft.get_peft_model(model, adapters)
-    for name, parameter in model.named_parameters():
-        if any(word in name for word in run.get("frozen", ())):
-            parameter.requires_grad_(False)
     return model
 
 
@@ -116,25 +111,6 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-class ReadingTrainer(hf_distca.DistCATrainer):
-    """Reads logits beside the loss, some at a time and whole, which is what TRL's SFTTrainer does."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.read: list[tuple[float, float]] = []
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss; entropy and accuracy are noted."""
-        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
-        with torch.no_grad():
-            rows = outputs.logits.reshape(-1, outputs.logits.shape[-1])
-            entropies = [torch.distributions.Categorical(logits=part.float()).entropy() for part in rows.split(7)]
-            predicted = outputs.logits.contiguous().argmax(dim=-1)
-        accuracy = (predicted == inputs["shift_labels"]).float().mean()
-        self.read.append((torch.cat(entropies).mean().item(), accuracy.item()))
-        return loss
 
 
 def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) -> hf_distca.DistCATrainer:
@@ -151,8 +127,7 @@ def make_trainer(model: nn.Module, run: dict[str, Any], result: dict[str, Any]) 
     documents = [{"input_ids": document.tolist()} for document in random_documents(run["lengths"])]
     dataset = datasets.Dataset.from_list(documents)
     sets = {name: dataset.select(range(count)) for name, count in run.get("sets", {}).items()}
-    kind = ReadingTrainer if run.get("metrics") else hf_distca.DistCATrainer
-    others: dict[str, Any] = {}
+    kind, others = hf_distca.DistCATrainer, {}
     if run.get("sft"):
         kind, others = hf_distca.DistCASFTTrainer, {"processing_class": tokenizer()}
     trainer = kind(model=model, args=args, train_dataset=dataset, eval_dataset=sets or dataset, **others)
@@ -198,7 +173,6 @@ def train(model: nn.Module, run: dict[str, Any], folder: Path) -> dict[str, Any]
         "world_size": trainer.args.world_size,
         "parameters": trainer.dispatcher.groups.all_gather(parameters_hash(model)),
         "whole_logits": getattr(watched, "shapes", None),
-        "read": getattr(trainer, "read", None),
         "pool_log": pool_log.lines,
     }
 
@@ -222,10 +196,9 @@ def count_kernel_forwards(trainer: hf_distca.DistCATrainer, result: dict[str, An
     kernel.forward = counted
 
 
-def main() -> None:
-    """Train as each run says, and write what became of it, of rank 0, after each."""
-    with open(sys.argv[1]) as file:
-        options = json.load(file)
+def main(file: str) -> None:
+    """Train as each run says; rank 0 writes the results after each run."""
+    options = json.loads(Path(file).read_text())
     torch.set_num_threads(1)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         allow_bf16()
@@ -248,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Correct the costs by which plans are chosen when training shows an error."""
+"""Measure the costs by which plans are chosen when training begins, and correct them when training shows an error."""
 
 import json
 import logging
@@ -6,19 +6,127 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import TrainerCallback, TrainerState
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
+from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
+from hf_distca.dispatch.groups import raised_together
 from hf_distca.dispatch.recorder import Recording, Span
+from hf_distca.measure.device import measured_profile, name_of, query_rows
+from hf_distca.measure.links import with_links
+from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.seconds import FloatArray, StepCosts
-from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.step import predict_plan
+from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.walk import predict_plan
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.strategies import Setup
+from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)
+
+PROFILE_FILE = "device_profile.json"
+"""File in the output folder with the costs that this run measured."""
+LIMIT_S = 1.0
+"""Seconds after which no longer kernel call and no larger exchange is measured."""
+
+
+def choices_of(
+    model: PreTrainedModel,
+    dispatcher: Dispatcher,
+    config: DistCAConfig,
+    *,
+    checkpointing: bool,
+    folder: Path | None = None,
+) -> Choices | None:
+    """Return the planner's choices and costs; None if nothing is chosen. A collective.
+
+    Nothing is chosen with dedicated servers: every plan is then balanced again for the servers that are present.
+
+    Args:
+        dispatcher: its kernel and its exchange are measured if the settings name no profile.
+        checkpointing: whether layers run again in the backward pass.
+        folder: keeps measured costs for the same run; None keeps nothing.
+
+    Raises:
+        ValueError: the named profile does not exist.
+    """
+    settings = dispatcher.settings
+    chooses = config.chooses or config.device_profile is not None
+    if not chooses or settings.ranks == 1 or config.attention_servers != 0:
+        return None
+    profile = _profile(model, dispatcher, config, folder)
+    costs = Setup(
+        model_shape(model),
+        profile,
+        settings.ranks,
+        settings.tokens_per_rank,
+        settings.ranks_per_node,
+        checkpointing=checkpointing,
+    ).costs
+    if checkpointing and not config.keep_core_attention:
+        again = tuple(replace(each, backward=each.backward.plus(each.forward)) for each in costs.kinds)
+        costs = replace(costs, kinds=again)
+    return Choices.beside(
+        settings,
+        costs,
+        groups=config.document_layout == AUTO,
+        coarser=config.balance_tolerance == AUTO,
+        nano_batches=(1, 2) if config.ping_pong == AUTO else (2,),
+    )
+
+
+def _profile(
+    model: PreTrainedModel, dispatcher: Dispatcher, config: DistCAConfig, folder: Path | None
+) -> DeviceProfile:
+    """Return the profile named by the user, kept by this run or measured now; the same on every rank."""
+    with raised_together(config.exchange_timeout):
+        if config.device_profile is not None:
+            return DeviceProfile.load(config.device_profile)
+    settings, device, groups = dispatcher.settings, dispatcher.device, dispatcher.groups
+    # What measured costs depend on: a kept profile with another description is measured again.
+    source = (
+        f"Measured when training began: {settings.ranks} ranks on nodes of {settings.ranks_per_node}, "
+        f"{name_of(device)}, kernel {dispatcher.kernel.name}, {settings.dominant_kind}, "
+        f"{settings.bytes_per_value} bytes a value, at most {settings.tokens_per_rank} tokens a rank, "
+        f"torch {torch.__version__}"
+    )
+    kept: DeviceProfile | None = groups.all_gather(_kept(folder, source), in_world=True)[0]
+    if kept is not None:
+        return kept
+    dtype = torch.float32 if settings.bytes_per_value == 4 else torch.bfloat16
+    profile = measured_profile(
+        dispatcher.kernel,
+        settings.dominant_kind,
+        model_shape(model).hidden,
+        dtype,
+        device,
+        queries=query_rows(device, settings.tokens_per_rank),
+        limit_s=LIMIT_S,
+    )
+    measured = with_links(profile, groups, device, settings.ranks_per_node, collectives=False, limit_s=LIMIT_S)
+    # Ranks that share layers belong to several groups of ranks, and need the same plans.
+    agreed: DeviceProfile = groups.all_gather(replace(measured, source=source), in_world=True)[0]
+    if folder is not None and groups.members[groups.rank] == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        agreed.save(folder / PROFILE_FILE)
+    return agreed
+
+
+def _kept(folder: Path | None, source: str) -> DeviceProfile | None:
+    """Return the profile that an earlier run kept in a folder, if ranks, kernel and devices are the same."""
+    if folder is None or not (folder / PROFILE_FILE).exists():
+        return None
+    try:
+        profile = DeviceProfile.load(str(folder / PROFILE_FILE))
+    except ValueError:  # a run ended while it wrote: measure again
+        return None
+    return profile if profile.source == source else None
+
 
 CORRECTIONS_FILE = "distca_costs.json"
 """File in a checkpoint with the corrections."""
@@ -36,20 +144,19 @@ MOST_OFF = 0.1
 """Relative error up to which costs stay unchanged, so that plans stay the same from run to run."""
 
 
-@dataclass(frozen=True)
-class Observed:
-    """Times that one rank measured in a step.
-
-    Attributes:
-        kernel: seconds of kernel calls.
-        between: seconds without core attention in the first forward pass, from the first to the last layer's core
-            attention.
-        step: seconds of the step.
-    """
+class Observed(NamedTuple):
+    """Seconds of a rank in a step: kernel calls, time between core attentions of the first forward pass, the step."""
 
     kernel: float
     between: float
     step: float
+
+
+class Step(NamedTuple):
+    """A watched step: its plans, and the times of each rank."""
+
+    plans: tuple[MicroBatchPlan, ...]
+    seen: tuple[Observed, ...]
 
 
 def observe(spans: Sequence[Span], step: float) -> Observed:
@@ -58,11 +165,10 @@ def observe(spans: Sequence[Span], step: float) -> Observed:
     begins = [span.begin for span in spans if span.work is not None and span.work.direction == "backward"]
     first_backward = min(begins, default=np.inf)
     forward = sorted((span.begin, span.end) for span in spans if span.end <= first_backward)
-    between, until = 0.0, None
+    between, until = 0.0, forward[0][0] if forward else 0.0
     for begin, end in forward:
-        if until is not None:
-            between += max(begin - until, 0.0)
-        until = end if until is None else max(until, end)
+        between += max(begin - until, 0.0)
+        until = max(until, end)
     return Observed(kernel, between, step)
 
 
@@ -82,12 +188,11 @@ class Corrections:
 
     def applied(self, costs: StepCosts) -> StepCosts:
         """Return the corrected costs."""
+        attention = self.attention
         return replace(
             costs,
             kinds=tuple(
-                replace(
-                    each, forward=each.forward.scaled(self.attention), backward=each.backward.scaled(self.attention)
-                )
+                replace(each, forward=each.forward.scaled(attention), backward=each.backward.scaled(attention))
                 for each in costs.kinds
             ),
             before=costs.before * self.other,
@@ -97,7 +202,7 @@ class Corrections:
             slowness=self.slowness,
         )
 
-    def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence["Step"]) -> "Corrections":
+    def after(self, costs: StepCosts, settings: PlanSettings, steps: Sequence[Step]) -> "Corrections":
         """Return corrections for the observed steps, or these corrections if the error is at most `MOST_OFF`.
 
         Args:
@@ -115,18 +220,6 @@ class Corrections:
         if all(abs(each - 1) <= MOST_OFF for each in off):
             return self
         return Corrections(attention, other, () if np.all(slowness == 1) else tuple(slowness.tolist()))
-
-
-@dataclass(frozen=True)
-class Step:
-    """A watched step.
-
-    Attributes:
-        seen: [ranks] times that each rank measured.
-    """
-
-    plans: tuple[MicroBatchPlan, ...]
-    seen: tuple[Observed, ...]
 
 
 def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
@@ -199,7 +292,7 @@ class LearnedCosts(TrainerCallback):
         corrections = self._corrections.after(self._measured, settings, steps)
         if corrections is not self._corrections:
             logger.info(
-                ("training steps differ from the measured costs by %s; plans use the corrected costs from now on"),
+                "training steps differ from the measured costs by %s; plans use the corrected costs from now on",
                 corrections,
             )
             self._correct(corrections)
@@ -238,7 +331,6 @@ class LearnedCosts(TrainerCallback):
         content = groups.all_gather(content, in_world=True)[0]
         corrections = Corrections()
         if content.get("measured") == repr(self._measured):
-            corrections = Corrections(
-                **{**content["corrections"], "slowness": tuple(content["corrections"]["slowness"])}
-            )
+            kept = content["corrections"]
+            corrections = Corrections(kept["attention"], kept["other"], tuple(kept["slowness"]))
         self._correct(corrections)

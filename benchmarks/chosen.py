@@ -28,7 +28,7 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import Draw, corpora, cut_at, lognormal, micro_batches
 from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.ways import Setup, planned, ways_to_train
+from hf_distca.sim.strategies import Setup, all_strategies, planned
 
 IntArray = NDArray[np.int64]
 H100 = DeviceProfile.load("h100")
@@ -77,7 +77,7 @@ def setup_of(ranks: int, tokens: int, ranks_per_node: int, network: float | None
 def compared(lengths: IntArray, setup: Setup, settings: PlanSettings) -> tuple[float, float]:
     """Time of the best other strategy over the chosen plan's, inf where none fits; CPU milliseconds of planning."""
     others = []
-    for way in ways_to_train(setup, replace(settings, choices=None), 0):
+    for way in all_strategies(setup, replace(settings, choices=None), 0):
         if way.document_layout is None:
             step, _ = way.step(lengths)
             if not step.documents_cut and step.tokens_most <= setup.tokens_per_rank:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.live import without_numbers
+from hf_distca.memory.live import fake_tensors
 from hf_distca.memory.model_state import Strategy
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
@@ -57,14 +57,14 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found: list[dict[str, Any]] = []
     for name, config in MODELS.items():
-        model = model_of_config(config, torch.float32, without_numbers())
+        model = model_of_config(config, torch.float32, fake_tensors())
         check_model(model)
         kinds = tuple(layers_by_kind(model))
         for ranks in RANKS[name]:
             settings = PlanSettings(
                 ranks, 8192, kinds=kinds, document_layout="joint", ping_pong=True, kernel="torch_varlen"
             )
-            memory = MemoryCounter(config, settings, DistCAConfig())
+            memory = MemoryCounter(model, settings, DistCAConfig(), by_config=True)
             for strategy in STRATEGIES:
                 training = Training(strategy, mixed=True, checkpointing={})
                 longest = {size: memory.longest((size - OWN) * GB, training) for size in MEMORY}

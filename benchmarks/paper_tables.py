@@ -17,7 +17,7 @@ from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import corpora, cut_at, micro_batches
 from hf_distca.sim.model import LLAMA_8B, LLAMA_34B
 from hf_distca.sim.simulate import simulate
-from hf_distca.sim.ways import Setup
+from hf_distca.sim.strategies import Setup
 
 MODELS = {"8B": LLAMA_8B, "34B": LLAMA_34B}
 TENSOR_PARALLEL = 8
@@ -55,7 +55,7 @@ def main() -> None:
         plans = PlanSettings(ranks, TOKENS_PER_RANK, kinds=kinds, ping_pong=True)
         drawn = micro_batches(cut_at(corpora()[corpus], LONGEST[longest]), ranks * TOKENS_PER_RANK, seed=0)
         result = simulate(drawn, setup, plans, count)
-        best = {way.name: way for way in result.ways}
+        best = {way.name: way for way in result.strategies}
         found.append(
             {
                 "model": model,

@@ -26,7 +26,7 @@ from hf_distca.planner.settings import Choices
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import corpora, cut_at, lognormal, micro_batches, of_documents
 from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.ways import Setup
+from hf_distca.sim.strategies import Setup
 
 TOKENS = 32768
 """Of a rank."""

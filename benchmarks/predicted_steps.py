@@ -36,7 +36,7 @@ from hf_distca.planner.settings import Choices
 from hf_distca.planner.step import predict_plan
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
-from hf_distca.sim.ways import Setup, on_ranks
+from hf_distca.sim.strategies import Setup, on_ranks
 
 RANKS = 2
 KIND = AttentionKind(None, 4, 4, 64, 64)
@@ -136,7 +136,7 @@ class Steps:
         few, many = self.tokens // 4, self.tokens
         others = [
             seconds[f"{tokens} tokens"]
-            - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)).attention
+            - on_ranks([[SHORT] * (tokens // SHORT)] * RANKS, free.setup(self.tokens)).attention.max()
             for tokens in (few, many)
         ]
         token = (others[1] - others[0]) / (many - few)

@@ -19,7 +19,7 @@ from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import corpora, micro_batches
 from hf_distca.sim.model import LLAMA_8B
 from hf_distca.sim.report.drawing import Drawing
-from hf_distca.sim.ways import Setup, StepTime, plain, planned
+from hf_distca.sim.strategies import Setup, StepTime, plain, planned
 
 RANKS, TOKENS_PER_RANK = 8, 32768
 PICTURE = Path(__file__).parents[1] / "docs" / "step.svg"
@@ -51,8 +51,8 @@ class Shown:
     @classmethod
     def of(cls, title: str, step: StepTime) -> "Shown":
         """A simulated step, to the millisecond."""
-        attention = tuple(round(seconds, 3) for seconds in step.attention_by_rank)
-        return cls(title, round(step.seconds, 3), round(step.other_mean, 3), attention)
+        attention = tuple(round(seconds, 3) for seconds in step.attention.tolist())
+        return cls(title, round(step.seconds, 3), round(float(step.other.mean()), 3), attention)
 
 
 def picture(steps: Sequence[Shown]) -> str:

@@ -20,7 +20,7 @@ Run: PYTHONPATH=. python benchmarks/typical_data.py [--batches 64]
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -32,7 +32,7 @@ from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import Draw, corpora, lognormal, micro_batches
 from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.ways import CHOSEN, PLAIN, Setup, StepTime, on_ranks, packed_rows, ways_to_train
+from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, all_strategies, on_ranks, packed_rows
 
 RANKS, RANKS_PER_NODE, TOKENS_PER_RANK = (8, 64), 8, 32768
 BUSIEST = "busiest packed rank"
@@ -58,7 +58,7 @@ def simulated(draw: Draw, ranks: int, count: int) -> dict[str, list[StepTime]]:
     setup = Setup(LLAMA_8B, DeviceProfile.load("h100"), ranks, TOKENS_PER_RANK, RANKS_PER_NODE)
     kinds = tuple(LLAMA_8B.layers)
     settings = PlanSettings(ranks, TOKENS_PER_RANK, kinds, ping_pong=True, ranks_per_node=RANKS_PER_NODE)
-    ways = [way for way in ways_to_train(setup, settings, 0) if way.document_layout is None or way.name == CHOSEN]
+    ways = [way for way in all_strategies(setup, settings, 0) if way.document_layout is None or way.name == CHOSEN]
     batches = list(islice(micro_batches(draw, ranks * TOKENS_PER_RANK, seed=0), count))
     busiest = {BUSIEST: [busiest_packed(lengths, setup) for lengths in batches]}
     return busiest | {way.name: [way.step(lengths)[0] for lengths in batches] for way in ways}
@@ -70,9 +70,9 @@ def busiest_packed(lengths: NDArray[np.int64], setup: Setup) -> StepTime:
     return max((on_ranks([row], setup) for row in rows), key=lambda step: step.seconds)
 
 
-def mean(steps: Sequence[StepTime], field: str) -> float:
-    """Return the mean of a field over micro-batches."""
-    return float(np.mean([getattr(step, field) for step in steps]))
+def mean(steps: Sequence[StepTime], of_step: Callable[[StepTime], float]) -> float:
+    """Return the mean over micro-batches."""
+    return float(np.mean([of_step(step) for step in steps]))
 
 
 def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
@@ -82,26 +82,26 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
         steps: of every strategy, of the same micro-batches.
     """
     planned, plain, busiest = steps[CHOSEN], steps[PLAIN], steps[BUSIEST]
-    seconds = mean(planned, "seconds")
+    seconds = mean(planned, lambda step: step.seconds)
     names = [name for name in steps if name not in (CHOSEN, BUSIEST)]
     best = [
         min((steps[name][index].seconds, name) for name in names if not steps[name][index].documents_cut)
         for index in range(len(planned))
     ]
     fixed = [name for name in names if not any(step.documents_cut for step in steps[name])]
-    unit = mean(planned, "attention_mean")
+    unit = mean(planned, lambda step: step.attention.mean())
     return {
         "attention_share": unit / seconds,
         "best_other": Counter(name for _, name in best).most_common(1)[0][0],
         "over_best_other": float(np.mean([of for of, _ in best])) / seconds,
         "over_best_other_of_batches": spread([of / own.seconds for (of, _), own in zip(best, planned, strict=True)]),
-        "over_best_fixed": min(mean(steps[name], "seconds") for name in fixed) / seconds,
-        "over_plain": mean(plain, "seconds") / seconds,
-        "plain_drops": 1 - mean(plain, "attention_mean") / unit,
-        "m": mean(busiest, "attention") / unit,
-        "t": mean(busiest, "other") / mean(planned, "other_mean"),
-        "r": mean(planned, "other_mean") / unit,
-        "w": (seconds - mean(planned, "other_mean")) / unit - 1,
+        "over_best_fixed": min(mean(steps[name], lambda step: step.seconds) for name in fixed) / seconds,
+        "over_plain": mean(plain, lambda step: step.seconds) / seconds,
+        "plain_drops": 1 - mean(plain, lambda step: step.attention.mean()) / unit,
+        "m": mean(busiest, lambda step: step.attention.max()) / unit,
+        "t": mean(busiest, lambda step: step.other.max()) / mean(planned, lambda step: step.other.mean()),
+        "r": mean(planned, lambda step: step.other.mean()) / unit,
+        "w": (seconds - mean(planned, lambda step: step.other.mean())) / unit - 1,
     }
 
 

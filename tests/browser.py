@@ -1,6 +1,5 @@
 """A real browser, Chromium, without a window: driven by its DevTools protocol over a pipe, which needs no library."""
 
-import base64
 import itertools
 import json
 import os
@@ -79,20 +78,6 @@ class Browser:
         result = self.do("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
-
-    def key(self, name: str) -> None:
-        """Press a key."""
-        for kind in ("keyDown", "keyUp"):
-            self.do("Input.dispatchKeyEvent", type=kind, key=name, code=name)
-
-    def screenshot(self, path: Path) -> None:
-        """Write the whole page as PNG."""
-        shot = self.do("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def pdf(self, path: Path) -> None:
-        """Print the page."""
-        path.write_bytes(base64.b64decode(self.do("Page.printToPDF", preferCSSPageSize=True)["data"]))
 
     def close(self) -> None:
         """End it."""

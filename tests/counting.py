@@ -1,21 +1,16 @@
-"""What a planned step launches, copies and moves, counted without a GPU: on meta tensors, which have no numbers.
+"""Count what a planned step launches, copies and moves, without a GPU: on meta tensors, which have no numbers.
 
-A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors, which say that
-they lie on the CPU or on CUDA. It is one of several ranks whose group is c10d's "fake" one. A dispatch mode sees every
-operator that a GPU would be given:
+A whole model runs forward and backward on tensors of the device "meta", or on torch's fake tensors of the CPU or of
+CUDA. It is one of several ranks, whose group is c10d's "fake" one. A dispatch mode sees every operator:
 
-  launches   operators that run on the device: one each, two where they fill with zeros first. An operator whose
-             result has no element is not launched, and what only reserves memory launches nothing
+  launches   operators that run on the device: one each, two where they fill with zeros first; none without an element
   copies     those of the launches that only move numbers: copy_, clone, cat, index_select, to another dtype, …
   views      operators that only describe memory anew; they cost the host a few microseconds
   bytes      what launches read and write, each element of a tensor once; what is broadcast as it lies in memory
 
-Matrix products, attention kernels and exchanges are counted apart from all other launches. Whatever would make
-the host wait for the device raises.
-
-Each operator is charged to the code that asked for it. In the forward, and in the backward of the autograd functions
-of hf_distca, that is the innermost frame of Python in hf_distca or transformers. A backward node of torch's own is
-charged to where its forward was called: both know the node's sequence number.
+Matrix products, attention kernels and exchanges are counted apart from other launches. Whatever would make the host
+wait for the device raises. An operator belongs to the innermost frame of hf_distca or transformers; in a backward node
+of torch's own, to where the node's forward was called, which has the same sequence number.
 
 Run: python -m tests.counting [--layouts joint fixed] [--ranks 0 1 2 3 4 5 6 7] [--no-ping-pong]
 """
@@ -23,12 +18,12 @@ Run: python -m tests.counting [--layouts joint fixed] [--ranks 0 1 2 3 4 5 6 7] 
 import argparse
 import math
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
-from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -36,17 +31,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_distca.dispatch.bound import BoundPlan, Runtime
 from hf_distca.dispatch.exchange import Exchange
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.dispatch.rows import IndexBuffer
-from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.kernels.varlen import TorchVarlenKernel
 from hf_distca.models.decoder import base_model
 from hf_distca.models.kinds import layers_by_kind
@@ -75,12 +70,9 @@ class Call:
     """One operator that was called.
 
     Attributes:
-        name: of the operator.
         what: "launch", "copy", "gemm", "attention", "exchange", "view" or "nothing".
         owner: "dispatch" or "model".
-        site: functions and lines that asked for it, innermost first.
         layer: number of the decoder layer, None outside.
-        backward: whether in a backward.
         launches: on the device.
         moved: bytes read and written.
     """
@@ -88,7 +80,6 @@ class Call:
     name: str
     what: str
     owner: str
-    site: str
     layer: int | None
     backward: bool
     launches: int
@@ -102,7 +93,6 @@ class Sums:
     launches: int = 0
     copies: int = 0
     views: int = 0
-    gemms: int = 0
     attention: int = 0
     exchanges: int = 0
     moved: int = 0
@@ -116,7 +106,6 @@ class Sums:
             launches=sum(call.launches for call in own),
             copies=kinds["copy"],
             views=kinds["view"],
-            gemms=kinds["gemm"],
             attention=kinds["attention"],
             exchanges=kinds["exchange"],
             moved=sum(call.moved for call in own),
@@ -124,22 +113,14 @@ class Sums:
 
 
 class Counting(TorchDispatchMode):
-    """Records every operator on a device.
-
-    Args:
-        device: the device.
-
-    Attributes:
-        calls: what was recorded.
-        layer: the decoder layer whose forward runs; set by `counted`.
-    """
+    """Records every operator on a device; `layer` is the decoder layer whose forward runs, set by `counted`."""
 
     def __init__(self, device: torch.device = META) -> None:
         super().__init__()
         self.device = device
         self.calls: list[Call] = []
         self.layer: int | None = None
-        self._places: dict[int, tuple[str, str, int | None]] = {}  # of nodes, by sequence number
+        self._places: dict[int, tuple[str, int | None]] = {}  # owner and layer of nodes, by sequence number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,29 +142,21 @@ class Counting(TorchDispatchMode):
     def _call(self, func: Any, args: Any, kwargs: Any, result: Any) -> Call:
         name = func._schema.name.split("::")[1]
         what, launches = _what(func, name, result, args)
-        owner, site = _asked_by()
-        node = torch._C._current_autograd_node()
+        owner, node = _owner(), torch._C._current_autograd_node()
         if owner is None and node is not None:  # a node of torch's own
-            owner, site, layer = self._places.get(node._sequence_nr(), ("model", node.name(), None))
+            owner, layer = self._places.get(node._sequence_nr(), ("model", None))
         else:
             owner, layer = owner or "model", self.layer
             if node is not None and self.layer is None:
-                layer = self._places.get(node._sequence_nr(), (None, None, None))[2]
+                layer = self._places.get(node._sequence_nr(), (None, None))[1]
             # A node takes its number just before its forward comes here.
-            self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, (owner, site, layer))
+            self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, (owner, layer))
         moved = _moved(func, name, args, kwargs, result) if launches else 0
-        return Call(name, what, owner, site, layer, node is not None, launches, moved)
+        return Call(name, what, owner, layer, node is not None, launches, moved)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Those among the arguments of operators, or their results."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [x for item in tree for x in _tensors(item)]
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _check_no_wait(func: Any, args: Any, kwargs: Any) -> None:
@@ -262,89 +235,47 @@ def _bytes(x: Tensor) -> int:
     return math.prod(n for n, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.itemsize
 
 
-def _asked_by() -> tuple[str | None, str]:
-    """Who asked for the operator that is being called, and where; None if nobody in hf_distca or transformers did."""
+def _owner() -> str | None:
+    """The package that asked for the operator that is being called; None if it is neither of the two."""
     frame = sys._getframe(3)
-    found: list[str] = []
     while frame is not None:
-        package, name = _package_of(frame.f_code.co_filename)
-        if package == "hf_distca":
-            found.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
-            if len(found) == 3:
-                break
-        elif package == "transformers" and found:
-            break
-        elif package == "transformers":
-            return "model", f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+        if owner := _owner_of(frame.f_code.co_filename):
+            return owner
         frame = frame.f_back
-    return ("dispatch", " < ".join(found)) if found else (None, "")
+    return None
 
 
 @cache
-def _package_of(filename: str) -> tuple[str, str]:
-    parts = filename.replace("\\", "/").split("/")
-    for package in ("hf_distca", "transformers"):
-        if package in parts[:-1]:
-            return package, parts[-1]
-    return "", parts[-1]
+def _owner_of(filename: str) -> str | None:
+    folders = Path(filename).parts[:-1]
+    return "dispatch" if "hf_distca" in folders else "model" if "transformers" in folders else None
 
 
-@dataclass(frozen=True)
-class KernelInput:
-    """A tensor as an attention kernel got it."""
-
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset_bytes: int
-    itemsize: int
-
-    @property
-    def aligned(self) -> bool:
-        """Every row and head begins at a multiple of 16 bytes, and the numbers of a head lie side by side."""
-        steps = [stride for n, stride in zip(self.shape[:-1], self.strides[:-1], strict=True) if n > 1]
-        return (
-            self.strides[-1] == 1
-            and self.offset_bytes % 16 == 0
-            and all(stride * self.itemsize % 16 == 0 for stride in steps)
-        )
+def aligned(x: Tensor) -> bool:
+    """Whether every row and head begins at a multiple of 16 bytes, and the numbers of a head lie side by side."""
+    steps = [stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    return x.stride(-1) == 1 and not any(step * x.itemsize % 16 for step in (*steps, x.storage_offset()))
 
 
-@dataclass
 class MetaKernel(TorchVarlenKernel):
-    """The kernel of CUDA on meta tensors: torch knows the shapes of its results."""
+    """The kernel of CUDA on meta tensors, whose shapes torch knows. It keeps what it is given, by name."""
 
-    inputs: list[KernelInput] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[tuple[str, Tensor]] = []
 
     def check(self, *_: Any) -> None:
         """It asks for a GPU."""
 
-    def _note(self, **tensors: Tensor) -> None:
-        for name, x in tensors.items():
-            offset = x.storage_offset() * x.itemsize
-            self.inputs.append(KernelInput(name, tuple(x.shape), x.stride(), offset, x.itemsize))
-
-    def forward(
-        self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShapes, params: AttentionParams
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        self._note(q=q_QHD, k=k_KGD, v=v_KGE)
-        return super().forward(q_QHD, k_KGD, v_KGE, shapes, params)
+        self.inputs += zip(("q", "k", "v"), args, strict=False)
+        return super().forward(*args)
 
-    def backward(
-        self,
-        do_QHE: Tensor,
-        q_QHD: Tensor,
-        k_KGD: Tensor,
-        v_KGE: Tensor,
-        o_QHE: Tensor,
-        lse_QH: Tensor,
-        shapes: TaskShapes,
-        params: AttentionParams,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`."""
-        self._note(do=do_QHE, q=q_QHD, k=k_KGD, v=v_KGE, o=o_QHE)
-        return super().backward(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, shapes, params)
+        self.inputs += zip(("do", "q", "k", "v", "o"), args, strict=False)
+        return super().backward(*args)
 
 
 @contextmanager
@@ -417,7 +348,10 @@ def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
     }
     hooks = []
     for number, layer in enumerate(decoder.layers):
-        hooks += [layer.register_forward_pre_hook(_enters(mode, number)), layer.register_forward_hook(_leaves(mode))]
+        hooks += [
+            layer.register_forward_pre_hook(lambda *_, number=number: setattr(mode, "layer", number)),
+            layer.register_forward_hook(lambda *_: setattr(mode, "layer", None)),
+        ]
     try:
         with mode:
             hidden = decoder(**batch, use_cache=False, distca_plan=bound).last_hidden_state
@@ -426,20 +360,6 @@ def counted(model: PreTrainedModel, bound: BoundPlan) -> Counting:
         for hook in hooks:
             hook.remove()
     return mode
-
-
-def _enters(mode: Counting, number: int) -> Any:
-    def hook(_module: nn.Module, _args: Any) -> None:
-        mode.layer = number
-
-    return hook
-
-
-def _leaves(mode: Counting) -> Any:
-    def hook(_module: nn.Module, _args: Any, _output: Any) -> None:
-        mode.layer = None
-
-    return hook
 
 
 # The command
@@ -471,7 +391,6 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["joint", "fixed"])
     parser.add_argument("--ranks", nargs="+", type=int, default=list(range(RANKS)), help="the table has their mean")
     parser.add_argument("--no-ping-pong", dest="ping_pong", action="store_false")
-    parser.add_argument("--top", type=int, default=15, help="places in the breakdown")
     args = parser.parse_args()
     with fake_group(RANKS) as group, without_numbers():
         model = empty_model("llama", **LLAMA_3_8B)
@@ -492,7 +411,6 @@ def main() -> None:
             by_rank = [counted(model, bound_plan(plan, rank, group)).calls for rank in args.ranks]
             calls = [[call for call in calls if call.layer == INNER_LAYER] for calls in by_rank]
             _print_table(layout, calls)
-            _print_places([[call for call in calls if call.owner == "dispatch"] for calls in calls], args.top)
 
 
 def _print_table(layout: str, calls: list[list[Call]]) -> None:
@@ -505,23 +423,6 @@ def _print_table(layout: str, calls: list[list[Call]]) -> None:
             columns = [[getattr(s, name) for s in sums] for name in names]
             columns.append([s.moved / 1e9 for s in sums])
             print(f"  {owner + ' ' + title:26}" + "".join(f"{np.mean(c):8.1f} ({max(c):5.1f})" for c in columns))
-
-
-def _print_places(calls: list[list[Call]], top: int) -> None:
-    """Where the launches, bytes and views come from: means of the ranks."""
-    by_place: dict[tuple[bool, str, str], list[Call]] = defaultdict(list)
-    for call in chain.from_iterable(calls):
-        by_place[call.backward, call.name, call.site].append(call)
-    sums = {place: Sums.of(found) for place, found in by_place.items()}
-    for what in ("launches", "moved", "views"):
-        print(f"\n  most {what}")
-        for place in sorted(sums, key=lambda place: -getattr(sums[place], what))[:top]:
-            found, (backward, name, site) = sums[place], place
-            print(
-                f"  {found.launches / len(calls):6.1f} launches {found.views / len(calls):6.1f} views "
-                f"{found.moved / len(calls) / 1e9:6.2f} GB  {name:20} {'backward' if backward else 'forward':8} {site}"
-            )
-    print()
 
 
 if __name__ == "__main__":

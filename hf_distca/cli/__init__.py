@@ -1,1 +1,5 @@
-"""The hf-distca command."""
+"""Command line of hf_distca."""
+
+
+class InputError(ValueError):
+    """Unusable input to the command; the message says in one line what was found and how to fix it."""

@@ -1,21 +1,30 @@
 """hf-distca doctor: check installation and launch, and say what to change before training."""
 
 import argparse
+import importlib.util
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, distributions, metadata
+from ipaddress import ip_address
+from itertools import groupby
+from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import str_to_bool
+from packaging.requirements import Requirement
 
-from hf_distca.cli import findings as found
-from hf_distca.cli.findings import Finding
 from hf_distca.cli.options import positive_seconds
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
+from hf_distca.kernels import choose_kernel
 from hf_distca.measure.links import link_rates
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
@@ -38,6 +47,188 @@ Rates = Mapping[tuple[int, int], float]
 LOOK = "check the network between these two ranks: every exchange waits for the slowest link"
 SLOW = 1 / 3
 """Fraction of the median rate of a kind of link, below which a link counts as slow."""
+NAME = "hf-distca"
+SAME_EVERYWHERE = (NAME, "torch", "transformers", "accelerate", "deepspeed", "attention_kernel")
+"""Findings that must be the same on all ranks, which exchange rows in the same order."""
+AGREE = (
+    "ranks differ: install the same packages on every host; where GPUs differ, set attention_kernel to what all have"
+)
+EXPANDABLE = "expandable_segments:True"
+INTERFACE = "GLOO_SOCKET_IFNAME"
+HOW = f"set {INTERFACE} on every host to an interface that the others reach, such as eth0 (ip -brief address)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check: its name, what was found, and what to change; empty if nothing is to change.
+
+    Attributes:
+        needed: whether training fails, or ignores a setting, until the change is made.
+    """
+
+    name: str
+    found: str
+    change: str = ""
+    needed: bool = False
+
+    @property
+    def state(self) -> str:
+        """One word: ok, advice (better changed) or wrong (must be changed)."""
+        return "wrong" if self.needed else "advice" if self.change else "ok"
+
+
+def merged(by_rank: Sequence[Sequence[Finding]]) -> list[tuple[Finding, tuple[int, ...] | None]]:
+    """Merge the findings of all ranks; each finding comes with its ranks, or None for all ranks."""
+    ranks_of: dict[str, dict[Finding, list[int]]] = {}
+    for rank, findings in enumerate(by_rank):
+        for finding in findings:
+            ranks_of.setdefault(finding.name, {}).setdefault(finding, []).append(rank)
+    found: list[tuple[Finding, tuple[int, ...] | None]] = []
+    for name, forms in ranks_of.items():
+        for finding, ranks in forms.items():
+            if len({form.found for form in forms}) > 1 and name in SAME_EVERYWHERE and not finding.needed:
+                finding = replace(finding, change=AGREE, needed=True)
+            found.append((finding, tuple(ranks) if len(ranks) < len(by_rank) else None))
+    return found
+
+
+def table(found: Sequence[tuple[Finding, tuple[int, ...] | None]]) -> str:
+    """Return findings as text: state, name, result and ranks; below each, what to change."""
+    width = max(len(finding.name) for finding, _ in found)
+    lines = []
+    for finding, ranks in found:
+        runs = [
+            [rank for _, rank in run] for _, run in groupby(enumerate(ranks or ()), lambda pair: pair[1] - pair[0])
+        ]
+        named = ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
+        of_ranks = "" if ranks is None else f" ({'ranks' if ranks[1:] else 'rank'} {named})"
+        lines.append(f"{finding.state:<6}  {finding.name:<{width}}  {finding.found}{of_ranks}")
+        lines += [f"{'':<{width + 8}}  -> {finding.change}"] if finding.change else []
+    return "\n".join(lines)
+
+
+def version_findings() -> list[Finding]:
+    """Return findings on Python, hf_distca, and the packages that hf_distca needs or can use."""
+    try:
+        about = metadata(NAME)
+    except PackageNotFoundError:
+        change = "pip install it, from a wheel or with -e from a checkout"
+        return [Finding(NAME, "not installed as a package, so what it needs is not known", change)]
+    needs = [Requirement(line) for line in about.get_all("Requires-Dist", [])]
+    installed = {package.name.lower(): package.version for package in distributions()}
+    own = [Finding("python", platform.python_version()), Finding(NAME, about["Version"])]
+    return [*own, *package_findings(needs, about.get_all("Provides-Extra", []), installed.get)]
+
+
+def package_findings(
+    needs: Sequence[Requirement], extras: Sequence[str], version_of: Callable[[str], str | None]
+) -> list[Finding]:
+    """Return a finding for each required package, then for each package of an extra."""
+    findings = []
+    for extra in ("", *extras):
+        for need in needs:
+            always, wanted = (need.marker is None or need.marker.evaluate({"extra": name}) for name in ("", extra))
+            if not wanted or always == bool(extra):
+                continue
+            found = version_of(need.name)
+            if found is None and extra:
+                findings.append(Finding(need.name, f"not installed; pip install '{NAME}[{extra}]' if you want it"))
+            elif found is not None and need.specifier.contains(found, prereleases=True):
+                findings.append(Finding(need.name, found))
+            else:
+                found, change = found or "not installed", f"pip install '{need.name}{need.specifier}'"
+                findings.append(Finding(need.name, f"{found}, needs {need.specifier}", change, needed=True))
+    return findings
+
+
+def device_of(environment: Mapping[str, str]) -> torch.device:
+    """Return the device of this process: the GPU of its local rank, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def device_findings(device: torch.device, processes: int) -> list[Finding]:
+    """Return findings on the device, on a host with `processes` processes, and its kernel for most models."""
+    found, change = f"cpu, {os.cpu_count()} cores", ""
+    if device.type == "cuda":
+        about, count = torch.cuda.get_device_properties(device), torch.cuda.device_count()
+        free, total = (size / 1e9 for size in torch.cuda.mem_get_info(device))
+        found = f"{about.name}, compute capability {about.major}.{about.minor}, {free:.1f} GB free of {total:.1f}"
+        if processes > count:
+            found += f", one of {count} for {processes} processes"
+            change = "start no more processes on a host than it has GPUs, or all over gloo (ddp_backend='gloo')"
+    elif torch.version.cuda is None and Path("/dev/nvidiactl").exists():
+        found = f"cpu: torch {torch.__version__} was built without CUDA, but the host has an NVIDIA GPU"
+        change = "install a build of torch with CUDA (pytorch.org/get-started)"
+    findings = [Finding("device", found, change, needed=bool(change))]
+    try:
+        choice = choose_kernel(device)
+    except ValueError as error:
+        return [*findings, Finding("attention_kernel", "none", str(error), needed=True)]
+    findings.append(Finding("attention_kernel", f"auto is {choice.kernel.name}"))
+    findings += [Finding(f"not {name}", why) for name, why in choice.passed_over.items()]
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        change = "pip install triton: it merges the results of two kernels"
+        findings.append(Finding("triton", "not installed", change, needed=True))
+    return findings
+
+
+def number_of_processes(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return the number of launched processes, on all hosts and on this host."""
+    world = int(environment.get("WORLD_SIZE", "1"))
+    return world, int(environment.get("LOCAL_WORLD_SIZE", world))
+
+
+def launch_findings(environment: Mapping[str, str], *, cuda: bool, cores: int, threads: int) -> list[Finding]:
+    """Return findings on processes, threads per core, the network, and launcher settings."""
+    given, (world, local) = environment.get, number_of_processes(environment)
+    found, change = f"{world}, of which {local} on a host" if local < world else f"{world} on one host", ""
+    if world == 1:
+        found = "1; launched on several, as training will be, this also measures their links"
+    elif "LOCAL_RANK" not in environment:
+        found = f"{world}, but LOCAL_RANK is not set: each would train alone, on the host's first GPU"
+        change = "launch with accelerate launch or torchrun, or set LOCAL_RANK, a process's number on its host"
+    findings = [Finding("processes", found, change, needed=bool(change))]
+    found = f"{threads} threads in each of {local} processes on {cores} cores" if local > 1 else f"{threads}"
+    fit, change = max(cores // local, 1), ""
+    if local > 1 and local * threads > cores and not cuda:
+        change = f"set OMP_NUM_THREADS={fit}: threads that wait for a core slow all down"
+        change = f"launch at most {cores} processes on this host" if threads == fit else change
+    findings += [Finding("OMP_NUM_THREADS", found, change), _gloo(environment, several_hosts=local < world)]
+    if all(str_to_bool(given(f"ACCELERATE_USE_{name}", "false")) for name in ("CPU", "DEEPSPEED")):
+        found = "set, and accelerate then trains without DeepSpeed, which was asked for"
+        change = "leave it out; processes that see no GPU (CUDA_VISIBLE_DEVICES=) train on the CPU by themselves"
+        findings.append(Finding("ACCELERATE_USE_CPU", found, change, needed=True))
+    compiler = given("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if compiler != "no":
+        change = "set it to no in accelerate's config; modules inside layers may be compiled (layer.mlp.compile())"
+        findings.append(Finding("dynamo_backend", f"{compiler}, but whole models cannot be compiled", change, True))
+    if cuda:
+        allocator = given("PYTORCH_ALLOC_CONF", given("PYTORCH_CUDA_ALLOC_CONF", "not set"))
+        change = f"set PYTORCH_ALLOC_CONF={EXPANDABLE}: exchange buffers that grow then leave no gaps in memory"
+        findings.append(Finding("PYTORCH_ALLOC_CONF", allocator, "" if EXPANDABLE in allocator else change))
+    if cuda and given("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found = "1, by which kernels of all streams start one after another"
+        change = "leave it out unless something else needs it: exchanges then run beside attention"
+        findings.append(Finding("CUDA_DEVICE_MAX_CONNECTIONS", found, change))
+    return findings
+
+
+def _gloo(environment: Mapping[str, str], *, several_hosts: bool) -> Finding:
+    """Return a finding on the address that gloo, which carries control messages, gives to other hosts."""
+    found, address = environment.get(INTERFACE), None
+    if found is not None:
+        interfaces = [name for _, name in socket.if_nameindex()]
+        missing = ", ".join(name for name in found.split(",") if name not in interfaces)
+        more = f", but this host has no interface {missing}, only {', '.join(interfaces)}" if missing else ""
+        return Finding(INTERFACE, found + more, HOW if missing else "", needed=bool(missing))
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    found = f"not set; this host's name {socket.gethostname()!r} resolves to {address or 'no address'}"
+    if not several_hosts or (address is not None and not ip_address(address).is_loopback):
+        return Finding(INTERFACE, found)
+    return Finding(INTERFACE, f"{found}, which no other host reaches", HOW, needed=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +245,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check everything and print the findings on rank 0; return 1 if anything is wrong."""
-    device, (world, local) = found.device_of(os.environ), found.number_of_processes(os.environ)
+    device, (world, local) = device_of(os.environ), number_of_processes(os.environ)
     cuda, cores, threads = device.type == "cuda", os.cpu_count() or 1, torch.get_num_threads()
-    mine = [*found.version_findings(), *found.device_findings(device, local)]
-    mine += found.launch_findings(os.environ, cuda=cuda, cores=cores, threads=threads)
+    mine = [*version_findings(), *device_findings(device, local)]
+    mine += launch_findings(os.environ, cuda=cuda, cores=cores, threads=threads)
     if world == 1 or "LOCAL_RANK" not in os.environ:
-        return _told([mine], {}, options)
+        return _report([mine], {}, options)
     if cuda:
         torch.cuda.set_device(device)
     try:
@@ -67,12 +258,12 @@ def run(options: argparse.Namespace) -> int:
         groups = Groups(device, options.timeout)
         of_nodes = ranks_per_node(None, options.timeout)
     except (RuntimeError, ValueError) as error:  # ranks are not connected, so each prints its own findings
-        return _told([[*mine, Finding("connection", str(error), CONNECT, needed=True)]], {}, options)
+        return _report([[*mine, Finding("connection", str(error), CONNECT, needed=True)]], {}, options)
     by_rank, rates, sizes = groups.all_gather(mine), link_rates(groups, device), node_sizes(world, of_nodes)
     dist.destroy_process_group()
     nodes = f"{len(sizes)}, of {', '.join(map(str, sorted(set(sizes))))} ranks" if len(sizes) > 1 else "one"
     of_all = [Finding("nodes", nodes), *link_findings(rates, nodes_of(sizes))]
-    return _told([[*each, *of_all] for each in by_rank], rates, options, shown=groups.rank == 0)
+    return _report([[*each, *of_all] for each in by_rank], rates, options, shown=groups.rank == 0)
 
 
 def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
@@ -88,13 +279,13 @@ def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
     return findings
 
 
-def _told(by_rank: list[list[Finding]], rates: Rates, options: argparse.Namespace, *, shown: bool = True) -> int:
+def _report(by_rank: list[list[Finding]], rates: Rates, options: argparse.Namespace, *, shown: bool = True) -> int:
     """Print findings and return the exit status."""
-    told = found.together(by_rank)
+    told = merged(by_rank)
     if shown and options.json:
         findings = [{**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in told]
         links = [{"sender": pair[0], "receiver": pair[1], "rate": rate} for pair, rate in rates.items()]
         print(json.dumps({"findings": findings, "links": links}))
     elif shown:
-        print(found.table(told), flush=True)
+        print(table(told), flush=True)
     return int(any(finding.needed for finding, _ in told))

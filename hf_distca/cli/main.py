@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from hf_distca.cli.input_error import InputError
+from hf_distca.cli import InputError
 from hf_distca.version import __version__
 
 TOOLS = {
     "plan": "plan one micro-batch and show its balance, bytes and memory",
     "simulate": "predict the time of a step by each strategy",
     "profile": "measure the costs of this device, for simulate",
-    "timeline": "join the traces of all ranks and draw one step",
+    "timeline": "join the traces of all ranks, and show and draw one step",
     "doctor": "check versions, devices, launch and network, and say what to change",
     "serve": "be an attention server of a training run (experimental)",
 }

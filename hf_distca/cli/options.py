@@ -1,10 +1,16 @@
-"""Parse and check numbers of command-line options."""
+"""Options that subcommands share: numbers, settings of DistCAConfig, nodes, and files to write."""
 
 import argparse
+import os
 from collections.abc import Callable
+from dataclasses import fields
 from math import inf
+from pathlib import Path
+from typing import Any
 
-from hf_distca.cli.input_error import InputError
+from hf_distca.cli import InputError
+from hf_distca.config import SWITCHES, DistCAConfig
+from hf_distca.planner.nodes import node_sizes
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.units import read_tokens
 
@@ -18,6 +24,9 @@ LEAST_STAGE = 128
 """Minimum number of K/V rows in a stage: shorter stages are too many to plan."""
 LONGEST_WAIT = 1e8
 """Seconds of the longest wait: three years."""
+RANKS_PER_NODE = 8
+"""Default of the command line: the number of GPUs in most hosts."""
+GB = 1e9
 
 
 def whole(least: int, most: int = LARGEST, why: str = "", read: Callable[[str], int] = int) -> Callable[[str], int]:
@@ -52,22 +61,26 @@ tokens = whole(1, MOST_TOKENS, ": no device holds so many", read_tokens)
 seed = whole(0)
 
 
-def seconds(text: str) -> float:
-    """Parse the seconds of a wait, 0 or more."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= LONGEST_WAIT:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0 to {LONGEST_WAIT:g}, got {text!r}")
+def real(expected: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a parser of numbers that `accepts` accepts; `expected` describes these numbers for the error."""
+
+    def number(text: str) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = -1.0
+        if not accepts(found):
+            raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
+        return found
+
     return number
 
 
-def positive_seconds(text: str) -> float:
-    """Parse the seconds of a wait, more than 0."""
-    if not (number := seconds(text)):
-        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, got {text!r}")
-    return number
+gigabytes = real("a positive number of gigabytes", lambda number: 0 < number < inf)
+seconds = real(f"a number of seconds from 0 to {LONGEST_WAIT:g}", lambda number: 0 <= number <= LONGEST_WAIT)
+positive_seconds = real(
+    f"a number of seconds above 0, at most {LONGEST_WAIT:g}", lambda number: 0 < number <= LONGEST_WAIT
+)
 
 
 def check_stages(settings: PlanSettings) -> None:
@@ -80,12 +93,84 @@ def check_stages(settings: PlanSettings) -> None:
         )
 
 
-def gigabytes(text: str) -> float:
-    """Parse a positive number."""
+def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
+    """Add the options of settings, such as `--tokens-per-rank` for `tokens_per_rank`.
+
+    Args:
+        changes: overrides, as `add_argument` takes them.
+    """
+    settings = {setting.name: setting for setting in fields(DistCAConfig)}
+    for name in names:
+        setting = settings[name]
+        kind: Any = bool if name in SWITCHES else setting.type
+        options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": kind, "choices": setting.metadata.get("choices")}
+        options |= changes
+        if not options.get("required"):
+            default = options["default"]
+            shown = {True: "on", False: "off"}.get(default, default) if kind is bool else default
+            options["help"] += f" (default: {shown})"
+        parser.add_argument(f"--{name.replace('_', '-')}", **options)
+
+
+def config_of(options: argparse.Namespace) -> DistCAConfig:
+    """Return the settings from the given options, with defaults for all others."""
+    names = {setting.name for setting in fields(DistCAConfig)}
+    return DistCAConfig(
+        **{name: value for name, value in vars(options).items() if name in names and value is not None}
+    )
+
+
+def add_node_options(parser: argparse.ArgumentParser, within: float | None, between: float | None) -> None:
+    """Add the options of nodes and their links; `within` and `between` are default bandwidths, None the profile's."""
+    add = parser.add_argument
+    add(
+        "--ranks-per-node",
+        metavar="K",
+        help="ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
+        "treats all links alike (default: 8, and the rest on the last node)",
+    )
+    links = (("--node-bandwidth", within, "inside its node"), ("--network-bandwidth", between, "between nodes"))
+    for name, default, where in links:
+        shown = "the profile's" if default is None else f"{default:g}"
+        what = f"bandwidth of a rank {where}, in each direction (default: {shown})"
+        add(name, type=gigabytes, default=default, metavar="GB/S", help=what)
+
+
+def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:
+    """Return the number of ranks of each node, [nodes]; raise ValueError if nodes do not add up to `ranks`."""
+    full, left = divmod(ranks, RANKS_PER_NODE)
+    default = (*[RANKS_PER_NODE] * full, *[left] * (left > 0))
+    planned = config.planning(ranks, default)["ranks_per_node"]
+    return node_sizes(ranks, min(planned, ranks) if isinstance(planned, int) else planned)
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` and `--report`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--report", metavar="FILE.html", help="write a report: one file with pictures and tables, for a browser"
+    )
+
+
+def check_writable(*names: str | None) -> None:
+    """Raise InputError unless files can be written; called before the work whose results they take."""
+    for name in filter(None, names):
+        path = Path(name).absolute()
+        if not path.parent.is_dir():
+            raise InputError(f"cannot write {name}: there is no such folder; make the folder first")
+        if path.is_dir():
+            raise InputError(f"cannot write {name}: it is a folder; name a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise InputError(f"cannot write {name}: no permission; name a file that you may write")
+
+
+def write(path: str, content: str) -> None:
+    """Write a file; raise InputError if the file cannot be written."""
     try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number of gigabytes, got {text!r}")
-    return number
+        Path(path).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; name another file") from error

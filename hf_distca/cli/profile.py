@@ -10,15 +10,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_distca.cli.findings import device_of, number_of_processes
-from hf_distca.cli.input_error import InputError
-from hf_distca.cli.options import positive
-from hf_distca.cli.report_files import check_writable
-from hf_distca.cli.settings import add_setting
+from hf_distca.cli import InputError
+from hf_distca.cli.doctor import device_of, number_of_processes
+from hf_distca.cli.options import add_settings, check_writable, positive
 from hf_distca.dispatch.groups import Groups
 from hf_distca.dispatch.nodes import ranks_per_node
 from hf_distca.kernels import AttentionParams, Need, get_kernel
-from hf_distca.measure.profile import measured_profile, with_links
+from hf_distca.measure.device import measured_profile
+from hf_distca.measure.links import with_links
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.seconds import LinkCost, Tasks
@@ -26,7 +25,7 @@ from hf_distca.sim.costs import DeviceProfile
 
 TIMEOUT_S = 60.0
 SIZES = "--q-heads, --kv-heads, --head-dim or --hidden"
-TOLD_TOKENS = 16384
+SHOWN_TOKENS = 16384
 """Tokens of the document for which the kernel's speed is printed."""
 
 DESCRIPTION = """\
@@ -44,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
     add("--output", required=True, metavar="FILE", help="file to write")
-    add_setting(parser, "attention_kernel")
+    add_settings(parser, "attention_kernel")
     add("--q-heads", type=positive, default=32, help="query heads (default: 32)")
     add("--kv-heads", type=positive, default=8, help="key-value heads (default: 8)")
     add("--head-dim", type=positive, default=128, help="size of a head (default: 128)")
@@ -64,63 +63,57 @@ def run(options: argparse.Namespace) -> None:
     """
     if os.environ.get("RANK", "0") == "0":  # rank 0 writes the file
         check_writable(options.output)
-    device = device_of(os.environ)
-    world, _ = number_of_processes(os.environ)
-    groups = _groups(device) if world > 1 and "LOCAL_RANK" in os.environ else None
-    dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    device, (world, _) = device_of(os.environ), number_of_processes(os.environ)
+    on_gpu = device.type == "cuda"
+    groups = None
+    if world > 1 and "LOCAL_RANK" in os.environ:
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        groups = Groups(device, TIMEOUT_S)
+    dtype: torch.dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     try:
         kind = AttentionKind(None, options.q_heads, options.kv_heads, options.head_dim, options.head_dim)
         need = Need(dtype, options.head_dim, options.head_dim, AttentionParams(scale=options.head_dim**-0.5))
         kernel = get_kernel(options.attention_kernel, device, [need])
     except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
-    links = f"links between {world} ranks" if groups else "links not measured, but taken as those of an H100"
     try:
         profile = measured_profile(kernel, kind, options.hidden, dtype, device)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
         raise InputError(f"{device} has too little memory for rows of this size; make {SIZES} smaller") from error
+    links = f"links between {world} ranks" if groups else "links not measured, but taken as those of an H100"
     profile = replace(profile, source=f"{profile.source}; {links}.")
     if groups is not None:
         profile = with_links(profile, groups, device, ranks_per_node(None, TIMEOUT_S))
+        dist.destroy_process_group()
     if groups is None or groups.rank == 0:
         try:
             profile.save(Path(options.output))
         except OSError as error:
-            raise InputError(f"cannot write {options.output}: {error.strerror}") from error
-        print(_told(profile), flush=True)
-    if groups is not None:
-        dist.destroy_process_group()
+            raise InputError(f"cannot write {options.output}: {error.strerror}; name another file") from error
+        print(_table(profile), flush=True)
 
 
-def _groups(device: torch.device) -> Groups:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    return Groups(device, TIMEOUT_S)
+def _table(profile: DeviceProfile) -> str:
+    def link(cost: LinkCost) -> str:
+        return f"{cost.bandwidth / 1e9:.3g} GB/s, {cost.latency * 1e6:.0f} µs"
 
-
-def _told(profile: DeviceProfile) -> str:
-    accuracy = profile.accuracy
-    rows = float(TOLD_TOKENS)
-    amount = pairs(0, TOLD_TOKENS)
-    (seconds,) = profile.forward.seconds(Tasks(*(np.array([number]) for number in (rows, rows, amount, 1.0))))
-    kind = profile.measured
+    accuracy, kind = profile.accuracy, profile.measured
+    amount = pairs(0, SHOWN_TOKENS)
+    (seconds,) = profile.forward.seconds(Tasks(*np.array([[SHOWN_TOKENS], [SHOWN_TOKENS], [amount], [1.0]])))
     tflops = 2.0 * kind.q_heads * (kind.dim_qk + kind.dim_v) * amount / seconds / 1e12
-    lines = [
-        ("device", profile.name),
-        (f"{TOLD_TOKENS} tokens' attention", f"{tflops:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call"),
-        ("matrices", f"{profile.flops_per_second / 1e12:.3g} TFLOP/s"),
-        ("memory", f"{profile.bytes_per_second / 1e9:.3g} GB/s"),
-        ("links within nodes", _link(profile.links.within)),
-        ("links between nodes", _link(profile.links.between)),
-        ("exchange within nodes", _link(profile.exchange.within)),
-        ("exchange between nodes", _link(profile.exchange.between)),
-        ("held-out calls", f"R² {accuracy.r2:.4f}, worst ratio {accuracy.worst_ratio:.2f}, of {accuracy.count}"),
-    ]
-    return "\n".join(f"{name:<26} {value}" for name, value in lines)
-
-
-def _link(link: LinkCost) -> str:
-    return f"{link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.0f} µs"
+    lines = {
+        "device": profile.name,
+        f"{SHOWN_TOKENS} tokens' attention": f"{tflops:.3g} TFLOP/s, {profile.forward.call * 1e6:.0f} µs a call",
+        "matrices": f"{profile.flops_per_second / 1e12:.3g} TFLOP/s",
+        "memory": f"{profile.bytes_per_second / 1e9:.3g} GB/s",
+        "links within nodes": link(profile.links.within),
+        "links between nodes": link(profile.links.between),
+        "exchange within nodes": link(profile.exchange.within),
+        "exchange between nodes": link(profile.exchange.between),
+        "held-out calls": f"R² {accuracy.r2:.4f}, worst ratio {accuracy.worst_ratio:.2f}, of {accuracy.count}",
+    }
+    return "\n".join(f"{name:<26} {value}" for name, value in lines.items())

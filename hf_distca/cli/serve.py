@@ -4,11 +4,16 @@ import argparse
 import logging
 import signal
 import sys
-from typing import Any
 
-from hf_distca.cli.input_error import InputError
-from hf_distca.cli.options import seconds
-from hf_distca.pool.token import parse_address
+import torch
+
+from hf_distca.cli import InputError
+from hf_distca.cli.options import seconds, whole
+from hf_distca.kernels import get_kernel
+from hf_distca.pool.memory import Choice
+from hf_distca.pool.server import AttentionServer
+from hf_distca.pool.token import TokenError, parse_address, parse_token, read_token
+from hf_distca.pool.wire import LinkLost, MismatchError
 
 DESCRIPTION = """\
 Be a dedicated attention server (experimental): compute core attention for the ranks of a run until training ends or
@@ -18,24 +23,6 @@ Start it before or during training, on any host that the ranks can reach and tha
 peers that know the run's token: 64 hexadecimal digits in a file that only its owner can read. Nothing is encrypted:
 use it on a network that you trust.
 """
-
-
-def _number(text: str, least: int, most: int, what: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if not least <= number <= most:
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-    return number
-
-
-def _port(text: str) -> int:
-    return _number(text, 0, 65535, "a port from 0 (any that is free) to 65535")
-
-
-def _threads(text: str) -> int:
-    return _number(text, 1, 4096, "a positive number of threads")
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -52,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--token-file", required=True, metavar="FILE", help="file with the run's token; - for standard input")
     add("--device", default="cpu", help="device to compute on: cpu, or a GPU such as cuda:0 (default: cpu)")
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
-    add("--port", type=_port, default=0, help="port to listen on (default: 0, any that is free)")
+    add("--port", type=whole(0, 65535), default=0, help="port to listen on (default: 0, any that is free)")
     add(
         "--attention-kernel",
         default="auto",
@@ -66,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="transport of rows; nixl without an RDMA device lets UCX listen on the interface of --bind, where it "
         "accepts any peer (default: auto, which is nixl where both ends have it and an RDMA device, else tcp)",
     )
-    add("--threads", type=_threads, metavar="N", help="CPU threads to compute with (default: all cores)")
+    add("--threads", type=whole(1, 4096), metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
         "--wait",
         type=seconds,
@@ -82,15 +69,6 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         InputError: the options cannot be used, ranks cannot use the server, or the run could not be reached in time.
     """
-    # Only this subcommand needs torch.
-    import torch
-
-    from hf_distca.kernels import get_kernel
-    from hf_distca.pool.memory import Choice
-    from hf_distca.pool.server import AttentionServer
-    from hf_distca.pool.token import TokenError, parse_token, read_token
-    from hf_distca.pool.wire import LinkLost, MismatchError
-
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
@@ -130,10 +108,8 @@ def run(options: argparse.Namespace) -> None:
         server.close()
 
 
-def _device(name: str) -> Any:
+def _device(name: str) -> torch.device:
     """Return the torch device of this name; raise ValueError if there is no such device."""
-    import torch
-
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -3,16 +3,14 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from hf_distca.cli.input_error import InputError
-from hf_distca.cli.report_files import check_writable, write_report
-from hf_distca.timeline.drawing import svg_of, text_of
-from hf_distca.timeline.steps import RankStep, TraceError, read_traces, steps_of
+from hf_distca.cli import InputError
+from hf_distca.cli.options import check_writable, write
+from hf_distca.timeline.steps import TraceError, read_traces, steps_of, svg_of
 
 DESCRIPTION = """\
-Join the traces of all ranks and draw one step: what each rank did when, and the time that it spent in core attention,
-in waits for rows, and in everything else. Training with trace_steps writes the traces.
+Join the traces of all ranks and show one step: the time that each rank spent in core attention, in waits for rows, and
+in everything else. --svg draws when each rank did what. Training with trace_steps writes the traces.
 
   hf-distca timeline out --joined trace.json     # for ui.perfetto.dev
 """
@@ -22,10 +20,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     add = parser.add_argument
     add("traces", nargs="+", metavar="TRACE", help="trace files, or folders with trace_rank_*.json")
-    add("--step", type=int, metavar="N", help="step to draw (default: the last one)")
+    add("--step", type=int, metavar="N", help="step to show (default: the last one)")
     add("--joined", metavar="FILE", help="write the joined trace, for ui.perfetto.dev")
     add("--svg", metavar="FILE", help="write the picture of the step")
-    add("--json", action="store_true", help="print the totals as one JSON object instead of the drawing")
+    add("--json", action="store_true", help="print the totals as one JSON object")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -36,45 +34,49 @@ def run(options: argparse.Namespace) -> None:
     """
     check_writable(options.joined, options.svg)
     try:
-        joined = read_traces(_files(options.traces))
-        steps_by_name = steps_of(joined)
-        if not steps_by_name:
-            raise InputError("the traces have no step in common; give the files of one training")
-        name = list(steps_by_name)[-1] if options.step is None else f"step {options.step}"
-        if name not in steps_by_name:
-            raise InputError(f"the trace has no {name}; choose one of {', '.join(steps_by_name)}")
-        steps, clock_error = steps_by_name[name], joined["otherData"]["clock_error_us"] / 1e3
-        if options.joined:
-            write_report(options.joined, json.dumps(joined).encode())
-        if options.svg:
-            write_report(options.svg, svg_of(name, steps).encode())
+        joined = read_traces([path for given in options.traces for path in _files(Path(given))])
     except TraceError as error:
         raise InputError(str(error)) from error
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}") from error
+        raise InputError(f"{error.filename}: {error.strerror}; name the files that training wrote") from error
+    steps_by_name = steps_of(joined)
+    if not steps_by_name:
+        raise InputError("the traces have no step in common; give the files of one training")
+    name = list(steps_by_name)[-1] if options.step is None else f"step {options.step}"
+    if name not in steps_by_name:
+        raise InputError(f"the trace has no {name}; choose one of {', '.join(steps_by_name)}")
+    steps, clock_error = steps_by_name[name], joined["otherData"]["clock_error_us"] / 1e3
+    if options.joined:
+        write(options.joined, json.dumps(joined))
+    if options.svg:
+        write(options.svg, svg_of(name, steps))
+    ranks = [
+        {
+            "rank": step.rank,
+            "step_ms": (step.end - step.begin) / 1e6,
+            **{f"{activity}_ms": time / 1e6 for activity, time in step.totals().items()},
+            "sections_ms": {section: time / 1e6 for section, time in step.sections.items()},
+        }
+        for step in steps
+    ]
     if options.json:
-        told = {"step": name, "clock_error_ms": clock_error, "ranks": [_told(step) for step in steps]}
-        print(json.dumps(told))
-    else:
-        print(text_of(name, steps, clock_error))
+        print(json.dumps({"step": name, "clock_error_ms": clock_error, "ranks": ranks}))
+        return
+    clocks = f", clocks within {clock_error:.2g} ms" if len(steps) > 1 else ""
+    took = (max(step.end for step in steps) - min(step.begin for step in steps)) / 1e6
+    print(f"{name}: {took:.1f} ms, {len(steps)} ranks{clocks}")
+    columns = ("step", "attention", "waits", "other")
+    print(f"{'ms':9}" + "".join(f"{column:>12}" for column in columns))
+    for each in ranks:
+        print(f"rank {each['rank']:<4}" + "".join(f"{each[f'{column}_ms']:12.1f}" for column in columns))
 
 
-def _files(given: list[str]) -> list[Path]:
-    """Return the given files and the trace files in given folders."""
-    found = []
-    for path in map(Path, given):
-        inside = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
-        if not inside:
-            raise InputError(
-                f"{path} has no trace_rank_*.json, which training writes with trace_steps; set trace_steps, or name "
-                "another folder"
-            )
-        found += inside
-    return found
-
-
-def _told(step: RankStep) -> dict[str, Any]:
-    """Return a rank's totals in milliseconds."""
-    totals = {f"{doing}_ms": time / 1e6 for doing, time in step.totals().items()}
-    sections = {name: time / 1e6 for name, time in step.sections.items()}
-    return {"rank": step.rank, "step_ms": (step.end - step.begin) / 1e6, **totals, "sections_ms": sections}
+def _files(path: Path) -> list[Path]:
+    """Return a given file, or the trace files in a given folder."""
+    files = sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
+    if not files:
+        raise InputError(
+            f"{path} has no trace_rank_*.json, which training writes with trace_steps; set trace_steps, or name "
+            "another folder"
+        )
+    return files

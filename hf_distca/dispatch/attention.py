@@ -13,7 +13,7 @@ Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of qu
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,6 @@ from hf_distca.dispatch.recorder import Work
 from hf_distca.kernels import AttentionParams, Need
 from hf_distca.plan import AttentionKind, Direction
 from hf_distca.planner.schedule import Kept
-
-_Pass = TypeVar("_Pass", Forward, Backward)
 
 
 def disaggregated_attention(
@@ -134,16 +132,12 @@ class _Local(torch.autograd.Function):
         k_TGD: Tensor,
         v_TGE: Tensor,
         sinks_H: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.plan, ctx.tasks, ctx.params, ctx.layer = plan, tasks, params, layer
         if known is None:
             o_THE, lse_TH = _in_one_call(ctx, "forward", plan.runtime.kernel.forward, q_THD, k_TGD, v_TGE)
             known = _with_sinks(o_THE, lse_TH, sinks_H)
-        o_THE, lse_TH = known
-        ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
-        ctx.mark_non_differentiable(lse_TH)
-        ctx.set_materialize_grads(False)  # as in _Receive
-        return o_THE, lse_TH
+        return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H)
 
     @staticmethod
     @once_differentiable
@@ -168,25 +162,20 @@ def _in_one_call(
         return compute(*tensors, tasks.shapes, ctx.params)
 
 
-class _Context(Protocol):
-    """Autograd context of a node, from forward to backward; missing sinks are None."""
-
-    attention: CoreAttention
-    kept_columns: tuple[tuple[str, int], ...]
-    saved_tensors: tuple[Any, ...]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
-
-    def set_materialize_grads(self, value: bool) -> None: ...
+def _save(
+    ctx: Any, qkv: tuple[Tensor, ...], results: tuple[Tensor, ...], sinks_H: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Save a node's inputs and results, O and LSE, for the backward; return the results."""
+    ctx.save_for_backward(*qkv, *results, sinks_H)
+    ctx.mark_non_differentiable(results[1])
+    ctx.set_materialize_grads(False)  # no zeros for the gradient of LSE, which is unused
+    return results
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context, attention: CoreAttention, known: Known, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor
+        ctx: Any, attention: CoreAttention, known: Known, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor
     ) -> Tensor:
         ctx.attention = attention
         if known is None:
@@ -196,8 +185,8 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, _token: Tensor) -> tuple[Tensor | None, ...]:
-        backward = _under_way(ctx.attention.backward)
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
+        backward: Backward = ctx.attention.backward
         backward.go_on()
         ctx.attention.backward = None
         return None, None, *backward.results()
@@ -205,11 +194,12 @@ class _Send(torch.autograd.Function):
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, attention: CoreAttention, known: Known, token: Tensor) -> Tensor:
+    def forward(ctx: Any, attention: CoreAttention, known: Known, token: Tensor) -> Tensor:
         ctx.attention = attention
         ctx.kept_columns = ()
         if known is None:
-            forward = _under_way(attention.forward)
+            forward = attention.forward
+            assert forward is not None  # begun by _Send
             forward.go_on()
             kept = forward.kept()
             ctx.kept_columns = tuple(kept)
@@ -218,8 +208,8 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, token: Tensor) -> tuple[Tensor | None, ...]:
-        backward = _under_way(ctx.attention.backward)
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+        backward: Backward = ctx.attention.backward
         backward.take_kept(dict(zip(ctx.kept_columns, ctx.saved_tensors, strict=True)))
         backward.go_on()
         return None, None, token.new_empty(0)
@@ -228,7 +218,7 @@ class _Compute(torch.autograd.Function):
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Any,
         attention: CoreAttention,
         known: Known,
         token: Tensor,
@@ -236,34 +226,25 @@ class _Receive(torch.autograd.Function):
         k_TGD: Tensor,
         v_TGE: Tensor,
         sinks_H: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         ctx.attention = attention
         if known is None:
-            forward = _under_way(attention.forward)
+            forward = attention.forward
+            assert forward is not None  # begun by _Send
             forward.go_on()
             attention.forward = None
             o_THE, lse_TH = forward.results()
             known = _with_sinks(o_THE, lse_TH, sinks_H)
-        o_THE, lse_TH = known
-        ctx.save_for_backward(q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H)
-        ctx.mark_non_differentiable(lse_TH)
-        ctx.set_materialize_grads(False)  # no zeros for the gradient of LSE, which is unused
-        return o_THE, lse_TH
+        return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H = ctx.saved_tensors
         ctx.attention.backward = Backward(ctx.attention, do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH)
         ctx.attention.backward.go_on()
         d_sinks_H = _sink_gradient(do_THE, o_THE, lse_TH, sinks_H) if ctx.needs_input_grad[-1] else None
         return None, None, do_THE.new_empty(0), None, None, None, d_sinks_H
-
-
-def _under_way(direction: _Pass | None) -> _Pass:
-    """Return the pass that an earlier node began."""
-    assert direction is not None
-    return direction
 
 
 def _with_sinks(o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,24 @@
 """A plan bound to one rank: routes as index tensors on the device, and schedules, ready for every layer."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
 from hf_distca.dispatch.exchange import Exchange, Route
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
-from hf_distca.dispatch.rows import IndexBuffer, row_index
-from hf_distca.dispatch.sums import RowSum
+from hf_distca.dispatch.rows import IndexBuffer, IntArray, RowSum, row_index
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes, nothing_moves
 from hf_distca.planner.schedule import Group, Kept, Place, Schedule, Tasks, Transfer, Turn, make_schedule, stage_slots
-
-IntArray = NDArray[np.int64]
 
 
 class BoundGroup:
@@ -57,33 +53,6 @@ class LocalTasks:
         self.pairs = sum(pairs(0, length, window) for length in lengths)
 
 
-Source = Tasks | Literal["total", "ranks", "servers"]
-"""Source of a gradient of rows: a kernel call, the total over stages so far, or rows that return to this rank."""
-
-
-class GradientSum:
-    """Sum of a gradient over its sources, in their order.
-
-    Args:
-        rows_of: for each source, the row of the sum to which each of its rows is added.
-        rows: rows of the sum.
-    """
-
-    def __init__(
-        self, rows_of: Mapping[Source, IntArray], rows: int, buffer: IndexBuffer, *, in_place: bool = True
-    ) -> None:
-        self.sources = tuple(rows_of)
-        self._sum = RowSum(list(rows_of.values()), rows, buffer, in_place=in_place)
-
-    def add_up(self, gradient_of: Callable[[Source], Tensor], out: Tensor | None = None) -> Tensor:
-        """Return the sum, see `RowSum.add_up`.
-
-        Args:
-            gradient_of: returns the gradient from a source; the first source's may be overwritten.
-        """
-        return self._sum.add_up([gradient_of(source) for source in self.sources], out)
-
-
 class BoundStage:
     """K/V rows of one stage of the exchange, and the sums of their gradients.
 
@@ -93,7 +62,7 @@ class BoundStage:
 
     Attributes:
         forwarded_sums: sum that adds dK and dV of forwarded rows to the gateway's copies.
-        received_sums: sum of dK and dV of received rows over the groups of tasks that read them.
+        received_sums: sum of dK and dV of received rows over the groups of tasks that read the rows.
         key_sums: sum that adds returned dK and dV of local rows to earlier stages' totals; None for a single stage.
     """
 
@@ -108,19 +77,15 @@ class BoundStage:
         self.keys = _bound_route(stage.keys, ranks, buffer, forwarded)
         received = sum(self.keys.received)
         self.forwarded_sums = _onto(received, hop.send_rows, buffer)
-        read: dict[Source, IntArray] = {"visiting": stage.visiting.k_rows, "prefix": stage.prefix.k_rows}
+        read = {"visiting": stage.visiting.k_rows, "prefix": stage.prefix.k_rows}
         if divided:
             read["visiting prefix"] = stage.visiting_prefix.k_rows
-        self.received_sums = GradientSum(read, received + int(hop.recv_counts.sum()), buffer, in_place=False)
+        self.received_sums = RowSum(read, received + int(hop.recv_counts.sum()), buffer, in_place=False)
         self.key_sums = _onto(rows, _rows_of_ranks(stage.keys, ranks), buffer) if divided else None
 
 
 def _bound_route(messages: Messages, ranks: int, buffer: IndexBuffer, forwarded: Route | None = None) -> Route:
-    """Return the route of rows between ranks, without the rows of servers.
-
-    Args:
-        forwarded: received rows that are then forwarded inside nodes; None if no rank forwards rows.
-    """
+    """Return the route of rows between ranks, without the rows of servers."""
     # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
     crossing = messages.crossing or forwarded is not None
     rows = row_index(_rows_of_ranks(messages, ranks), buffer)
@@ -131,7 +96,7 @@ def _bound_route(messages: Messages, ranks: int, buffer: IndexBuffer, forwarded:
 
 def _onto(rows: int, targets: IntArray, buffer: IndexBuffer) -> RowSum:
     """Return a sum that scatter-adds `targets` onto a dense [rows] base."""
-    return RowSum([np.arange(rows), targets], rows, buffer)
+    return RowSum({"present": np.arange(rows), "added": targets}, rows, buffer)
 
 
 def _rows_of_ranks(messages: Messages, ranks: int) -> IntArray:
@@ -158,66 +123,72 @@ class BoundRoutes:
         servers: dedicated servers with tasks in the plan; the same on every rank.
         query_sums: sum of dQ of local rows.
         key_sums: sum of dK and dV of local rows.
-        own_key_sums: with several stages, sums that add dK and dV of local tasks to the totals.
+        local_key_sums: with several stages, sums that add dK and dV of local tasks to the totals.
         backward: phases of the backward, by what the forward keeps.
     """
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
         routes, ranks = make_routes(plan, rank), plan.layout.ranks
+        # 1. Rows that travel between ranks, and to servers.
         self.divided = len(routes.stages) > 1
         self.merges = self.divided and plan.window is None
+        self._ranks = ranks
+        self._peers: IntArray | None = None
+        if plan.nodes is not None and any(stage.passed_on.crossing for stage in routes.stages):
+            self._peers = np.flatnonzero(np.equal(plan.nodes[:ranks], plan.nodes[rank]))
+        self.forwards = self._peers is not None
         self.queries = _bound_route(routes.queries, ranks, buffer)
         self.rows: dict[Place, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
-        peers = None
-        if plan.nodes is not None and any(stage.passed_on.crossing for stage in routes.stages):
-            nodes = np.asarray(plan.nodes[:ranks])
-            peers = np.flatnonzero(nodes == nodes[rank])
-        self.forwards = peers is not None
-        self._peers, self._ranks = peers, ranks
         self.stages = tuple(
-            BoundStage(stage, ranks, routes.local_rows, divided=self.divided, peers=peers, buffer=buffer)
+            BoundStage(stage, ranks, routes.local_rows, divided=self.divided, peers=self._peers, buffer=buffer)
             for stage in routes.stages
         )
         self.slots = stage_slots(len(self.stages), passes_on=self.forwards)
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
+
+        # 2. Tasks of each kernel call.
         groups: dict[Group, TaskGroup] = {}
         for number, stage in enumerate(routes.stages):
             groups["visiting", number] = stage.visiting
             groups["visiting prefix", number] = stage.visiting_prefix
             groups["prefix", number] = stage.prefix
-        groups = {group: tasks for group, tasks in groups.items() if len(tasks.q_lens)}
         own: dict[Tasks, TaskGroup] = {"own": routes.own}
-        own_in_backward = own
-        if turn == "alone" and groups:
-            # Later rows first: they see more keys, so that their memory use peaks before the sums exist.
+        if turn == "alone" and any(len(tasks.q_lens) for tasks in groups.values()):
+            # The backward's local tasks hide two exchanges. Later rows first: they see more keys, so that their memory
+            # use peaks before the sums exist.
             earlier, later = routes.own.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
-            own_in_backward = {"own 1/2": halves[0], "own 2/2": halves[1]}
-        groups |= {(tasks, 0): group for tasks, group in (own | own_in_backward).items() if len(group.q_lens)}
-        self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items()}
+            own = {"own 1/2": halves[0], "own 2/2": halves[1]}
+        groups["own", 0] = routes.own
+        for tasks, group in own.items():
+            groups[tasks, 0] = group
+        self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items() if len(group.q_lens)}
 
-        # Sources of gradients. Rows sent to ranks come back first, in the same order; rows sent to servers follow.
-        first_keys = routes.stages[0].keys
-        query_rows, key_rows = _rows_of_ranks(routes.queries, ranks), _rows_of_ranks(first_keys, ranks)
-        dq_rows: dict[Source, IntArray] = {"total": np.arange(routes.local_rows)}
-        dk_rows = dict(dq_rows)
+        # 3. Sources of gradients of local rows, in order. Rows that went to ranks come first among those that return.
+        keys = routes.stages[0].keys
+        all_rows = {"total": np.arange(routes.local_rows)}
+        dq_rows, dk_rows = dict(all_rows), all_rows
         if not self.divided:
-            dq_rows = {tasks: group.q_rows for tasks, group in own_in_backward.items()}
-            dq_rows["prefix"] = routes.stages[0].prefix.q_rows
-            dk_rows = {tasks: group.k_rows for tasks, group in own_in_backward.items()}
-            dk_rows["ranks"] = key_rows
-        dq_rows["ranks"] = query_rows
+            dq_rows = {
+                **{tasks: group.q_rows for tasks, group in own.items()},
+                "prefix": routes.stages[0].prefix.q_rows,
+            }
+            dk_rows = {**{tasks: group.k_rows for tasks, group in own.items()}, "ranks": _rows_of_ranks(keys, ranks)}
+        dq_rows["ranks"] = _rows_of_ranks(routes.queries, ranks)
         if self.servers:
-            dq_rows["servers"] = routes.queries.send_rows[len(query_rows) :]
-            dk_rows["servers"] = first_keys.send_rows[len(key_rows) :]
-        self.query_sums = GradientSum(dq_rows, routes.local_rows, buffer)
-        self.key_sums = GradientSum(dk_rows, routes.local_rows, buffer)
-        self.own_key_sums: dict[Tasks, RowSum] = {
-            tasks: _onto(routes.local_rows, group.k_rows, buffer)
-            for tasks, group in own_in_backward.items()
-            if self.divided
-        }
+            dq_rows["servers"], dk_rows["servers"] = (
+                messages.send_rows[len(_rows_of_ranks(messages, ranks)) :] for messages in (routes.queries, keys)
+            )
+        self.query_sums = RowSum(dq_rows, routes.local_rows, buffer)
+        self.key_sums = RowSum(dk_rows, routes.local_rows, buffer)
+        self.local_key_sums: dict[Tasks, RowSum] = {}
+        if self.divided:
+            self.local_key_sums = {
+                tasks: _onto(routes.local_rows, group.k_rows, buffer) for tasks, group in own.items()
+            }
+
+        # 4. The order of all that.
         schedule = partial(
             make_schedule,
             turn=turn,
@@ -232,6 +203,8 @@ class BoundRoutes:
 
     def rows_of(self, transfer: Transfer) -> Rows:
         """Return the rows of a transfer between ranks, for the recorder; NO_ROWS if no rank sends rows to another."""
+        if transfer.rows == "servers":
+            return NO_ROWS
         route = self.queries if transfer.rows == "queries" else self.stages[transfer.stage].keys
         peers: IntArray | slice | None = slice(None)
         if transfer.rows == "passed on":
@@ -346,10 +319,6 @@ class Runtime:
     keep_core_attention: bool = True
 
 
-def _no_pause() -> None:
-    """Do nothing at a pause: no other nano-batch is to run."""
-
-
 class BoundPlan:
     """A planned micro-batch as every layer gets it, under the keyword PLAN_KEY.
 
@@ -371,7 +340,7 @@ class BoundPlan:
         local: dict[AttentionKind, LocalTasks],
         kept_results: KeptResults,
         ran: Ran,
-        pause: Callable[[], None] = _no_pause,
+        pause: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan, self.runtime, self.nano_batches, self.local = plan, runtime, nano_batches, local
         self.kept_results, self.ran, self.pause = kept_results, ran, pause

@@ -22,8 +22,8 @@ from hf_distca.planner.settings import Choices, PlanSettings
 class Dispatcher:
     """Planner and executor of the core attention of one training run.
 
-    `make_dispatcher` makes a dispatcher for a model. Making one is a collective call: every process of the world does
-    it at the same point, with the same settings.
+    `make_dispatcher` makes a dispatcher for a model: a collective call of every process of the world, with the same
+    settings.
 
     Args:
         settings: Settings of plans. `settings.ranks` is the number of ranks that train together; `settings.kernel`
@@ -148,8 +148,8 @@ class Dispatcher:
     def plan_lengths(self, micro_batches: Sequence[Sequence[int]], at_least: int = 0) -> list[MicroBatchPlan]:
         """Plan micro-batches from the lengths of the documents on this rank; tokens stay on their rank.
 
-        This is a collective call. A rank with fewer micro-batches than another, or without documents in one, takes
-        part with a single row without a target, because models cannot run on zero rows.
+        A collective call. A rank with fewer micro-batches than another, or without documents in one, takes part with a
+        single row without a target: models cannot run on zero rows.
 
         Args:
             micro_batches: For each micro-batch, the lengths of this rank's documents in the order of its rows.
@@ -174,7 +174,7 @@ class Dispatcher:
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
         """Plan the batches of one optimizer step, whose tokens stay on this rank.
 
-        This is a collective call. A rank whose data has ended gives fewer batches than others, or none.
+        A collective call. A rank whose data has ended gives fewer batches than others, or none.
 
         Args:
             batches: Batches of a padding-free collator.
@@ -203,8 +203,7 @@ class Dispatcher:
     def plan_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Plan one batch of a padding-free collator and return it ready for `model(**batch)`.
 
-        This is a collective call: every rank makes it once per micro-batch. `plan_batches` is for ranks with different
-        numbers of micro-batches.
+        A collective call, once per micro-batch. `plan_batches` is for ranks with different numbers of micro-batches.
 
         Args:
             batch: `input_ids` [1, T] and one of `document_lengths`, `cu_seq_lens_q` and `position_ids` that restart at

@@ -18,10 +18,7 @@ from hf_distca.dispatch.rows import ALL_ROWS, RowIndex, copy_rows
 from hf_distca.kernels.contract import aligned
 
 LAYOUTS_KEPT = 8
-"""Buffer layouts kept per slot; layouts are views of memory that exists anyway.
-
-A plan has one per direction and kind of attention, and models have up to four kinds.
-"""
+"""Buffer layouts kept per slot: one per direction and kind of attention, of which models have up to four."""
 STEPS_PER_OCTAVE = 4
 """Sizes of memory per doubling: at most a fifth is unused, and memory rarely grows."""
 
@@ -54,15 +51,13 @@ class ExchangeBuffer:
     """Rows of one slot, from their departure to their return.
 
     Rows return from the memory in which they arrived, to the memory from which they were sent. Every layer of a plan
-    uses the buffer again. One transfer is under way at a time: each method that starts one is followed by `wait`.
+    uses the buffer again. One transfer is under way at a time: `wait` follows each method that starts a transfer.
 
     Attributes:
-        sent: rows at the rank that holds them, ordered by receiving rank.
-        received: rows at the rank that reads them, in the order of the sending ranks; rows that other ranks of the
-            node forwarded follow.
-        forwarded: received rows that this rank forwards, ordered by receiving rank.
-
-    All three are lists of columns, [rows, *row shape] each and dense within a row.
+        sent: columns of rows at the rank that holds them, ordered by receiving rank: [rows, *row shape] each.
+        received: columns of rows at the rank that reads them, in the order of the sending ranks; rows that other ranks
+            of the node forwarded follow.
+        forwarded: columns of received rows that this rank forwards, ordered by receiving rank.
     """
 
     def __init__(self, groups: Groups, route: Route, layout: "_Layout", memory_NB: Mapping[str, Tensor]) -> None:
@@ -81,11 +76,10 @@ class ExchangeBuffer:
         self._arriving = self.received
 
     def send(self, columns: Sequence[Tensor] = (), rows: RowIndex = ALL_ROWS) -> Self:
-        """Start to send rows to the ranks that read them.
+        """Start to send rows of the columns, ordered by receiving rank, to the ranks that read the rows.
 
         Args:
-            columns: tensors that hold the rows, [N, …] each; none if the rows are in `sent` already.
-            rows: rows of every column, ordered by receiving rank.
+            columns: [N, …] each; none if the rows are in `sent` already.
         """
         _fill(self.sent, columns, rows)
         return self._start(self.route, self._groups.exchange, self._first_hop, self.received)
@@ -101,11 +95,7 @@ class ExchangeBuffer:
         return self._start(route, self._groups.node, self._second_hop[::-1], self.forwarded)
 
     def return_received(self, columns: Sequence[Tensor] = ()) -> Self:
-        """Start to send rows back to the ranks that hold them.
-
-        Args:
-            columns: one row per received row, [N, …] each; none if the rows are in `received` already.
-        """
+        """Start to send rows back to the ranks that hold them; without columns the rows are in `received` already."""
         _fill(self.received, columns, ALL_ROWS)
         return self._start(self.route.reversed(), self._groups.exchange, self._first_hop[::-1], self.sent)
 
@@ -124,7 +114,7 @@ class ExchangeBuffer:
     def _start(
         self, route: Route | None, group: dist.ProcessGroup | None, hop: tuple[Tensor, Tensor], arriving: list[Tensor]
     ) -> Self:
-        """Start an exchange of rows as bytes; no rank starts one if nothing crosses a link."""
+        """Start an exchange of rows as bytes, unless nothing crosses a link on any rank."""
         assert route is not None  # rows are forwarded only where the route says so
         self._arriving = arriving
         if route.crossing:
@@ -147,12 +137,7 @@ def _fill(targets: Sequence[Tensor], columns: Sequence[Tensor], rows: RowIndex) 
 
 
 class _Layout:
-    """Columns that travel side by side, in one message per pair of ranks.
-
-    Attributes:
-        columns: shape of one row and dtype of each column.
-        row_bytes: bytes of a row of all columns.
-    """
+    """Columns that travel side by side, in one message per pair of ranks: shape of a row and dtype of each."""
 
     def __init__(self, columns: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
         self.columns = columns
@@ -172,9 +157,8 @@ class _Layout:
 class Exchange:
     """Memory of all exchanges, which every layer uses again.
 
-    Sizes of exchanges change with each plan. Memory of a slot grows in few steps and never shrinks, so that it does
-    not fragment. On CUDA all users are on the stream that waits for the exchanges: the order of calls is the order of
-    use.
+    Sizes of exchanges change with each plan: memory of a slot grows in few steps and never shrinks, against
+    fragmentation. On CUDA one stream uses the memory and waits for the exchanges, in the order of calls.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -188,8 +172,8 @@ class Exchange:
         Every rank starts the same transfers in the same order, with the same columns and the same `route.crossing`.
 
         Args:
-            slot: identity of the memory; rows that are under way or in use at once need different slots.
-            like: one tensor per column, with its row shape, dtype and device.
+            slot: rows that are under way or in use at once need different slots.
+            like: one tensor per column, with the column's row shape, dtype and device.
         """
         if self._groups.closed:
             self._groups.check_open()

@@ -5,30 +5,15 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0
-"""Seconds to look for a partner's error after losing the partner, which leaves its error before its connections close.
-"""
+"""Seconds to look for the error of a lost partner; the partner leaves the error before its connections close."""
 _PAUSE_S = 0.05
 _LOST_PARTNER = re.compile(r"gloo|NCCL|connection (closed|reset) by peer|timed out waiting", re.IGNORECASE)
-
-
-class Store(Protocol):
-    """Used part of a store of torch.distributed."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a value."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys have values."""
-
-    def get(self, key: str, /) -> bytes:
-        """Wait for the value and return it."""
 
 
 class Failures:
@@ -37,18 +22,15 @@ class Failures:
     Without these errors, a rank whose partner failed would report only a closed connection.
 
     Args:
-        store: a store that every rank reaches, with keys of these ranks alone; None with one rank.
+        store: a store of these ranks alone that every rank reaches; None with one rank.
     """
 
-    def __init__(self, store: Store | None, rank: int, ranks: int, wait_s: float = WAIT_S) -> None:
-        self._store = store
-        self._rank = rank
-        self._ranks = ranks
-        self._wait_s = wait_s
+    def __init__(self, store: dist.Store | None, rank: int, ranks: int, wait_s: float = WAIT_S) -> None:
+        self._store, self._rank, self._ranks, self._wait_s = store, rank, ranks, wait_s
         self._depth = self._begun = 0
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reported(self) -> Iterator[None]:
         """Leave this rank's error for other ranks; raise another rank's error if this rank only lost that rank.
 
         Every rank enters the context at the same point. A nested context belongs to the outermost one.
@@ -64,10 +46,14 @@ class Failures:
         except Exception as error:
             if self._depth > 1 or self._store is None:
                 raise
-            if not _lost_partner(error):
-                self._leave(error)
-                raise
-            others = self._others()
+            others: dict[int, str] = {}
+            try:
+                if _lost_partner(error):
+                    others = self._others(self._store)
+                else:
+                    self._store.set(self._key(self._rank), f"{type(error).__name__}: {error}")
+            except Exception as unreachable:  # must not hide the error itself
+                logger.debug("cannot exchange errors with other ranks: %s", unreachable)
             if not others:
                 raise
             raise RuntimeError("; ".join(f"rank {rank} failed: {why}" for rank, why in others.items())) from error
@@ -77,27 +63,14 @@ class Failures:
     def _key(self, rank: int) -> str:
         return f"hf_distca/failures/{self._begun}/{rank}"
 
-    def _leave(self, error: Exception) -> None:
-        assert self._store is not None
-        try:
-            self._store.set(self._key(self._rank), f"{type(error).__name__}: {error}")
-        except Exception as unreachable:  # must not hide the error itself
-            logger.debug("cannot report the error to other ranks: %s", unreachable)
-
-    def _others(self) -> dict[int, str]:
-        """Return other ranks' errors, by rank, as soon as there are any; empty after `wait_s`."""
-        assert self._store is not None
+    def _others(self, store: dist.Store) -> dict[int, str]:
+        """Return other ranks' errors, by rank, as soon as any rank has one; empty after `wait_s`."""
         end = time.monotonic() + self._wait_s
-        try:
-            while True:
-                keys = {rank: self._key(rank) for rank in range(self._ranks) if rank != self._rank}
-                found = {rank: key for rank, key in keys.items() if self._store.check([key])}
-                if found or time.monotonic() > end:
-                    return {rank: self._store.get(key).decode() for rank, key in found.items()}
-                time.sleep(_PAUSE_S)
-        except Exception as unreachable:  # must not hide the error itself
-            logger.debug("cannot read the errors of other ranks: %s", unreachable)
-            return {}
+        while True:
+            found = [rank for rank in range(self._ranks) if rank != self._rank and store.check([self._key(rank)])]
+            if found or time.monotonic() > end:
+                return {rank: store.get(self._key(rank)).decode() for rank in found}
+            time.sleep(_PAUSE_S)
 
 
 def _lost_partner(error: Exception) -> bool:

@@ -51,22 +51,20 @@ def mesh_ranks(mesh: RankMesh | None) -> list[int]:
 
 
 class Groups:
-    """Groups of the ranks that train together: one for tensors, one for small Python objects.
+    """Groups of the ranks that train together: one for tensors, one for control messages.
 
-    Creating it is a collective of the world: every process does it at the same point. Where several meshes train side
-    by side, each process gives its own. Every rank of a mesh is connected with every other, so that no layer waits for
-    a connection, and unreachable ranks fail here.
+    Creating the groups is a collective of the world. Where several meshes train side by side, each process gives its
+    own. All pairs of ranks are connected here: no layer waits for a connection, and unreachable ranks fail here.
 
     Args:
         device: device of exchanged tensors; the exchange uses the default group's backend for this device.
         timeout_s: seconds after which an exchange with a silent peer fails.
-        mesh: this process's data-parallel ranks; None for all ranks of the world. Either every process gives a mesh or
-            none does, and a rank is in one mesh only.
+        mesh: see `mesh_ranks`. Either every process gives a mesh or none does; meshes share no rank.
 
     Attributes:
         members: world ranks of the mesh.
         exchange: group of the exchanges; None with one rank.
-        node: group of the exchanges inside this rank's node, see `connect_nodes`; None if the node has one rank.
+        node: group of the exchanges inside this rank's node, see `connect_nodes`; None for a node of one rank.
         failures: errors of the ranks of all meshes, by world rank.
 
     Raises:
@@ -82,37 +80,35 @@ class Groups:
         self.node: dist.ProcessGroup | None = None
         self._side_by_side = mesh is not None
         self.members, self._device, self._timeout = members, device, timedelta(seconds=timeout_s)
-        self._words: dist.ProcessGroup | None = None
-        self._words_of_world: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
+        self._control_of_world: dist.ProcessGroup | None = None
         self.closed = False
         store = None
         if in_world() and dist.get_world_size() > 1:
             self._device = indexed(device)
             meshes = None if mesh is None else _groups_of(gather_in_world(members, timeout_s))
             try:
-                self._words = _new_group(meshes, backend="gloo", timeout=self._timeout, group_desc="distca words")
-                self._words_of_world = self._words
+                self._control = _new_group(meshes, backend="gloo", timeout=self._timeout, group_desc="distca control")
+                self._control_of_world = self._control
                 if meshes is not None and len(meshes) > 1:
-                    self._words_of_world = dist.new_group(
-                        backend="gloo", timeout=self._timeout, group_desc="distca words of the world"
+                    self._control_of_world = dist.new_group(
+                        backend="gloo", timeout=self._timeout, group_desc="distca control of the world"
                     )
                 uuids = self.all_gather(device_uuid(self._device))
             except RuntimeError as error:
                 raise unreachable(self.rank, error) from error
-            store = self._words_of_world.get_group_store()
+            store = self._control_of_world.get_group_store()
             check_devices(exchange_backend(self._device), uuids)
             self.exchange = self._connected(meshes, self.ranks, "distca exchange")
         world = (dist.get_rank(), dist.get_world_size()) if in_world() else (0, 1)
         self.failures = Failures(store, *world)
 
     def connect_nodes(self, nodes: Sequence[int] | None) -> None:
-        """Connect the ranks of each node by a group, so that exchanges inside nodes need not wait for others.
-
-        This is a collective of the world.
+        """Connect the ranks of each node by a group of their own. A collective of the world.
 
         Args:
-            nodes: [ranks] node of each rank of the mesh, the same on every rank; None if no rows are forwarded. Meshes
-                with and without nodes may be mixed.
+            nodes: [ranks] node of each rank of the mesh; None if no rows are forwarded. Some meshes may have nodes and
+                others none.
 
         Raises:
             RuntimeError: this rank cannot reach the others of its node, or not in time.
@@ -127,11 +123,7 @@ class Groups:
             self.node = self._connected(of_world, len(mine), "distca node")
 
     def _connected(self, meshes: list[list[int]] | None, ranks: int, name: str) -> dist.ProcessGroup | None:
-        """Return a group for exchanges, with all pairs of ranks connected; None for a single rank.
-
-        NCCL connects a pair, and takes memory for it, at the first send. Every rank therefore sends a row to every
-        other.
-        """
+        """Return a group for exchanges, with all pairs of ranks connected; None for a single rank."""
         backend = exchange_backend(self._device)
         sent, received = (torch.zeros(ranks, dtype=torch.uint8, device=self._device) for _ in range(2))
         one_each = [1] * ranks
@@ -147,28 +139,25 @@ class Groups:
             if ranks == 1:
                 dist.destroy_process_group(group)
                 return None
+            # NCCL connects a pair, and takes memory for the pair, at the first send.
             dist.all_to_all_single(received, sent, one_each, one_each, group=group)
-            received.cpu()  # wait for its arrival
+            received.cpu()  # wait for the arrival
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank} cannot exchange rows over {backend}: {error}") from error
         return group
 
     def close(self) -> None:
-        """End the groups with their threads and connections. A collective of the world.
-
-        Closing has no effect if the groups or the world are closed already.
-        """
+        """End the groups with their threads and connections, unless they are closed. A collective of the world."""
         if self.closed:
             return
         if in_world():
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            self.all_gather(None, in_world=True)  # no rank has rows under way
-            groups = dict.fromkeys((self.node, self.exchange, self._words, self._words_of_world))
-            for group in groups:
+            self.meet()  # no rank has rows under way
+            for group in dict.fromkeys((self.node, self.exchange, self._control, self._control_of_world)):
                 if group is not None:
                     dist.destroy_process_group(group)
-        self.exchange = self.node = self._words = self._words_of_world = None
+        self.exchange = self.node = self._control = self._control_of_world = None
         self.closed = True
 
     def check_open(self) -> None:
@@ -186,7 +175,7 @@ class Groups:
             in_world: gather from all processes of the world instead of this mesh.
         """
         self.check_open()
-        group = self._words_of_world if in_world else self._words
+        group = self._control_of_world if in_world else self._control
         if group is None or dist.get_world_size(group) == 1:
             return [value]
         gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -196,28 +185,22 @@ class Groups:
     def meet(self) -> None:
         """Wait for every process of the world. A collective on the CPU."""
         self.check_open()
-        if self._words_of_world is not None:
-            dist.all_reduce(torch.zeros(1), group=self._words_of_world)
+        if self._control_of_world is not None:
+            dist.all_reduce(torch.zeros(1), group=self._control_of_world)
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether any rank has set it.
-
-        This is a collective on the CPU; every rank gives the same number of flags.
-        """
+        """Return for each flag whether any rank has set the flag. A collective on the CPU."""
         self.check_open()
         agreed = torch.tensor(flags, dtype=torch.uint8)
         if self.ranks > 1:
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._words)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._control)
         return [bool(flag) for flag in agreed.tolist()]
 
     def raise_together(self, error: Exception | None, *, in_world: bool = False) -> None:
-        """Raise on every rank if any rank has an error, so that no rank waits for a failed one.
+        """Raise ValueError on every rank if any rank has an error, with the ranks and their errors.
 
         Args:
             in_world: include all processes of the world instead of this mesh.
-
-        Raises:
-            ValueError: some rank has an error; the message names the ranks and their errors.
         """
         errors = self.all_gather(None if error is None else f"{type(error).__name__}: {error}", in_world=in_world)
         _raise_any(error, errors)
@@ -225,20 +208,14 @@ class Groups:
 
 @contextmanager
 def raised_together(timeout_s: float) -> Iterator[None]:
-    """Turn an error inside the context into an error on every process, before groups exist.
-
-    This is a collective of the world.
-
-    Raises:
-        ValueError: some process has an error; the message names the ranks and their errors.
-    """
+    """Raise an error inside the context on every process, before groups exist. A collective of the world."""
     error = None
     try:
         yield
     except (ValueError, TypeError, ImportError) as caught:
         error = caught
-    said = None if error is None else f"{type(error).__name__}: {error}"
-    _raise_any(error, gather_in_world(said, timeout_s))
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    _raise_any(error, gather_in_world(message, timeout_s))
 
 
 def _raise_any(error: Exception | None, errors: Sequence[str | None]) -> None:
@@ -257,11 +234,7 @@ def in_world() -> bool:
 
 
 def _groups_of(members: list[list[int]]) -> list[list[int]]:
-    """Return the distinct groups of ranks.
-
-    Args:
-        members: for every process, the ranks of its own group.
-    """
+    """Return the distinct groups of ranks, from every process's own group."""
     return [list(ranks) for ranks in dict.fromkeys(map(tuple, members))]
 
 
@@ -289,9 +262,8 @@ def _new_group(meshes: list[list[int]] | None, **options: Any) -> dist.ProcessGr
     Args:
         meshes: ranks of every mesh or node; None if all ranks of the world are one group.
     """
-    if meshes is None:
-        own: dist.ProcessGroup = dist.new_group(**options)
-    else:
-        groups = [dist.new_group(ranks, **options) for ranks in meshes]
-        own = next(group for ranks, group in zip(meshes, groups, strict=True) if dist.get_rank() in ranks)
-    return own
+    # A list of None is torch's name for all ranks.
+    lists: list[list[int] | None] = [None] if meshes is None else [*meshes]
+    groups: list[dist.ProcessGroup] = [dist.new_group(ranks, **options) for ranks in lists]
+    mine = next(at for at, ranks in enumerate(lists) if ranks is None or dist.get_rank() in ranks)
+    return groups[mine]

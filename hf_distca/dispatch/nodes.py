@@ -2,7 +2,6 @@
 
 import logging
 import socket
-from collections.abc import Sequence
 from itertools import groupby
 
 import torch.distributed as dist
@@ -10,9 +9,6 @@ import torch.distributed as dist
 from hf_distca.dispatch.groups import RankMesh, gather_in_world, in_world, mesh_ranks
 
 logger = logging.getLogger(__name__)
-
-Place = tuple[str, int]
-"""Host of a process, and the first rank that was launched with it there."""
 
 
 def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, ...]:
@@ -33,32 +29,18 @@ def ranks_per_node(mesh: RankMesh | None, timeout_s: float) -> int | tuple[int, 
     if not in_world():
         return 1
     rank = dist.get_rank()
+    # The host of every process, and the first rank that was launched with the process there.
     places = gather_in_world((socket.gethostname(), rank - dist.get_node_local_rank(fallback_rank=0)), timeout_s)
     members = mesh_ranks(mesh)
     found = [places[member] for member in members]
+    # A node is a run of consecutive ranks with the same place: ranks numbered round-robin across hosts are alone.
+    sizes = tuple(len(list(same)) for _, same in groupby(found))
     if rank == members[0]:
-        _tell(found)
-    return _one_number(_sizes(found))
-
-
-def _sizes(places: Sequence[Place]) -> tuple[int, ...]:
-    """Return the ranks of each node, [nodes]: runs of consecutive ranks with the same place.
-
-    If ranks are numbered round-robin across hosts, each is a node of its own.
-    """
-    return tuple(len(list(same)) for _, same in groupby(places))
-
-
-def _one_number(sizes: tuple[int, ...]) -> int | tuple[int, ...]:
+        hosts = [host for host, _ in groupby(host for host, _ in found)]
+        if len(hosts) > len(set(hosts)):
+            logger.warning(
+                "ranks that share a host are not numbered one after another, so plans cannot prefer exchanges inside "
+                "a host. Launch ranks host by host (torchrun does; mpirun --map-by slot)"
+            )
+        logger.info("ranks on each node, as launched: %s", ", ".join(map(str, sizes)))
     return sizes[0] if len(set(sizes)) == 1 else sizes
-
-
-def _tell(places: Sequence[Place]) -> None:
-    """Log the ranks of each node."""
-    hosts = [host for host, _ in groupby(host for host, _ in places)]
-    if len(hosts) > len(set(hosts)):
-        logger.warning(
-            "ranks that share a host are not numbered one after another, so plans cannot prefer exchanges inside a "
-            "host. Launch ranks host by host (torchrun does; mpirun --map-by slot)"
-        )
-    logger.info("ranks on each node, as launched: %s", ", ".join(map(str, _sizes(places))))

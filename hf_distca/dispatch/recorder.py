@@ -82,27 +82,18 @@ class Span(NamedTuple):
 
 
 class Recording:
-    """Spans that a listener asked for with `Recorder.listen`.
+    """Spans that a listener asked for with `Recorder.listen`."""
 
-    Args:
-        most: number of spans to keep, the latest; None for all.
-    """
-
-    def __init__(self, recorder: "Recorder", kinds: frozenset[Kind], most: int | None = None) -> None:
+    def __init__(self, recorder: "Recorder", kinds: frozenset[Kind], most: int | None) -> None:
         self.kinds = kinds
+        self.spans: deque[Span] = deque(maxlen=most)
         self._recorder = recorder
-        self._spans: deque[Span] = deque(maxlen=most)
-
-    def keep(self, span: Span) -> None:
-        """Keep a span if the listener asked for its kind."""
-        if span.kind in self.kinds:
-            self._spans.append(span)
 
     def take(self) -> list[Span]:
         """Return the spans since the last call, in the order of their ends; waits for queued work on CUDA."""
         self._recorder.finish()
-        spans = list(self._spans)
-        self._spans.clear()
+        spans = list(self.spans)
+        self.spans.clear()
         return spans
 
     def stop(self) -> None:
@@ -114,8 +105,7 @@ class Recorder:
     """Recorder of time, on the clock of the device that does the work.
 
     On the CPU that is the clock of the process. On CUDA events around queued work record the stream's time, and the
-    host does not wait. Events are kept only until the stream has passed them. Kinds without a listener are not
-    measured, except those in ALWAYS.
+    host does not wait. Kinds without a listener are not measured, except those in ALWAYS.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,7 +113,8 @@ class Recorder:
         self._recordings: list[Recording] = []
         self._kinds: frozenset[Kind] = ALWAYS
         self._seconds = dict.fromkeys(KINDS, 0.0)
-        self._queued: deque[_Queued] = deque()
+        # On CUDA: spans whose end the stream may not have reached, without their times.
+        self._queued: deque[tuple[Span, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
         self._anchor: torch.cuda.Event | None = None
         self._anchor_s = 0.0  # when the anchor was passed, on the device's clock
@@ -151,7 +142,7 @@ class Recorder:
         if kind not in self._kinds:
             return NOT_MEASURED
         measured = self._on_cuda if self._device.type == "cuda" else self._here
-        return measured(kind, part, work, pairs, rows)
+        return measured(Span(kind, part, work, 0.0, 0.0, pairs, rows))
 
     def clock(self) -> tuple[float, float]:
         """Return the device clock's offset from `time.perf_counter`, and the most by which the offset is too large.
@@ -177,7 +168,8 @@ class Recorder:
         """Add a span that was measured elsewhere, such as in a server's reply."""
         self._seconds[span.kind] += span.end - span.begin
         for recording in self._recordings:
-            recording.keep(span)
+            if span.kind in recording.kinds:
+                recording.spans.append(span)
 
     def seconds(self, kind: Kind) -> float:
         """Return the seconds of all measured spans of a kind; waits for queued work on CUDA."""
@@ -186,57 +178,38 @@ class Recorder:
 
     def drain(self) -> None:
         """Take in completed spans without waiting; the dispatcher calls it for every micro-batch."""
-        while self._queued and self._queued[0].end.query():
-            self._take_in(self._queued.popleft())
+        while self._queued and self._queued[0][-1].query():
+            self._take_in(*self._queued.popleft())
 
     def finish(self) -> None:
         """Take in all spans; on CUDA, wait for queued work."""
         while self._queued:
-            self._queued[0].end.synchronize()
-            self._take_in(self._queued.popleft())
+            self._queued[0][-1].synchronize()
+            self._take_in(*self._queued.popleft())
 
     @contextmanager
-    def _here(self, kind: Kind, part: str, work: Work | None, pairs: int, rows: Rows) -> Iterator[None]:
+    def _here(self, span: Span) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        end = time.perf_counter()
-        if self._recordings:
-            self.add(Span(kind, part, work, begin, end, pairs, rows))
-        else:
-            self._seconds[kind] += end - begin
+        self.add(span._replace(begin=begin, end=time.perf_counter()))
 
     @contextmanager
-    def _on_cuda(self, kind: Kind, part: str, work: Work | None, pairs: int, rows: Rows) -> Iterator[None]:
+    def _on_cuda(self, span: Span) -> Iterator[None]:
         self.drain()
         begin, end = self._event(), self._event()
         begin.record()
         yield
         end.record()
-        self._queued.append(_Queued(kind, part, work, pairs, rows, begin, end))
+        self._queued.append((span, begin, end))
 
     def _event(self) -> torch.cuda.Event:
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
-    def _take_in(self, queued: "_Queued") -> None:
+    def _take_in(self, span: Span, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Take in a completed span, timed from the previous one: long event intervals lose digits."""
-        begin_s = self._anchor_s
         if self._anchor is not None:
-            begin_s += self._anchor.elapsed_time(queued.begin) / 1000
+            self._anchor_s += self._anchor.elapsed_time(begin) / 1000
             self._free.append(self._anchor)
-        seconds = queued.begin.elapsed_time(queued.end) / 1000
-        self._anchor, self._anchor_s = queued.begin, begin_s
-        self._free.append(queued.end)
-        span = Span(queued.kind, queued.part, queued.work, begin_s, begin_s + seconds, queued.pairs, queued.rows)
-        self.add(span)
-
-
-class _Queued(NamedTuple):
-    """A span whose end the stream may not have reached."""
-
-    kind: Kind
-    part: str
-    work: Work | None
-    pairs: int
-    rows: Rows
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
+        self._anchor = begin
+        self._free.append(end)
+        self.add(span._replace(begin=self._anchor_s, end=self._anchor_s + begin.elapsed_time(end) / 1000))

@@ -1,11 +1,13 @@
-"""Row numbers on the device, and gather and scatter of rows by them.
+"""Row numbers on the device, and gather, scatter and sums of rows by them.
 
 Contiguous rows need no index tensor. All index tensors of a plan go to the device in few copies: a copy per tensor
 would cost the host about ten microseconds, and from pageable memory a wait.
 
-Shape suffixes: N rows; the letters after a row's N are free.
+Shape suffixes: N rows, S rows of one source of a sum, W rows of a sum that are written, A addends of all of them; the
+letters after a row's letter are free.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,35 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_distca.kernels import merge_into
-from hf_distca.kernels.contract import aligned
+from hf_distca.kernels.contract import MAX_SOURCES, SOURCE_BITS, aligned
+
+IntArray = NDArray[np.int64]
 
 CHUNK_BYTES = 1 << 22
 """Bytes of one copy, enough for a plan of some 50,000 rows per rank; larger plans take several copies."""
 
-RowIndex = slice | tuple[slice, ...] | Tensor
-"""Row numbers: a slice if contiguous, slices if a few runs, else an int64 tensor [N]."""
+RowIndex = slice | Tensor
+"""Row numbers: a slice if contiguous, else an int64 tensor [N]."""
 
 ALL_ROWS = slice(None)
-
-MAX_SOURCES = 6
-"""Most sources of a sum of rows, see `hf_distca.dispatch.sums`."""
-
-SOURCE_BITS = 3
-"""Low bits of an addend that hold the index of its source; the bits above hold its row."""
-
-FEW_RUNS = 8
-"""Most runs of rows that the CPU copies run by run, which is faster than gathering row by row.
-
-On a GPU each run would be another launch.
-"""
 
 
 class IndexBuffer:
     """Buffer that places numbers on the host and returns device tensors, which hold them after `send`.
 
     Args:
-        in_one_go: gather and add up rows by one kernel each, as on a GPU, instead of run by run, which is faster on a
-            CPU; None chooses by device.
+        in_one_go: add up rows of all sources by one kernel, as on a GPU, instead of source by source; None chooses by
+            device.
     """
 
     def __init__(self, device: torch.device, in_one_go: bool | None = None) -> None:
@@ -70,7 +62,7 @@ class IndexBuffer:
         return IndexBuffer(self.device, self.in_one_go)
 
     def send(self) -> None:
-        """Send the placed numbers without waiting for their arrival; the memory is not used for later numbers.
+        """Send the placed numbers without waiting for their arrival; later numbers get other memory.
 
         Torch does not reuse pinned memory while a copy reads it, even after its tensor is freed.
         """
@@ -85,76 +77,146 @@ def host_bytes(size: int, *, pinned: bool) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
-def row_index(rows: NDArray[np.int64], buffer: IndexBuffer) -> RowIndex:
+def row_index(rows: IntArray, buffer: IndexBuffer) -> RowIndex:
     """Return an index of the given rows [N]; the index is valid once the buffer is sent."""
     if len(rows) == 0:
         return slice(0, 0)
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    if len(breaks) >= (1 if buffer.in_one_go else FEW_RUNS):
-        return buffer.place(rows)
-    runs = tuple(slice(int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks))
-    return runs if len(runs) > 1 else runs[0]
+    contiguous = bool((np.diff(rows) == 1).all())
+    return slice(int(rows[0]), int(rows[-1]) + 1) if contiguous else buffer.place(rows)
 
 
 def take(x: Tensor, index: RowIndex) -> Tensor:
-    """Return the indexed rows of x: x or a view of it for a slice, else a copy."""
+    """Return the indexed rows of x: x or a view of x for a slice, else a copy."""
     if isinstance(index, slice):
         return x if index.start == 0 and index.stop == x.shape[0] else x[index]
-    return torch.cat([x[run] for run in index]) if isinstance(index, tuple) else x.index_select(0, index)
+    return x.index_select(0, index)
 
 
 def copy_rows(target: Tensor, x: Tensor, index: RowIndex) -> None:
     """Copy the indexed rows of x to a target of as many rows."""
-    if isinstance(index, Tensor):
+    if isinstance(index, slice):
+        target.copy_(x[index])
+    else:
         torch.index_select(x, 0, index, out=target)
-        return
-    for run, part in run_by_run(index, target):
-        part.copy_(x[run])
 
 
 def put(x: Tensor, index: RowIndex, rows: Tensor) -> None:
     """Write rows to the indexed rows of x; the index names no row twice."""
-    if isinstance(index, Tensor):
+    if isinstance(index, slice):
+        x[index] = rows
+    else:
         x.index_copy_(0, index, rows)
-        return
-    for run, part in run_by_run(index, rows):
-        x[run] = part
 
 
 def add_rows(x: Tensor, index: RowIndex, rows: Tensor) -> None:
-    """Add rows to the indexed rows of x, in the dtype of x; the index names no row twice."""
-    if isinstance(index, Tensor):
+    """Add rows to the indexed rows of x, in the dtype of x."""
+    if isinstance(index, slice):
+        x[index].add_(rows)
+    else:
         x.index_add_(0, index, rows.to(x.dtype))
-        return
-    for run, part in run_by_run(index, rows):
-        x[run].add_(part)
 
 
-def merge_rows(o_THE: Tensor, lse_TH: Tensor, index: RowIndex, o_part_QHE: Tensor, lse_part_QH: Tensor) -> None:
+def merge_rows(o_NHE: Tensor, lse_NH: Tensor, index: RowIndex, o_part_SHE: Tensor, lse_part_SH: Tensor) -> None:
     """Merge attention over further keys into the indexed rows of O and LSE, see `merge_into`.
 
     The index names no row twice.
     """
-    if isinstance(index, Tensor):
-        merge_into(o_THE, lse_TH, o_part_QHE, lse_part_QH, index)
-        return
-    parts = zip(run_by_run(index, o_part_QHE), run_by_run(index, lse_part_QH), strict=True)
-    for (run, o_part), (_, lse_part) in parts:
-        merge_into(o_THE[run], lse_TH[run], o_part, lse_part)
-
-
-def run_by_run(index: slice | tuple[slice, ...], rows: Tensor) -> list[tuple[slice, Tensor]]:
-    """Return each run of an index with its share of the rows."""
     if isinstance(index, slice):
-        return [(index, rows)]
-    runs, position = [], 0
-    for run in index:
-        length = run.stop - run.start
-        runs.append((run, rows[position : position + length]))
-        position += length
-    return runs
+        merge_into(o_NHE[index], lse_NH[index], o_part_SHE, lse_part_SH)
+    else:
+        merge_into(o_NHE, lse_NH, o_part_SHE, lse_part_SH, index)
 
 
-def addends_of(source: int, rows: int) -> NDArray[np.int32]:
-    """Return each row of a source as an addend, in order: [rows] int32."""
-    return np.arange(rows, dtype=np.int32) << SOURCE_BITS | source
+class RowSum:
+    """Sum of rows from several sources, such as gradients of tasks at the rows that the tasks read.
+
+    A row without an addend is 0. Rows are added source by source, in order, in at least float32. If the first source
+    has each row of the sum once and in order, the other sources are added to the first in place.
+
+    Args:
+        sources_S: for each source by name, the row of the sum to which each of the source's rows is added.
+        buffer: to be sent before the sum is used.
+        in_place: whether the first source may be overwritten.
+
+    Attributes:
+        sources: names of the sources, in order.
+
+    Raises:
+        ValueError: there are more than MAX_SOURCES sources.
+    """
+
+    def __init__(
+        self, sources_S: Mapping[str, IntArray], rows: int, buffer: IndexBuffer, *, in_place: bool = True
+    ) -> None:
+        if len(sources_S) > MAX_SOURCES:
+            raise ValueError(f"a sum has at most {MAX_SOURCES} sources, got {len(sources_S)}")
+        self.sources = tuple(sources_S)
+        targets_S = list(sources_S.values())
+        self._rows = rows
+        self._in_place = in_place and len(targets_S[0]) == rows and _increasing(targets_S[0])
+        self._addends = Addends(targets_S, rows, self._in_place, buffer) if buffer.in_one_go else None
+        if self._addends is None:
+            self._rows_S = [row_index(targets, buffer) for targets in targets_S]
+            # A sum of two addends is rounded once in any dtype.
+            self._widen = bool((np.bincount(np.concatenate(targets_S)) > 2).any())
+
+    def add_up(self, sources: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """Return the sum, [N, …] in the dtype of the sources.
+
+        Args:
+            sources: [S, …] each, dense within a row, with the bound numbers of rows. The first may be overwritten.
+            out: where to write the sum, dense within a row; only for sums that overwrite no source.
+        """
+        base = sources[0]
+        if out is None:
+            out = base if self._in_place else base.new_empty((self._rows, *base.shape[1:]))
+        if self._addends is not None:
+            self._addends.add_up(sources, out)
+            return out
+        total = out.to(torch.promote_types(out.dtype, torch.float32)) if self._widen else out
+        if not self._in_place:
+            total.zero_()
+        for index, source in list(zip(self._rows_S, sources, strict=True))[self._in_place :]:
+            add_rows(total, index, source)
+        if total is not out:
+            out.copy_(total)
+        return out
+
+
+class Addends:
+    """Sum that one kernel computes from the addends of each row, see `hf_distca.kernels.fused_triton`.
+
+    Attributes:
+        rows_W: int32, the rows that are written; None: all.
+        ends_W: [W + 1] int32, the first addend of each of these rows, then the number of addends.
+        addends_A: int32, source and row of each.
+        onto: whether the addends are added to present values.
+    """
+
+    def __init__(self, targets_S: Sequence[IntArray], rows: int, onto: bool, buffer: IndexBuffer) -> None:
+        added = [(source, targets) for source, targets in enumerate(targets_S) if source or not onto]
+        targets = np.concatenate([np.empty(0, np.int64), *(targets for _, targets in added)])
+        addends = np.concatenate(
+            [np.empty(0, np.int32)]
+            + [np.arange(len(targets), dtype=np.int32) << SOURCE_BITS | source for source, targets in added]
+        )
+        if not _increasing(targets):
+            addends = addends[np.argsort(targets, kind="stable")]
+        counts = np.bincount(targets, minlength=rows)
+        written = np.flatnonzero(counts) if onto else None
+        ends = np.concatenate([[0], np.cumsum(counts if written is None else counts[written])])
+        self.rows_W = None if written is None else buffer.place(written.astype(np.int32))
+        self.ends_W = buffer.place(ends.astype(np.int32))
+        self.addends_A = buffer.place(addends)
+        self.onto = onto
+        self._written = len(ends) - 1
+
+    def add_up(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        """See `RowSum.add_up`."""
+        if self._written:
+            torch.ops.hf_distca.sum_rows(out, self.rows_W, self.ends_W, self.addends_A, list(sources), self.onto)
+
+
+def _increasing(targets: IntArray) -> bool:
+    """Return whether row numbers strictly increase, so that none occurs twice."""
+    return bool((targets[1:] > targets[:-1]).all())

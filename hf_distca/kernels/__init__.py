@@ -5,7 +5,7 @@
 
 from .choice import KERNEL_NAMES, KERNELS, Choice, choose_kernel, get_kernel
 from .contract import AttentionParams, Kernel, Need, TaskShapes
-from .merge import merge_into
+from .fused import merge_into
 
 __all__ = [
     "KERNELS",

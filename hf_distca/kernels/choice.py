@@ -24,8 +24,8 @@ FASTEST_FIRST = {
     9: ("flash_attn_3", "flash_attn_4", "torch_varlen", "flash_attn"),
     10: ("flash_attn_4", "torch_varlen", "flash_attn"),
 }
-"""By major compute capability. FlashAttention-3 and 4 were made for these GPUs and are up to twice as fast there as
-FlashAttention-2, which the two others are; of these, torch's is there without installing anything."""
+"""By major compute capability. FlashAttention-3 and 4 are up to twice as fast there as FlashAttention-2, which the two
+others are; of these, torch's needs no installation."""
 ELSEWHERE = ("torch_varlen", "flash_attn")
 
 USUAL = Need(torch.bfloat16, 128, 128, AttentionParams(scale=128**-0.5))
@@ -34,7 +34,7 @@ USUAL = Need(torch.bfloat16, 128, 128, AttentionParams(scale=128**-0.5))
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel that "auto" is, and by name the error of each faster kernel that was passed over."""
+    """The kernel that "auto" is, and by name the error of each faster kernel."""
 
     kernel: Kernel
     passed_over: dict[str, str]
@@ -44,13 +44,11 @@ def get_kernel(name: str, device: torch.device, needs: Sequence[Need] = (), *, s
     """Return a kernel by name, which runs on the device and can do what is needed.
 
     Args:
-        name: "auto" (see `choose_kernel`); "reference", float64 with all scores at once, to check others against;
-            "cpu"; "torch_varlen", the FlashAttention that comes with torch; "flash_attn", "flash_attn_3" and
-            "flash_attn_4", the FlashAttention of these packages.
+        name: one of KERNEL_NAMES; for "auto" see `choose_kernel`.
         sm_margin: streaming multiprocessors of a GPU that the kernel leaves to others, where it can.
 
     Raises:
-        ValueError: no kernel has this name, or it cannot do what is needed, or "auto" finds none that can.
+        ValueError: no kernel has this name, or can do what is needed.
         ImportError: the kernel's package is missing, or cannot be imported.
     """
     if name == "auto":
@@ -66,10 +64,9 @@ def choose_kernel(device: torch.device, needs: Sequence[Need] = (), *, sm_margin
     Args:
         device: a CPU takes "cpu"; for CUDA see `FASTEST_FIRST`.
         needs: none: what most models need.
-        sm_margin: see `get_kernel`.
 
     Raises:
-        ValueError: there is none; the error says of each kernel why not.
+        ValueError: no kernel can; the error has the reason for each.
     """
     if device.type == "cpu":
         return Choice(_checked(CpuKernel(), device, needs), {})

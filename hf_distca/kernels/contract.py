@@ -21,6 +21,13 @@ ALIGNMENT = 16
 """Bytes that kernels load at once: rows, columns and tables begin at multiples of it."""
 
 
+MAX_SOURCES = 6
+"""Most tensors whose rows `sum_rows` adds up."""
+
+SOURCE_BITS = 3
+"""Low bits of an addend of `sum_rows` that hold the index of its source; the bits above hold its row."""
+
+
 def aligned(size: int) -> int:
     """Round a size in bytes up to a multiple of ALIGNMENT.
 
@@ -38,9 +45,8 @@ class AttentionParams:
         scale: factor on the scores q·k, usually 1/√D.
         window: a row attends to this many keys up to and including its own (sliding window); None: to all.
         softcap: scores become softcap·tanh(scores/softcap); None: they stay as they are.
-        causal: True: row i of a task attends to its keys j <= i + k_len - q_len (aligned bottom right), and
-            with a window to j > i + k_len - q_len - window. False: every row attends to every key of its
-            task, for the part of a task whose keys all come before its rows; no window then.
+        causal: True: row i of a task attends to its keys j <= i + k_len - q_len (aligned bottom right), and with a
+            window to j > i + k_len - q_len - window. False: rows attend to all keys of their task; no window then.
     """
 
     scale: float
@@ -69,18 +75,16 @@ class Need:
 
 @dataclass(frozen=True, eq=False)
 class TaskShapes:
-    """Lengths of the tasks of one kernel call, on the host and on the device.
+    """Lengths of the tasks of one kernel call, on the host and on the device, built once per micro-batch.
 
-    The query rows of the tasks lie packed one after another, and so do their key/value rows: a key/value
-    row that two tasks need appears twice. Build the shapes once per micro-batch with `TaskShapes.build`.
+    The query rows of the tasks lie packed one after another, and so do the key/value rows: a key/value row that two
+    tasks need appears twice.
 
     Attributes:
         q_lens: query rows of each task; may be 0.
         k_lens: key/value rows of each task; may be 0. With causal attention k_lens[i] >= q_lens[i].
-        cu_q: [T + 1] int32 on the device, first packed query row of each task, then the total.
-        cu_k: [T + 1] int32 on the device, likewise for key/value rows.
-        max_q: largest of q_lens, 0 without tasks.
-        max_k: largest of k_lens, 0 without tasks.
+        cu_q: [T + 1] int32 on the device, first packed query row of each task, then the total; cu_k likewise.
+        max_q: largest of q_lens, 0 without tasks; max_k likewise.
     """
 
     q_lens: tuple[int, ...]
@@ -92,7 +96,7 @@ class TaskShapes:
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """Return what `make` gave on its first call for this key: every layer of a micro-batch asks again."""
+        """Return the first result of `make` for this key: every layer of a micro-batch asks again."""
         if key not in self._made:
             self._made[key] = make()
         made: _Made = self._made[key]
@@ -100,11 +104,7 @@ class TaskShapes:
 
     @staticmethod
     def build(q_lens: Sequence[int], k_lens: Sequence[int], device: torch.device | str) -> "TaskShapes":
-        """Make the shapes of tasks with these numbers of query and key/value rows, for a kernel on `device`.
-
-        Raises:
-            ValueError: the two differ in number, or a length is negative.
-        """
+        """Return the shapes of tasks with these query and key/value rows, for a kernel on `device`; see `placed`."""
         return TaskShapes.placed(
             q_lens, k_lens, lambda numbers: torch.from_numpy(numbers).to(device, non_blocking=True)
         )
@@ -113,7 +113,11 @@ class TaskShapes:
     def placed(
         q_lens: Sequence[int], k_lens: Sequence[int], place: Callable[[NDArray[np.int32]], Tensor]
     ) -> "TaskShapes":
-        """Make the shapes as `build` does, where `place` copies numbers to the device, perhaps many together."""
+        """Return the shapes as `build` does, where `place` copies numbers to the device, perhaps many together.
+
+        Raises:
+            ValueError: the lists differ in length, or a number of rows is negative.
+        """
         q_lens, k_lens = tuple(map(int, q_lens)), tuple(map(int, k_lens))
         if len(q_lens) != len(k_lens):
             raise ValueError(f"got {len(q_lens)} q_lens but {len(k_lens)} k_lens; give both for every task")
@@ -137,13 +141,12 @@ class TaskShapes:
 class Kernel(Protocol):
     """Core attention over several tasks in one kernel call, in both directions.
 
-    Implementations hold no state. They compute exactly what `AttentionParams` says, and never hand over to
-    another implementation.
+    Implementations hold no state, compute exactly what `AttentionParams` says, and never hand over to another one.
 
     Attributes:
-        name: what `get_kernel` takes.
-        row_overhead: cost of a query row besides its pairs, in pairs: a kernel computes whole tiles of keys, of
-            which a row's last one is partly masked, and some of its work is done once a row.
+        name: name for `get_kernel`.
+        row_overhead: cost of a query row besides its pairs, in pairs: a row's last tile of keys is partly masked, and
+            some work is done once a row.
         gather_cost: cost of a byte of K and V that a rank gathers in its own memory, because one document has two
             tasks there that do not touch, in bytes sent to another rank.
     """
@@ -153,7 +156,7 @@ class Kernel(Protocol):
     gather_cost: float
 
     def check(self, need: Need, device: torch.device) -> None:
-        """Raise ValueError if the kernel cannot do this: what was asked, what it can do, which kernel can."""
+        """Raise ValueError if the kernel cannot do what is needed, with the kernels that can."""
         ...
 
     def forward(
@@ -183,15 +186,11 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of attention from do in the dtype of q, and from o and lse of `forward`.
 
-        A kernel takes o and lse as given and never computes them again: where a row's keys were split over several
-        kernel calls whose results were merged, the backward of each gets the merged o and lse, of any strides, and
-        the gradients add up.
+        Where a row's keys were split over several kernel calls whose results were merged, the backward of each gets
+        the merged o and lse, of any strides, and the gradients add up.
 
         Returns:
             dq_QHD, dk_KGD and dv_KGE in the dtype of q, contiguous. They are 0 where no pair of row and key exists.
-
-        Raises:
-            ValueError: the tensors do not fit one another or the shapes.
         """
         ...
 

@@ -12,11 +12,11 @@ import torch
 from .contract import AttentionParams, Kernel, TaskShapes
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
-"""Operations a second of dense products in bfloat16, as the maker names them, by a part of the device's name."""
+"""Operations a second of dense products in bfloat16, from the data sheets, by a part of the device's name."""
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the most operations a second of a device of this name; None where that is not known."""
+    """Return the most operations a second of a device of this name; None if unknown."""
     return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
 
 
@@ -55,16 +55,15 @@ def measure_speed(
     work: Work | None = None,
     seconds: float = 0.5,
 ) -> float:
-    """Return the query-key pairs per second of a forward and backward, the median of a few.
+    """Return the query-key pairs per second of a forward and backward, the median of at least three.
 
     Args:
         dtype: None: bfloat16 on CUDA, float32 elsewhere.
         work: None: see `work_for`.
-        seconds: how long to measure, after one forward and backward to warm up; three rounds at least.
+        seconds: duration of the measurement, after one forward and backward to warm up.
     """
-    work = work_for(device) if work is None else work
-    if dtype is None:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    work = work or work_for(device)
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     heads = (work.q_heads, work.kv_heads, work.kv_heads, work.q_heads)
     q_THD, k_TGD, v_TGD, do_THD = (
         torch.full((work.tokens, count, work.head_dim), 0.1, dtype=dtype, device=device) for count in heads

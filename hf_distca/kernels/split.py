@@ -1,9 +1,8 @@
 """Split a kernel call whose tasks differ much in length into kernel calls on fewer tasks.
 
-Kernels that launch a block of threads for every 128 rows of the *longest* task, for every task and head, launch mostly
-empty blocks where one task is long and many are short: one of 32768 rows with 500 short ones at 32 heads makes 4
-million, of which 24 thousand have rows. Tasks lie packed, so that any run of neighbours can be a kernel call of its
-own, on slices, which copies no input.
+Some kernels launch a block of threads for every 128 rows of the *longest* task, for every task and head. One task of
+32768 rows with 500 short ones at 32 heads makes 4 million blocks, of which 24 thousand have rows. Tasks lie packed:
+any run of neighbours can be a kernel call of its own, on slices, which copies no input.
 """
 
 from collections.abc import Sequence
@@ -29,12 +28,7 @@ MOST_RUNS = 256
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks that a kernel launches for each task and head, whatever the length of that task.
-
-    Attributes:
-        by_q: how often it launches one block for every 128 rows of the longest task.
-        by_k: how often it launches one block for every 128 keys of the longest task.
-    """
+    """Blocks that a kernel launches for each task and head: for every 128 rows, and keys, of the longest task."""
 
     by_q: int
     by_k: int
@@ -49,19 +43,14 @@ class TaskRange(NamedTuple):
 
 
 def task_ranges(shapes: TaskShapes, grid: Grid, heads: int) -> tuple[TaskRange, ...]:
-    """Return the kernel calls that together compute all tasks in the least time, made once for the shapes.
-
-    Args:
-        grid: of the kernel, in the direction of the kernel call.
-        heads: query heads.
-    """
+    """Return the kernel calls that together compute all tasks in the least time, for `heads` query heads."""
     return shapes.once(
         ("ranges", grid, heads), lambda: _ranges(shapes, cuts(shapes.q_lens, shapes.k_lens, grid, heads))
     )
 
 
 def _ranges(shapes: TaskShapes, borders: Sequence[int]) -> tuple[TaskRange, ...]:
-    """Make the ranges between borders; without a border inside, the shapes themselves serve."""
+    """Return the ranges between borders; without a border inside, the shapes themselves serve."""
     if len(borders) == 2:
         return (TaskRange(shapes, slice(0, sum(shapes.q_lens)), slice(0, sum(shapes.k_lens))),)
     ranges: list[TaskRange] = []

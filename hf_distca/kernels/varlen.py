@@ -1,9 +1,9 @@
 """FlashAttention's varlen kernels, from torch and from packages, whose differences `versions` lists.
 
-With causal=True they align rows with keys at the bottom right, which is exactly a task, and take all tasks
-at once. What differs from the contract is handled here: head dims that must be multiples of 8, and for most kernels
-equal; rows that must begin at multiples of 16 bytes; log-sum-exp as [H, Q]; tasks without rows or keys, of which some
-versions leave results unset and call the log-sum-exp +inf; tasks of very different lengths (see `split`).
+They take all tasks at once, aligned bottom right. What differs from the contract is handled here: head dims that must
+be multiples of 8, and for most kernels equal; rows that must begin at multiples of 16 bytes; log-sum-exp as [H, Q];
+tasks without rows or keys, of which some versions leave results unset and call the log-sum-exp +inf; tasks of very
+different lengths (see `split`).
 
 Shape suffixes: Q packed query rows, K packed key/value rows, H query heads, G key/value heads, D head dim of
 queries and keys, E head dim of values, P and R the same head dims padded to what the kernel takes.
@@ -28,10 +28,10 @@ FIRST_WITH_FA4_WINDOWS = (2, 13)
 
 
 class FlashVarlenKernel:
-    """A kernel built on a FlashAttention varlen kernel. See `Kernel` for its public methods.
+    """Kernel built on a FlashAttention varlen kernel. See `Kernel` for its public methods.
 
-    Gradients are summed in an order that varies from run to run, unless
-    torch.use_deterministic_algorithms(True) is set. Nothing here waits for the device.
+    Gradients are summed in an order that varies from run to run, unless torch.use_deterministic_algorithms(True) is
+    set. Nothing here waits for the device.
 
     Raises:
         ImportError: the package is missing, broken, or too old.
@@ -202,10 +202,9 @@ class FlashAttn3Kernel(FlashVarlenKernel):
     """FlashAttention-3 of the flash_attn_3 package, or of its build on the Hugging Face hub.
 
     Args:
-        sm_margin: streaming multiprocessors that a forward leaves to what else runs on the GPU, the exchange of rows
-            above all. Its blocks stay for the whole kernel call, so that nothing else starts on a GPU full of them.
-            Blocks of a backward end one by one and leave room as they do; the operator takes the number there too.
-        hub: where the package is not installed, take the hub's build by the `kernels` package, which downloads it.
+        sm_margin: streaming multiprocessors that a forward leaves to exchanges: its blocks stay for the whole kernel
+            call. Blocks of a backward end one by one; the operator takes the number there too.
+        hub: without the package, take the hub's build by the `kernels` package, which downloads it.
     """
 
     name = "flash_attn_3"
@@ -232,10 +231,7 @@ class FlashAttn3Kernel(FlashVarlenKernel):
 
 
 class FlashAttn4Kernel(FlashVarlenKernel):
-    """FlashAttention-4 of the flash-attn-4 package.
-
-    The first kernel call of each kind compiles its kernel, which takes some seconds.
-    """
+    """FlashAttention-4 of the flash-attn-4 package; the first kernel call of each kind compiles some seconds."""
 
     name = "flash_attn_4"
     version = FLASH_ATTN_4
@@ -256,10 +252,9 @@ class FlashAttn4Kernel(FlashVarlenKernel):
 
 
 class TorchVarlenKernel(FlashVarlenKernel):
-    """`aten::_flash_attention_forward` and `_backward`, which return and take the log-sum-exp.
+    """`aten::_flash_attention_forward` and `_backward`: FlashAttention-2, unless the process has activated 3 or 4.
 
-    They are FlashAttention-2, unless torch.nn.attention.activate_flash_attention_impl has put FlashAttention-3 or 4
-    in its place, for the whole process. The kernel leaves that as it is, and has its limits then.
+    torch.nn.attention.activate_flash_attention_impl does so; the kernel then has the limits of that version.
     """
 
     name = "torch_varlen"
@@ -327,12 +322,12 @@ def _ready(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _slice(x: Tensor, rows: slice) -> Tensor:
-    """Return some rows, or x itself where they are all."""
+    """Return some rows; all of them without a view."""
     return x if rows == slice(0, x.shape[0]) else x[rows]
 
 
 def _joined(parts: Sequence[Tensor], head_dim: int | None = None, dim: int = 0) -> Tensor:
-    """Join tensors without their padding into a contiguous one, which a single part may be already."""
+    """Join tensors without their padding into a contiguous one."""
     cut = [x if head_dim in (None, x.shape[-1]) else x[..., :head_dim] for x in parts]
     return cut[0].contiguous() if len(cut) == 1 else torch.cat(cut, dim)
 

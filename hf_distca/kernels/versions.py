@@ -27,18 +27,18 @@ class Version:
         softcap: whether scores can be capped.
         forward_grid: blocks of a forward that the longest task decides.
         backward_grid: blocks of a backward, likewise.
-        distribution: what pip knows the package by. A module of the name alone proves nothing: flash-attn brings a
+        distribution: name of the package for pip. A module of the name alone proves nothing: flash-attn brings a
             folder of FlashAttention-4 along, which cannot be imported without packages that it does not ask for.
-        module: what the kernel imports.
-        install: how to install it.
-        functions: names of its functions for forward and backward.
-        has: a further name, which it has from `newer` on.
-        newer: what to install where a name is missing.
+        module: module to import.
+        install: command that installs the package.
+        functions: names of the functions for forward and backward.
+        has: a further name, present from `newer` on.
+        newer: version to install where a name is missing.
         causal: the argument for `AttentionParams.causal`.
         no_window: both sides of a window that sees all keys.
         no_softcap: a forward's softcap where scores are not capped.
-        in_place: whether the backward takes do first and writes dq, dk and dv into tensors that it is given, or takes
-            do behind o and returns them.
+        in_place: whether the backward takes do first and writes dq, dk and dv into given tensors, or takes do behind o
+            and returns dq, dk and dv.
         forward: further arguments of the forward.
         backward: further arguments of the backward.
     """

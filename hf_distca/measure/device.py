@@ -1,4 +1,4 @@
-"""Measure a device: attention kernel calls, matrix products and memory."""
+"""Measure the profile of a device: attention kernel calls, matrix products and memory."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from hf_distca.kernels import AttentionParams, Kernel, TaskShapes
+from hf_distca.kernels.speed import peak_flops
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.seconds import FloatArray, KernelCost, Tasks
-from hf_distca.sim.costs import Accuracy, held_out
+from hf_distca.planner.nodes import EXCHANGE_BANDWIDTH, NETWORK_BANDWIDTH, NODE_BANDWIDTH
+from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Links, Tasks
+from hf_distca.sim.costs import Accuracy, DeviceProfile, held_out
 
 QUERIES = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (64, 128, 512, 2048, 8192, 16384)}
 """Query rows of measured tasks, by type of device; plans hardly make shorter tasks."""
@@ -41,6 +43,42 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
     return median(times[1:])
+
+
+def measured_profile(
+    kernel: Kernel,
+    kind: AttentionKind,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    queries: Sequence[int] | None = None,
+    limit_s: float = inf,
+) -> DeviceProfile:
+    """Measure one device; its links are taken from an H100.
+
+    Args:
+        queries: as in `measured_kernel`.
+        limit_s: as in `measured_kernel`.
+    """
+    flops = measured_matrices(hidden, dtype, device)
+    forward, backward, accuracy = measured_kernel(kernel, kind, dtype, device, queries=queries, limit_s=limit_s)
+    name, device_name = str(dtype).removeprefix("torch."), name_of(device)
+    return DeviceProfile(
+        name=f"{device_name}, {name}",
+        source=f"Measured with the kernel {kernel.name} and torch {torch.__version__}",
+        dtype=name,
+        measured=kind,
+        forward=forward,
+        backward=backward,
+        flops_per_second=flops,
+        bytes_per_second=measured_memory(hidden, dtype, device),
+        peak_flops=peak_flops(device_name) or flops,
+        links=_of_an_h100(NODE_BANDWIDTH),
+        exchange=_of_an_h100(EXCHANGE_BANDWIDTH),
+        launches=measured_launches(dtype, device),
+        accuracy=accuracy,
+    )
 
 
 def query_rows(device: torch.device, most: int) -> tuple[int, ...]:
@@ -136,3 +174,13 @@ def measured_launches(dtype: torch.dtype, device: torch.device) -> float:
     x, weight = torch.randn(1, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)
     operator = partial(torch.nn.functional.linear, x, weight)
     return seconds_of(lambda: [operator() for _ in range(LAYER_OPERATORS)], device)
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a device for people."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _of_an_h100(within: float) -> Links:
+    """Return links that were not measured, with `within` GB/s inside a node."""
+    return Links(LinkCost(3e-5, within * 1e9), LinkCost(3e-5, NETWORK_BANDWIDTH * 1e9))

@@ -1,7 +1,10 @@
-"""Measure exchanges between ranks with the exchange that training uses."""
+"""Measure links between ranks, with the exchange that training uses, and agree on one profile of all ranks."""
 
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from statistics import median
@@ -14,7 +17,8 @@ from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
 from hf_distca.dispatch.groups import Groups
 from hf_distca.measure.device import REPEATS, seconds_of
 from hf_distca.planner.nodes import node_sizes
-from hf_distca.planner.seconds import FloatArray, LinkCost, Links
+from hf_distca.planner.seconds import FloatArray, KernelCost, LinkCost, Links
+from hf_distca.sim.costs import DeviceProfile
 
 ROW_BYTES = 1024
 EXCHANGED_ROWS = (64, 512, 4096, 16384, 65536)
@@ -159,3 +163,64 @@ def _collective(to: int, of: int, ranks: int, rows: int, device: torch.device) -
     sent, received = ([rows if rank == other else 0 for rank in range(ranks)] for other in (to, of))
     rows_in, rows_out = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     return partial(dist.all_to_all_single, rows_out, rows_in, received, sent)
+
+
+def with_links(
+    profile: DeviceProfile,
+    groups: Groups,
+    device: torch.device,
+    ranks_per_node: int | tuple[int, ...],
+    *,
+    collectives: bool = True,
+    limit_s: float = inf,
+) -> DeviceProfile:
+    """Return the mean of all ranks' profiles, with links measured by all ranks together. A collective.
+
+    Args:
+        ranks_per_node: as in PlanSettings.
+        collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
+            Over gloo both are the same.
+        limit_s: as in `measured_exchange`.
+    """
+    agreed = _mean(groups.all_gather(profile))
+    exchange = links = measured_exchange(groups, device, ranks_per_node, limit_s=limit_s)
+    if collectives and device.type == "cuda":
+        inside, across = peers_of(groups.ranks, ranks_per_node)
+        within = measured_link(groups, device, inside, alone=True)
+        links = Links(within, within if across == inside else measured_link(groups, device, across, alone=True))
+    sharing = ranks_per_core(groups) if device.type == "cpu" else 1.0
+    return replace(agreed, links=links, exchange=exchange, ranks_per_core=sharing)
+
+
+def ranks_per_core(groups: Groups) -> float:
+    """Return the threads per core, at least 1, of the host with the fewest. A collective.
+
+    All processes of the world count.
+    """
+    here = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
+    threads: dict[str, int] = {}
+    cores: dict[str, set[int]] = {}
+    for host, count, allowed in groups.all_gather(here, in_world=True):
+        threads[host] = threads.get(host, 0) + count
+        cores[host] = cores.get(host, set()) | allowed
+    return max(min(threads[host] / len(cores[host]) for host in threads), 1.0)
+
+
+def _mean(profiles: Sequence[DeviceProfile]) -> DeviceProfile:
+    """Return the mean of the ranks' measured profiles, the same on every rank."""
+
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(profile, name) for profile in profiles]))
+
+    def cost(name: str) -> KernelCost:
+        each = [list(vars(getattr(profile, name)).values()) for profile in profiles]
+        return KernelCost(*np.mean(each, axis=0).tolist())
+
+    return replace(
+        profiles[0],
+        forward=cost("forward"),
+        backward=cost("backward"),
+        flops_per_second=mean("flops_per_second"),
+        bytes_per_second=mean("bytes_per_second"),
+        launches=mean("launches"),
+    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_distca.config import DistCAConfig
-from hf_distca.memory.core_attention import Use, busiest_rank
-from hf_distca.memory.live import Part, without_numbers
-from hf_distca.memory.micro_batch import count_micro_batch
+from hf_distca.memory.live import Part, fake_tensors
+from hf_distca.memory.micro_batch import Use, busiest_rank, count_micro_batch
 from hf_distca.memory.model_state import ModelState, Strategy, model_state
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.models.decoder import base_model
@@ -77,20 +75,18 @@ class MemoryCounter:
     """Counter of one model's memory; results that trainings share are counted once.
 
     Args:
-        model: the model before it is wrapped for several ranks, or its config.
+        model: the model before it is wrapped for several ranks.
         settings: settings of plans; `kinds` are the model's.
+        by_config: count shallow models of the model's config, for a model without adapters and other changes.
     """
 
-    def __init__(self, model: nn.Module | PreTrainedConfig, settings: PlanSettings, options: DistCAConfig) -> None:
-        self._given, self._settings, self._options = model, settings, options
+    def __init__(
+        self, model: nn.Module, settings: PlanSettings, options: DistCAConfig, *, by_config: bool = False
+    ) -> None:
+        self._model: Any = model
+        self._settings, self._options, self._by_config = settings, options, by_config
         self._longest: dict[int, MicroBatchPlan] = {}  # by tokens of a rank
         self._counted: dict[Any, tuple[MicroBatchPlan, dict[Part, int]]] = {}
-
-    @cached_property
-    def _model(self) -> Any:
-        if isinstance(self._given, nn.Module):
-            return self._given
-        return model_of_config(self._given, torch.float32, without_numbers())
 
     def count(self, plan: MicroBatchPlan, training: Training, rank: int | None = None) -> RankMemory:
         """Count the memory of a micro-batch.
@@ -127,35 +123,28 @@ class MemoryCounter:
         return self._counted[key][1]
 
     def _count(self, plan: MicroBatchPlan, training: Training, rank: int) -> dict[Part, int]:
+        options = self._options
         use = Use(
             counted_kernel(self._settings.kernel),
             training.autocast,
             training.checkpointing,
-            self._options.keep_received,
-            self._options.keep_core_attention,
+            options.keep_received,
+            options.keep_core_attention,
         )
+        mode = fake_tensors()
 
-        def of_config(config: PreTrainedConfig) -> dict[Part, int]:
-            mode = without_numbers()
-            model = model_of_config(config, training.weights, mode)
-            prepare_model(model, self._options, ping_pong=self._settings.ping_pong)
+        def of_config(config: PreTrainedConfig, dtype: torch.dtype = training.weights) -> dict[Part, int]:
+            model = model_of_config(config, dtype, mode)
+            prepare_model(model, options, ping_pong=self._settings.ping_pong)
             return count_micro_batch(model, plan, rank, use, mode)
 
-        if isinstance(self._given, PreTrainedConfig):
-            return count_by_layers(of_config, self._given, repeated_layers(self._model))
-        mode = without_numbers()
-        return count_micro_batch(self._copy(training, mode), plan, rank, use, mode)
-
-    def _copy(self, training: Training, mode: Any) -> nn.Module:
-        """Return a copy of the model with fake tensors that computes this rank's share."""
+        if self._by_config:
+            return count_by_layers(of_config, self._model.config, repeated_layers(self._model))
         dtype = None if training.strategy == "ddp" else training.weights
-        if not is_divided_at_load(self._given):
-            return model_after(self._model, mode, dtype)
-        # A copy would be divided too, and ask other ranks for their shares.
-        base = base_model(self._model)
-        alone = model_of_config(config_on_a_rank(base), dtype or base.dtype, mode)
-        prepare_model(alone, self._options, ping_pong=self._settings.ping_pong)
-        return alone
+        if is_divided_at_load(self._model):  # a copy would be divided too, and ask other ranks for their shares
+            base = base_model(self._model)
+            return of_config(config_on_a_rank(base), dtype or base.dtype)
+        return count_micro_batch(model_after(self._model, mode, dtype), plan, rank, use, mode)
 
 
 def longest_documents(settings: PlanSettings) -> list[int]:

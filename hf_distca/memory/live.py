@@ -31,7 +31,7 @@ Part = Literal[
 """
 
 
-def without_numbers() -> FakeTensorMode:
+def fake_tensors() -> FakeTensorMode:
     """Return a mode in which all tensors are fake."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -52,7 +52,7 @@ class LiveMemory(TorchDispatchMode):
         self._part: Part = "activations"
         self._alive: dict[int, tuple[weakref.ref[Any], int, Part]] = {}
         self._bytes: Counter[Part] = Counter()
-        self._total = self._most = 0
+        self._most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -97,20 +97,17 @@ class LiveMemory(TorchDispatchMode):
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), size, part
         self._bytes[part] += size
-        if part != "host":
-            self._total += size
         self._look()
 
     def _free(self, key: int) -> None:
         if key in self._alive:
             _, size, part = self._alive.pop(key)
             self._bytes[part] -= size
-            if part != "host":
-                self._total -= size
 
     def _look(self) -> None:
-        if self._total > self._most:
-            self._most, self.peak = self._total, self._bytes.copy()
+        total = self._bytes.total() - self._bytes["host"]
+        if total > self._most:
+            self._most, self.peak = total, self._bytes.copy()
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:

@@ -1,6 +1,5 @@
 """Memory of weights, gradients and an optimizer with two moments (Adam) on a rank, by strategy."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,45 +13,6 @@ STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 
 FLOAT32, BFLOAT16 = 4, 2
 """Bytes of a number."""
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """Numbers and bytes of parameters.
-
-    Attributes:
-        count: numbers of all parameters.
-        size: bytes of all parameters.
-        trained: numbers of parameters with a gradient.
-        trained_size: bytes of parameters with a gradient.
-    """
-
-    count: int
-    size: int
-    trained: int
-    trained_size: int
-
-    @staticmethod
-    def of(modules: Iterable[nn.Module]) -> "Parameters":
-        """Count the parameters of modules, shared ones once.
-
-        Parameters that ZeRO-3 or FSDP2 divided count as whole; of those divided by tensor parallelism, a rank's share
-        counts.
-        """
-        found = {parameter: None for module in modules for parameter in module.parameters()}
-        counts = {parameter: _numbers(parameter) for parameter in found}
-        trained = [parameter for parameter in found if parameter.requires_grad]
-        return Parameters(
-            sum(counts.values()),
-            sum(count * parameter.itemsize for parameter, count in counts.items()),
-            sum(counts[parameter] for parameter in trained),
-            sum(counts[parameter] * parameter.itemsize for parameter in trained),
-        )
-
-
-def _numbers(parameter: nn.Parameter) -> int:
-    count: int = getattr(parameter, "ds_numel", parameter.numel())
-    return count // ranks_of_share(parameter)
 
 
 @dataclass(frozen=True)
@@ -75,6 +35,25 @@ class ModelState:
         return self.weights + self.gradients + self.optimizer
 
 
+def parameter_bytes(module: nn.Module, width: int | None = None, *, trained: bool = False) -> int:
+    """Return the bytes of a module's parameters, shared parameters once.
+
+    Parameters that ZeRO-3 or FSDP2 divided count as whole; of those divided by tensor parallelism, a rank's share
+    counts. Quantized weights, which are whole numbers, count as they are.
+
+    Args:
+        width: bytes of a floating-point number; None for the parameters' own.
+        trained: count only parameters with a gradient.
+    """
+    return sum(
+        getattr(parameter, "ds_numel", parameter.numel())
+        // ranks_of_share(parameter)
+        * (width if width and parameter.is_floating_point() else parameter.itemsize)
+        for parameter in module.parameters()
+        if parameter.requires_grad or not trained
+    )
+
+
 def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool) -> ModelState:
     """Return the memory of a model's state on a rank, kept from step to step.
 
@@ -90,21 +69,25 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
     Args:
         ranks: number of ranks that share the state.
     """
+
+    def at_a_time(count: int, *, trained: bool = False) -> int:
+        """Return bytes in computation of everything outside the decoder layers, and of the `count` largest layers."""
+        layers = [parameter_bytes(layer, width, trained=trained) for layer in decoder_layers(model)]
+        return parameter_bytes(model, width, trained=trained) - sum(layers) + count * max(layers)
+
+    def share(width: int, *, trained: bool = False) -> int:
+        return -(-parameter_bytes(model, width, trained=trained) // ranks)
+
     width = BFLOAT16 if mixed else FLOAT32
-    whole = Parameters.of([model])
     if strategy == "ddp":
-        buckets = whole.trained_size if ranks > 1 else 0
-        return ModelState(whole.size, whole.trained_size + buckets, 2 * whole.trained_size)
-    layers = [Parameters.of([layer]) for layer in decoder_layers(model)]
-    gathered = whole.count - sum(layer.count for layer in layers) + 2 * max(layer.count for layer in layers)
-    reduced = whole.trained - sum(layer.trained for layer in layers) + max(layer.trained for layer in layers)
-    share, trained_share = -(-whole.count // ranks), -(-whole.trained // ranks)
+        trained = parameter_bytes(model, trained=True)
+        return ModelState(parameter_bytes(model), trained * (2 if ranks > 1 else 1), 2 * trained)
+    trained_share = share(FLOAT32, trained=True)
+    gathered, reduced = at_a_time(2), at_a_time(1, trained=True)
     if strategy == "fsdp2":
-        return ModelState(
-            FLOAT32 * share + width * gathered, FLOAT32 * trained_share + width * reduced, 2 * FLOAT32 * trained_share
-        )
+        return ModelState(share(FLOAT32) + gathered, trained_share + reduced, 2 * trained_share)
     return ModelState(
-        width * (share + gathered if strategy == "zero3" else whole.count),
-        width * (whole.trained if strategy == "zero1" else trained_share + reduced),
-        3 * FLOAT32 * trained_share,
+        share(width) + gathered if strategy == "zero3" else parameter_bytes(model, width),
+        parameter_bytes(model, width, trained=True) if strategy == "zero1" else share(width, trained=True) + reduced,
+        3 * trained_share,
     )

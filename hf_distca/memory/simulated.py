@@ -1,98 +1,83 @@
-"""GPU memory under each strategy that a simulation compares."""
+"""GPU memory under each strategy that a simulation compares, counted on a step of the model itself."""
 
+import copy
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, Training
+from hf_distca.memory.live import fake_tensors
+from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
+from hf_distca.memory.stand_ins import counted_kernel
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.tensor_parallel import FEATURES, HEADS
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.ways import Setup, Way
+from hf_distca.sim.strategies import Setup, Strategy
 
 KERNEL = "torch_varlen"
 """Kernel whose memory core attention takes: FlashAttention."""
-STATE_BYTES = 16
-"""Bytes of a parameter: weight, gradient and the optimizer's two moments, in float32."""
-LOG_SUM_EXP_BYTES = 4
-"""Bytes per query head and row, in float32."""
+COUNTED_RANKS = 128
+"""Maximum number of ranks for counting whole steps: beyond it, counting takes longer than everything else."""
 
 
-class LeastMemory:
-    """Lower bound of memory, from shapes: model state, and rows kept for the backward."""
+class GpuMemory:
+    """Memory of a GPU, with the model's state divided over all ranks as by FSDP2.
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-
-    def __call__(self, way: Way, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
-        """Return bytes of rows and of model state, see `hf_distca.sim.simulate.Memory`."""
-        if way.servers:  # the memory of a server is unknown
-            return None, self._state
-        alone = self._of_plan(plan, rows) if plan is not None else self._of_rows(rows)
-        return None if alone is None else alone + self._gathered(rows, way.context), self._state
-
-    @property
-    def _state(self) -> int:
-        """Bytes of model state, divided over all GPUs as by FSDP2."""
-        return STATE_BYTES * self._setup.model.parameters // (self._setup.ranks * self._setup.tensor_parallel)
-
-    def _of_rows(self, rows: int) -> int | None:
-        """Return bytes of rows without an exchange; None without checkpointing, where rows take far more.
-
-        Checkpointing keeps the input of each layer, and O and its log-sum-exp.
-        """
-        setup = self._setup
-        if not setup.checkpointing:
-            return None
-        value = setup.profile.bytes_per_value
-        attention = sum(
-            count * kind.q_heads * (kind.dim_v * value + LOG_SUM_EXP_BYTES)
-            for kind, count in ((setup.on_a_gpu(kind), count) for kind, count in setup.model.layers.items())
-        )
-        return rows * (setup.model.depth * setup.model.hidden * value + attention)
-
-    def _of_plan(self, plan: MicroBatchPlan, rows: int) -> int | None:
-        """Return bytes of the rows of a planned micro-batch."""
-        return self._of_rows(rows)
-
-    def _gathered(self, rows: int, context: int) -> int:
-        """Return bytes of other ranks' K and V in a context-parallel layer's backward, and of their gradients."""
-        kinds = map(self._setup.on_a_gpu, self._setup.model.layers)
-        widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in kinds)
-        return 2 * rows * (context - 1) * widest * self._setup.profile.bytes_per_value
-
-
-class CountedMemory(LeastMemory):
-    """Memory counted on the model itself, for GPUs that share no layers."""
+    A step with the plan is counted for planned strategies. The others are counted without an exchange, for half and
+    for full rows, and extended along a line; context parallelism adds K and V of its group and their gradients. Above
+    COUNTED_RANKS ranks planned strategies are counted in the same way, and exchange buffers on one layer.
+    """
 
     def __init__(self, setup: Setup, config: PreTrainedConfig, settings: PlanSettings, options: DistCAConfig) -> None:
-        super().__init__(setup)
-        self._config, self._options, self._settings = config, options, replace(settings, kernel=KERNEL)
-        mixed = settings.bytes_per_value == 2
-        self._training = Training("fsdp2", mixed, checkpointing={} if setup.checkpointing else None)
-        self._counter = MemoryCounter(config, self._settings, options)
+        self._setup, self._settings = setup, replace(settings, kernel=KERNEL)
+        self._alone = replace(self._settings, ranks=1, ranks_per_node=1, ping_pong=False)
+        model = model_of_config(_on_a_gpu(config, setup.tensor_parallel), torch.float32, fake_tensors())
+        self._counter, self._counter_alone = (
+            MemoryCounter(model, each, options, by_config=True) for each in (self._settings, self._alone)
+        )
+        self._training = Training("fsdp2", settings.bytes_per_value == 2, {} if setup.checkpointing else None)
 
-    @property
-    def _state(self) -> int:
-        return self._counter.state(self._training).total
-
-    def _of_rows(self, rows: int) -> int:
-        """Return bytes of rows on the line through half and full rows."""
+    def __call__(self, strategy: Strategy, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
+        """Return bytes of rows and of model state, see `hf_distca.sim.simulate.Memory`."""
+        state = self._counter.state(self._training).total
+        if strategy.servers:  # the memory of a server is unknown
+            return None, state
+        if plan is not None and self._setup.ranks <= COUNTED_RANKS:
+            return sum(self._counter.count(plan, self._training).parts.values()), state
         half, full = self._line
         most = self._settings.tokens_per_rank
-        return round(full + (full - half) * (rows - most) / (most - most // 2))
-
-    def _of_plan(self, plan: MicroBatchPlan, rows: int) -> int:
-        return sum(self._counter.count(plan, self._training).parts.values())
+        alone = round(full + (full - half) * (rows - most) / (most - most // 2))
+        widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in self._settings.kinds)
+        exchanged = 2 * rows * (strategy.context - 1) * widest * self._setup.profile.bytes_per_value
+        if plan is not None:
+            rank, dtype = busiest_rank(plan, self._settings), self._training.weights
+            use, kind = Use(counted_kernel(KERNEL)), self._settings.dominant_kind
+            exchanged = count_core_attention(plan, kind, dtype, rank, use, fake_tensors()).get("exchange buffers", 0)
+        return alone + exchanged, state
 
     @cached_property
     def _line(self) -> tuple[int, int]:
         """Bytes of half the rows that a rank takes, and of all."""
         most = self._settings.tokens_per_rank
-        alone = replace(self._settings, ranks=1, ranks_per_node=1, ping_pong=False)
-        counter = MemoryCounter(self._config, alone, self._options)
-        plans = [plan_micro_batch([rows], alone) for rows in (most // 2, most)]
-        half, full = (sum(counter.count(plan, self._training).parts.values()) for plan in plans)
+        plans = [plan_micro_batch([rows], self._alone) for rows in (most // 2, most)]
+        half, full = (sum(self._counter_alone.count(plan, self._training).parts.values()) for plan in plans)
         return half, full
+
+
+def _on_a_gpu(config: PreTrainedConfig, gpus: int) -> PreTrainedConfig:
+    """Return the config of a model that computes one GPU's share of every layer; each has the whole vocabulary."""
+    config = copy.deepcopy(config)
+    if gpus > 1:
+        decoder: Any = config.get_text_config(decoder=True)
+        head_dim = getattr(decoder, "head_dim", None)
+        decoder.head_dim = head_dim or decoder.hidden_size // decoder.num_attention_heads
+        for name in (*HEADS, *FEATURES):
+            if size := getattr(decoder, name, None):
+                setattr(decoder, name, max(size // gpus, 1))
+    return config

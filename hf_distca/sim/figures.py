@@ -1,7 +1,7 @@
-"""Figures of a simulation: of each strategy, and of all together."""
+"""Figures of a simulation: of each strategy and of all together, and advice from them."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,26 +9,28 @@ from numpy.typing import NDArray
 
 from hf_distca.planner.cost import pairs
 from hf_distca.sim.lengths import LengthBin
-from hf_distca.sim.ways import Setup, StepTime, Way
+from hf_distca.sim.strategies import Setup, StepTime, Strategy
 
 IntArray = NDArray[np.int64]
+NOT_WORTH = 1.02
+"""Least speed-up that counts as a gain; runs differ by as much."""
+MOST_WAITS = 0.05
+"""Share of a step in waits for exchanges, above which the advice mentions them."""
 
 
 @dataclass(frozen=True)
-class WayFigures:
+class StrategyFigures:
     """Figures of a strategy over many micro-batches.
 
     Attributes:
         document_layout: layout of plans; None if nothing is planned.
         step_seconds: mean of a step.
-        step_seconds_quartiles: half of the steps lie between these.
         attention_seconds: mean of the busiest rank's core attention.
         attention_mean_seconds: mean core attention over ranks.
         other_seconds: mean of all other computation on the busiest rank.
         other_mean_seconds: mean of all other computation over ranks.
         exchange_seconds: mean of the waits of the rank that waits the longest.
         exchange_mean_seconds: mean of the waits over ranks.
-        idle_seconds: mean over ranks of the rest of the step: waits for the slowest rank.
         idle: mean share of the ranks' time without computation, waits for exchanges included.
         mfu: model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
         bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
@@ -43,14 +45,12 @@ class WayFigures:
     servers: int
     gpus: int
     step_seconds: float
-    step_seconds_quartiles: tuple[float, float]
     attention_seconds: float
     attention_mean_seconds: float
     other_seconds: float
     other_mean_seconds: float
     exchange_seconds: float
     exchange_mean_seconds: float
-    idle_seconds: float
     idle: float
     tokens_per_second: float
     mfu: float
@@ -63,101 +63,83 @@ class WayFigures:
     @classmethod
     def of(
         cls,
-        way: Way,
+        strategy: Strategy,
         steps: Sequence[StepTime],
         every: Sequence[IntArray],
         setup: Setup,
         rows_bytes: int | None,
         state_bytes: int | None,
-    ) -> "WayFigures":
+    ) -> "StrategyFigures":
         """Return the figures of a strategy.
 
         Args:
             every: lengths of the documents of each micro-batch.
         """
-        seconds = np.array([step.seconds for step in steps])
-        gpus = (setup.ranks + way.servers) * setup.tensor_parallel
-        low, high = np.quantile(seconds, (0.25, 0.75)).tolist()
+        gpus = (setup.ranks + strategy.servers) * setup.tensor_parallel
+        seconds, tokens = sum(step.seconds for step in steps), sum(int(lengths.sum()) for lengths in every)
 
-        def mean(field: str) -> float:
-            return float(np.mean([getattr(step, field) for step in steps]))
+        def mean(of_step: Callable[[StepTime], float]) -> float:
+            return float(np.mean([of_step(step) for step in steps]))
 
-        busy = mean("attention_mean") + mean("other_mean") + mean("waited_mean")
-        flops = sum(_flops(lengths, setup) for lengths in every)
         return cls(
-            name=way.name,
-            document_layout=way.document_layout,
-            servers=way.servers,
+            name=strategy.name,
+            document_layout=strategy.document_layout,
+            servers=strategy.servers,
             gpus=gpus,
-            step_seconds=float(seconds.mean()),
-            step_seconds_quartiles=(low, high),
-            attention_seconds=mean("attention"),
-            attention_mean_seconds=mean("attention_mean"),
-            other_seconds=mean("other"),
-            other_mean_seconds=mean("other_mean"),
-            exchange_seconds=mean("waited"),
-            exchange_mean_seconds=mean("waited_mean"),
-            idle_seconds=max(float(seconds.mean()) - busy, 0.0),
-            idle=mean("idle"),
-            tokens_per_second=float(sum(int(lengths.sum()) for lengths in every) / seconds.sum()),
-            mfu=float(flops / seconds.sum() / gpus / setup.profile.peak_flops),
-            bytes_bottleneck=mean("bytes_bottleneck"),
+            step_seconds=seconds / len(steps),
+            attention_seconds=mean(lambda step: step.attention.max()),
+            attention_mean_seconds=mean(lambda step: step.attention.mean()),
+            other_seconds=mean(lambda step: step.other.max()),
+            other_mean_seconds=mean(lambda step: step.other.mean()),
+            exchange_seconds=mean(lambda step: step.waited.max()),
+            exchange_mean_seconds=mean(lambda step: step.waited.mean()),
+            idle=mean(lambda step: 1.0 - (step.attention + step.other).mean() / step.seconds),
+            tokens_per_second=tokens / seconds,
+            mfu=sum(_flops(lengths, setup) for lengths in every) / seconds / gpus / setup.profile.peak_flops,
+            bytes_bottleneck=mean(lambda step: step.bytes_bottleneck),
             tokens_most=max(step.tokens_most for step in steps),
             rows_bytes=rows_bytes,
             state_bytes=state_bytes,
-            documents_cut=float(sum(step.documents_cut for step in steps) / sum(map(len, every))),
+            documents_cut=sum(step.documents_cut for step in steps) / sum(map(len, every)),
         )
 
 
-@dataclass(frozen=True)
-class RankLoad:
-    """Core attention of each rank in the first micro-batch.
-
-    Attributes:
-        attention_seconds: [ranks] seconds of each rank, to the microsecond.
-        attention_most: seconds of the busiest rank.
-        attention_mean: mean seconds over ranks.
-    """
-
-    name: str
-    attention_seconds: tuple[float, ...]
-    attention_most: float
-    attention_mean: float
-    max_over_mean: float
-
-    @classmethod
-    def of(cls, name: str, step: StepTime) -> "RankLoad":
-        """Return the load of a strategy's step."""
-        mean = step.attention_mean
-        return cls(
-            name,
-            tuple(round(seconds, 6) for seconds in step.attention_by_rank),
-            step.attention,
-            mean,
-            step.attention / mean if mean else 1.0,
-        )
+def columns_of(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of a table of strategies, from the fields of `StrategyFigures`."""
+    in_bytes = figures["rows_bytes"], figures["state_bytes"]
+    return {
+        "": figures["name"],
+        "step, s": f"{figures['step_seconds']:.3f}",
+        "attention, s": f"{figures['attention_seconds']:.3f}",
+        "other, s": f"{figures['other_seconds']:.3f}",
+        "waits, s": f"{figures['exchange_seconds']:.3f}",
+        "idle": f"{figures['idle']:.0%}",
+        "tokens/s": f"{figures['tokens_per_second']:,.0f}",
+        "MFU": f"{figures['mfu']:.1%}",
+        "GB": "" if None in in_bytes else f"{sum(in_bytes) / 1e9:.1f}",
+        "cut": f"{figures['documents_cut']:.1%}",
+    }
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Speed of the best planned strategy over the speed of another one.
+    """Speed of the best planned strategy over that of another strategy.
 
     Attributes:
         least: smallest ratio of any micro-batch.
         most: largest ratio of any micro-batch.
     """
 
-    name: str
     speed_up: float
     least: float
     most: float
 
     @classmethod
-    def of(cls, name: str, other: Sequence[StepTime], planned: Sequence[StepTime]) -> "Gain":
+    def of(cls, other: Sequence[StepTime], planned: Sequence[StepTime]) -> "Gain":
         """Compare the steps of the same micro-batches."""
         before, after = (np.array([step.seconds for step in steps]) for steps in (other, planned))
         ratios = before / after
-        return cls(name, float(before.sum() / after.sum()), float(ratios.min()), float(ratios.max()))
+        return cls(float(before.sum() / after.sum()), float(ratios.min()), float(ratios.max()))
 
 
 @dataclass(frozen=True)
@@ -169,8 +151,8 @@ class Simulation:
         best_plain: name of the fastest strategy without plans, of those that cut the fewest documents.
         best_planned: name of the strategy that plans by default; or of the fastest planned strategy on as many GPUs,
             where that is at least 2 % faster.
-        load: loads of plain packing, of `best_plain` and of `best_planned`.
-        imbalance: core attention of the busiest rank over the mean, with plain packing; mean over steps.
+        load: [ranks] seconds of core attention in the first micro-batch, with plain packing, `best_plain` and
+            `best_planned`.
         over_packing: `best_planned` compared with plain packing.
         over_best: `best_planned` compared with `best_plain`.
         speed_up: step of `best_plain` over that of `best_planned`.
@@ -181,22 +163,16 @@ class Simulation:
     tokens_per_rank: int
     documents: int
     tokens: int
-    lengths: tuple[int, ...]
     histogram: tuple[LengthBin, ...]
-    ways: tuple[WayFigures, ...]
+    strategies: tuple[StrategyFigures, ...]
     best_plain: str
     best_planned: str
-    load: tuple[RankLoad, ...]
-    imbalance: float
+    load: dict[str, tuple[float, ...]]
     over_packing: Gain
     over_best: Gain
     speed_up: float
     attention_speed_up: float
     advice: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON, without the lengths of every document."""
-        return {name: value for name, value in asdict(self).items() if name != "lengths"}
 
 
 def _flops(lengths: IntArray, setup: Setup) -> float:
@@ -212,3 +188,39 @@ def _flops(lengths: IntArray, setup: Setup) -> float:
         for kind, count in model.layers.items()
     )
     return matrices + 3.0 * attention
+
+
+def advice(
+    every: Sequence[StrategyFigures], by_plain: StrategyFigures, by_plan: StrategyFigures, tokens_per_rank: int
+) -> Iterator[str]:
+    """Yield sentences of advice from the figures of every strategy and of the two that are compared."""
+    gain = by_plain.step_seconds / by_plan.step_seconds
+    speed = f"{gain:.2f}× the speed of {by_plain.name}, the best other strategy."
+    if gain < NOT_WORTH:
+        share = by_plan.attention_mean_seconds / by_plan.step_seconds
+        yield (
+            f"No gain expected: {speed} Core attention is {share:.0%} of a step. Longer documents beside short ones "
+            "would gain more."
+        )
+    else:
+        layout = "" if by_plan.document_layout == "auto" else f"document_layout={by_plan.document_layout!r}, "
+        yield f"{speed} Set {layout}tokens_per_rank={tokens_per_rank}."
+    waits = by_plan.exchange_seconds / by_plan.step_seconds
+    if waits > MOST_WAITS:
+        yield (
+            f"Ranks wait {waits:.0%} of a step for exchanges. A larger tokens_per_rank hides more of them behind "
+            "computation."
+        )
+        if by_plan.document_layout != "auto":
+            yield "A larger balance_tolerance moves fewer rows."
+    if by_plain.documents_cut:
+        yield (
+            f"Every other strategy cuts documents: {by_plain.name} cuts {by_plain.documents_cut:.1%} of them. "
+            "A document that is cut trains on less context."
+        )
+    fastest = min((each for each in every if each.document_layout is None), key=lambda each: each.step_seconds)
+    if fastest.documents_cut > by_plain.documents_cut and fastest.step_seconds < by_plain.step_seconds:
+        yield (
+            f"{fastest.name} takes {fastest.step_seconds:.3f} s a step, but it cuts {fastest.documents_cut:.1%} of "
+            "the documents. The comparison leaves it out, because a document that is cut trains on less context."
+        )

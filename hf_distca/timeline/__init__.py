@@ -1,1 +1,1 @@
-"""Join the traces of ranks and draw where the time of steps went."""
+"""Traces of ranks: written, read, joined and drawn."""

@@ -1,17 +1,30 @@
-"""Read and join the traces of ranks, and find each rank's activities in each step."""
+"""Read and join the traces of ranks, find each rank's activities in each step, and draw a step."""
 
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-Doing = Literal["attention", "waits", "other"]
+import numpy as np
+
+from hf_distca.sim.report.drawing import Drawing, number, ticks
+
+Activity = Literal["attention", "waits", "other"]
 """Activity of a rank: core attention, waits for rows of other ranks, or anything else."""
 
-CATEGORIES: dict[str, Doing] = {"kernel": "attention", "wait": "waits"}
+CATEGORIES: dict[str, Activity] = {"kernel": "attention", "wait": "waits"}
 """Activity for each category of slices."""
+NAMES: dict[Activity, str] = {
+    "attention": "core attention",
+    "waits": "waits for rows of other ranks",
+    "other": "other",
+}
+"""Labels of a rank's activities; the keys are also classes of SVG marks."""
+WIDTH, ROW, LEFT, RIGHT, TOP, BOTTOM = 1000, 18, 80, 240, 64, 40
+"""Sizes of the picture in pixels: time axis, row of a rank, and margins."""
 
 
 class TraceError(ValueError):
@@ -30,14 +43,14 @@ class RankStep:
     rank: int
     begin: int
     end: int
-    stretches: list[tuple[int, int, Doing]] = field(default_factory=list)
+    stretches: list[tuple[int, int, Activity]] = field(default_factory=list)
     sections: dict[str, int] = field(default_factory=dict)
 
-    def totals(self) -> dict[Doing, int]:
+    def totals(self) -> dict[Activity, int]:
         """Return the nanoseconds of each activity; their sum is the step."""
-        totals: dict[Doing, int] = {"attention": 0, "waits": 0, "other": self.end - self.begin}
-        for begin, end, doing in self.stretches:
-            totals[doing] += end - begin
+        totals: dict[Activity, int] = {"attention": 0, "waits": 0, "other": self.end - self.begin}
+        for begin, end, activity in self.stretches:
+            totals[activity] += end - begin
             totals["other"] -= end - begin
         return totals
 
@@ -101,35 +114,54 @@ def steps_of(joined: dict[str, Any]) -> dict[str, list[RankStep]]:
     return {name: [steps[rank][name] for rank in sorted(steps)] for name in steps.get(first, {}) if name in shared}
 
 
-def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int, int, Doing | None]]:
+def runs(step: RankStep, begin: int, end: int, count: int) -> Iterator[tuple[int, int, Activity | None]]:
     """Divide a time into `count` equal cells and join neighbours with the same main activity of the rank.
 
     Yields:
         First cell, one past the last cell, and the activity; None outside the rank's step.
     """
-    cells = _cells(step, begin, end, count)
-    first = 0
-    for cell in range(1, count + 1):
-        if cell == count or cells[cell] != cells[first]:
-            yield first, cell, cells[first]
-            first = cell
-
-
-def _cells(step: RankStep, begin: int, end: int, count: int) -> list[Doing | None]:
-    """Return the activity of a rank that fills most of each cell."""
     width = (end - begin) / count
-    taken = {doing: [0.0] * count for doing in ("inside", "attention", "waits")}
-    for start, stop, doing in [(step.begin, step.end, "inside"), *step.stretches]:
-        start, stop = start - begin, stop - begin
-        for cell in range(max(int(start / width), 0), min(int(stop / width) + 1, count)):
-            shared = min(stop, (cell + 1) * width) - max(start, cell * width)
-            taken[doing][cell] += max(shared, 0.0) / width
-    return list(map(_most, taken["inside"], taken["attention"], taken["waits"]))
+    filled = {activity: np.zeros(count) for activity in ("inside", "attention", "waits")}
+    edges = np.arange(count + 1) * width
+    for start, stop, activity in [(step.begin, step.end, "inside"), *step.stretches]:
+        first, last = (min(max(int((at - begin) / width), -1), count) for at in (start, stop))
+        first, last = max(first, 0), min(last + 1, count)
+        shared = np.minimum(stop - begin, edges[first + 1 : last + 1]) - np.maximum(start - begin, edges[first:last])
+        filled[activity][first:last] += np.maximum(shared, 0.0)
+    inside, attention, waits = filled.values()
+    main = np.where(attention >= waits, 0, 1)
+    main[inside - attention - waits >= np.maximum(attention, waits)] = 2
+    main[inside < width / 2] = 3
+    ends = [0, *(np.flatnonzero(np.diff(main)) + 1).tolist(), count]
+    for first, last in pairwise(ends):
+        yield first, last, (*NAMES, None)[main[first]]
 
 
-def _most(inside: float, attention: float, waits: float) -> Doing | None:
-    if inside < 0.5:
-        return None
-    if inside - attention - waits >= max(attention, waits):
-        return "other"
-    return "attention" if attention >= waits else "waits"
+def svg_of(name: str, steps: Sequence[RankStep]) -> str:
+    """Return a step as SVG, one row for each rank, with totals."""
+    begin, end = min(step.begin for step in steps), max(step.end for step in steps)
+    took = (end - begin) / 1e6
+    marks = ticks(took, 8)
+    end = begin + round(marks[-1] * 1e6)  # the axis ends at a round number
+    bottom = TOP + ROW * len(steps)
+    drawing = Drawing(LEFT + WIDTH + RIGHT, bottom + BOTTOM)
+    drawing.text(LEFT, 24, f"{name}: {took:.1f} ms, {len(steps)} ranks", style="strong")
+    x = float(LEFT)
+    for activity, words in NAMES.items():
+        drawing.bar(x, 36, 12, 12, activity, words)
+        drawing.text(x + 18, 47, words)
+        x += 48 + 8 * len(words)
+    for mark in marks:
+        x = LEFT + WIDTH * mark / marks[-1]
+        drawing.line(x, TOP - 4, x, bottom)
+        drawing.text(x, bottom + 18, f"{number(mark)} ms", "middle")
+    drawing.text(LEFT + WIDTH + 24, TOP - 8, " + ".join(NAMES))
+    for row, step in enumerate(steps):
+        y = TOP + ROW * row
+        drawing.text(LEFT - 8, y + 12, f"rank {step.rank}", "end")
+        for first, last, main in runs(step, begin, end, WIDTH):
+            if main is not None:
+                drawing.bar(LEFT + first, y, last - first, ROW - 3, main, f"rank {step.rank}, {NAMES[main]}")
+        totals = " + ".join(f"{time / 1e6:.1f}" for time in step.totals().values())
+        drawing.text(LEFT + WIDTH + 24, y + 12, f"{totals} ms")
+    return drawing.file(f"{name}: what each of {len(steps)} ranks did in {took:.1f} ms")

@@ -166,7 +166,7 @@ class DistCAMixin(_Trainer):
             self.model_wrapped, self.deepspeed = self.model, None
         forget_evaluation(self.model_wrapped, self.accelerator)
         try:
-            with self.dispatcher.groups.failures.told():
+            with self.dispatcher.groups.failures.reported():
                 groups = self.dispatcher.groups
                 checkpoint = agreed_checkpoint(resume_from_checkpoint, self.args, self.accelerator, groups)
                 order = data_order(self, self.dispatcher, self._parts.loaders, packs=self._packs)
@@ -247,7 +247,7 @@ class DistCAMixin(_Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does; the loss is the exact mean over all targets."""
-        with self.dispatcher.groups.failures.told():
+        with self.dispatcher.groups.failures.reported():
             return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(

@@ -6,20 +6,18 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from hf_distca.cli.doctor import link_findings
-from hf_distca.cli.findings import (
+from hf_distca.cli.doctor import (
     AGREE,
     HOW,
     Finding,
     device_findings,
     launch_findings,
+    link_findings,
+    merged,
     package_findings,
     table,
-    together,
 )
 from hf_distca.cli.main import main
-from hf_distca.dispatch.groups import Groups
-from hf_distca.measure.links import link_rates
 from tests.launch import ROOT, cpu_environment, launcher
 
 CPU = torch.device("cpu")
@@ -32,11 +30,11 @@ def of_launch(cuda=False, cores=8, threads=1, **environment):
     return {finding.name: finding for finding in found}
 
 
-def test_findings_of_ranks_are_told_once_with_what_to_do():
+def test_findings_of_ranks_are_merged():
     torch_, old = Finding("torch", "2.13.0"), Finding("torch", "2.9.0, needs >=2.11", "pip install torch", True)
     device, peft, newer = Finding("device", "cpu", "look"), Finding("peft", "0.18"), Finding("peft", "0.19")
     by_rank = [[torch_, device, peft], [torch_, device, newer], [old, device], [torch_, device]]
-    told = together(by_rank)
+    told = merged(by_rank)
     differs = Finding("torch", "2.13.0", AGREE, True)  # ranks may differ in peft, but not in torch
     assert told == [(differs, (0, 1, 3)), (old, (2,)), (device, None), (peft, (0,)), (newer, (1,))]
     assert table(told).splitlines() == [
@@ -51,7 +49,7 @@ def test_findings_of_ranks_are_told_once_with_what_to_do():
     ]
 
 
-def test_versions_against_those_that_are_needed():
+def test_versions_are_compared_with_requirements():
     needs = ["numpy>=2.0", "torch>=2.11", "transformers<6,>=5.17", 'peft>=0.18; extra == "peft"']
     needs += ['deepspeed>=0.18; extra == "deepspeed"', 'ruff>=0.8; extra == "dev"', 'tqdm; python_version < "3"']
     versions = {"numpy": "2.4.6", "transformers": "6.0.0.dev0", "peft": "0.17.0", "ruff": "0.1"}
@@ -116,7 +114,7 @@ def test_settings_of_the_environment(name, cuda, environment, state):
         (None, "127.0.1.1", False, "ok", "not set; this host's name 'a' resolves to 127.0.1.1"),
     ],
 )
-def test_what_gloo_goes_by(monkeypatch, named, address, several, state, found):
+def test_addresses_that_gloo_gives(monkeypatch, named, address, several, state, found):
     def resolved(host):
         if address is None:
             raise OSError
@@ -131,7 +129,7 @@ def test_what_gloo_goes_by(monkeypatch, named, address, several, state, found):
     assert finding.change == (HOW if state == "wrong" else "")
 
 
-def test_a_gpu_that_no_kernel_takes(monkeypatch):
+def test_a_gpu_that_no_kernel_supports(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     about = SimpleNamespace(name="T4", major=7, minor=5)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
@@ -152,17 +150,6 @@ def test_slow_links_are_named():
     assert within == Finding("links within nodes", "395.00 GB/s; the slowest, rank 1 to 0, 390.00")
     assert between.found == "40.50 GB/s; the slowest, rank 2 to 1, 9.00"
     assert between.state == "advice"
-
-
-def links_of_a_rank():
-    return link_rates(Groups(CPU, 60.0), CPU)
-
-
-def test_each_way_between_two_ranks_is_measured(rank_pools):
-    measured = rank_pools[3].run(links_of_a_rank)
-    assert measured[0] == measured[1] == measured[2]
-    assert sorted(measured[0]) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-    assert all(0 < rate < 1000 for rate in measured[0].values())
 
 
 def test_one_process(monkeypatch, capsys):

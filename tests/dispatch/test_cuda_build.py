@@ -5,6 +5,7 @@ every branch for CUDA is taken. Streams, events and pinned memory are stand-ins.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -33,29 +34,16 @@ MORE = {
 }
 
 
-class Event:
+def event(enable_timing: bool = False) -> SimpleNamespace:
     """`torch.cuda.Event`, of a device on which everything is over at once."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        """As torch has it."""
-
-    def record(self) -> None:
-        """Nothing is on its way."""
-
-    def query(self) -> bool:
-        """It is over."""
-        return True
-
-    def elapsed_time(self, _after: "Event") -> float:
-        """Milliseconds."""
-        return 0.0
+    return SimpleNamespace(record=lambda: None, query=lambda: True, elapsed_time=lambda _after: 0.0)
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
     with (
         fake_group(RANKS) as group,
-        patch("torch.cuda.Event", Event),
+        patch("torch.cuda.Event", event),
         patch("torch.cuda.get_device_capability", lambda _device: (9, 0)),
     ):
         yield group

@@ -70,7 +70,7 @@ HOPS = [  # of each rank: rows sent and received, and forwarded inside its node.
 COLUMNS = [torch.empty(0, 3), torch.empty(0, dtype=torch.float64)]
 
 
-def _in_hops() -> dict[str, object]:
+def _in_hops() -> list[object]:
     """Rows 1, 2 and 3 of rank 0 go to ranks 1, 1 and 2, and row 2 on to rank 2; there they are doubled and go back."""
     rank = dist.get_rank()
     groups = Groups(CPU, 30)
@@ -80,60 +80,32 @@ def _in_hops() -> dict[str, object]:
     wide = torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3] if rank == 0 else []).view(-1, 3)
     buffer.send([wide, wide[:, 0].double()]).wait()
     going_on = torch.tensor([1] if rank == 1 else [], dtype=torch.int64)
-    buffer.forward(going_on)
-    found: dict[str, object] = {"in node": (groups.node is not None, buffer.under_way)}
+    assert buffer.forward(going_on).under_way == (groups.node is not None)
     came = buffer.wait()
-    found["came"] = came[0].tolist(), came[1].tolist()
+    found = [came[0].tolist()]
+    assert came[1].tolist() == came[0][:, 0].tolist()
 
-    again = exchange.buffer("slot", HOPS[rank], COLUMNS)
-    found["goes back from where it came"] = again is buffer and came is buffer.received
+    assert exchange.buffer("slot", HOPS[rank], COLUMNS) is buffer
+    assert came is buffer.received  # rows go back from where they came
     for column in buffer.received:
         column.mul_(2)
     returned = buffer.return_forwarded().wait()
-    found["passed back"] = returned[0].tolist(), returned[1].tolist()
-    found["where it was passed on from"] = returned is buffer.forwarded
+    assert returned is buffer.forwarded
+    found.append(returned[1].tolist())
     for column, added in zip(buffer.received, returned, strict=True):
         column[going_on] += added  # as a gateway adds gradients up before they go home
     home = buffer.return_received().wait()
-    found["home"] = home[0].tolist(), home[1].tolist()
-    found["bytes"] = exchange.size()
-    return found
+    assert home[1].tolist() == home[0][:, 0].tolist()
+    assert exchange.size() == 3 * 4096  # the least of each: sent, received, forwarded
+    return [groups.node is not None, *found, home[1].tolist()]
 
 
-def test_rows_that_are_passed_on_and_back(rank_pools):
-    home, first, second = rank_pools[3].run(_in_hops)
-
-    def rows(*numbers):
-        return [[number] * 3 for number in numbers], list(numbers)
-
-    nothing = rows()
-    assert home == {
-        "in node": (False, False),  # a node of one rank
-        "came": nothing,
-        "goes back from where it came": True,
-        "passed back": nothing,
-        "where it was passed on from": True,
-        "home": rows(2.0, 4.0 + 4.0, 6.0),
-        "bytes": 3 * 4096,  # the least of each: sent, received, passed on
-    }
-    assert first == {
-        "in node": (True, True),
-        "came": rows(1.0, 2.0),
-        "goes back from where it came": True,
-        "passed back": rows(4.0),
-        "where it was passed on from": True,
-        "home": nothing,
-        "bytes": 3 * 4096,
-    }
-    assert second == {
-        "in node": (True, True),
-        "came": rows(3.0, 2.0),
-        "goes back from where it came": True,
-        "passed back": nothing,
-        "where it was passed on from": True,
-        "home": nothing,
-        "bytes": 3 * 4096,
-    }
+def test_rows_that_are_forwarded_and_return(rank_pools):
+    assert rank_pools[3].run(_in_hops) == [
+        [False, [], [], [2.0, 4.0 + 4.0, 6.0]],  # a node of one rank
+        [True, [[1.0] * 3, [2.0] * 3], [4.0], []],
+        [True, [[3.0] * 3, [2.0] * 3], [], []],
+    ]
 
 
 def test_memory_of_rows_that_are_passed_on():
@@ -179,22 +151,6 @@ def test_few_sizes_of_a_role_are_kept():
     assert opened(LAYOUTS_KEPT) is not newest[0]  # the oldest one gave way
     opened(4096)  # more memory: what is laid out in the old one is let go
     assert len(exchange._buffers["slot"]) == 1
-
-
-def test_buffers_are_laid_out_once_for_all_kinds_of_layers():
-    device = torch.device("cpu")
-    exchange = Exchange(Groups(device, timeout_s=60.0))
-    # Two kinds of layers, forward and backward: other columns, other numbers of rows.
-    sizes = [
-        ([torch.empty(0, 2, 8)] * columns, Route([rows], [rows], crossing=False))
-        for rows, columns in ((40, 3), (30, 1), (20, 3), (10, 1))
-    ]
-
-    def layer():
-        return [exchange.buffer("queries", route, columns) for columns, route in sizes]
-
-    first = layer()
-    assert all(again is before for again, before in zip(layer(), first, strict=True))
 
 
 MESSAGES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40), st.sampled_from((8, 16, 33))), max_size=12)

@@ -1,24 +1,19 @@
-"""The executor does what a schedule says and nothing else, and its sums are right in any order of own tasks."""
+"""The executor does what a schedule says and nothing else."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_distca.dispatch.bound import Runtime
-from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.exchange import Route
-from hf_distca.dispatch.executor import Backward, CoreAttention, Forward
+from hf_distca.dispatch.executor import CoreAttention, Forward
 from hf_distca.dispatch.recorder import Recorder
 from hf_distca.kernels import AttentionParams, TaskShapes
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.build import plan_placed
 from hf_distca.planner.schedule import Kept, KernelCall, Phase, Transfer
-from hf_distca.planner.settings import PlanSettings
-from tests.models_and_batches import relative_error
 
 CPU = torch.device("cpu")
 KIND = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
@@ -28,9 +23,6 @@ VISITING = KernelCall("visiting", "received", "received")
 PREFIX = KernelCall("prefix", "local", "received", causal=False, first=False)
 Q, KV = Transfer("queries", ("q",)), Transfer("keys", ("k", "v"))
 RESULTS = Transfer("queries", ("o", "lse"), back=True)
-AGAIN, DQ = Transfer("queries", ("do", "o", "lse", "q")), Transfer("queries", ("dq",), back=True)
-DKV = Transfer("keys", ("dk", "dv"), back=True)
-
 ROUTE = Route([2], [2], True, slice(0, 2), forwarded=Route([1], [1], True, slice(1, 2)))
 
 
@@ -178,89 +170,3 @@ def test_keys_are_passed_on_when_they_have_come_and_read_when_all_are_there(kept
     recorded.forwarded[0].zero_()  # as another exchange does
     if kept == "received":
         assert rows_kept["k", 6][:, 0, 0].tolist() == [1.0, 2.0, 2.0]
-
-
-FORWARDS = {
-    "as made": None,
-    "own last before prefix": (
-        Phase(send=(Q, KV), pause=True),
-        Phase(wait=(Q, KV), run=(VISITING,), send=(RESULTS,)),
-        Phase(run=(OWN, PREFIX), pause=True),
-        Phase(wait=(RESULTS,)),
-    ),
-    "keys before queries": (
-        Phase(send=(KV, Q), run=(), pause=True),
-        Phase(wait=(KV, Q), run=(OWN, VISITING, PREFIX), send=(RESULTS,)),
-        Phase(pause=True),
-        Phase(wait=(RESULTS,)),
-    ),
-}
-BACKWARDS = {
-    "as made": None,
-    "own first": (
-        Phase(run=(OWN,), send=(AGAIN, KV), pause=True),
-        Phase(wait=(AGAIN, KV), run=(PREFIX, VISITING), send=(DKV, DQ), pause=True),
-        Phase(wait=(DKV, DQ)),
-    ),
-    "own last": (
-        Phase(send=(AGAIN, KV), pause=True),
-        Phase(wait=(AGAIN, KV), run=(VISITING, PREFIX), send=(DQ, DKV)),
-        Phase(run=(OWN,), pause=True),
-        Phase(wait=(DQ, DKV)),
-    ),
-}
-
-
-def _by_schedule(forward: str, backward: str) -> list[Tensor]:
-    """O, dQ, dK and dV of this rank's rows; documents on one rank each, so that tasks move, and two nano-batches."""
-    settings = PlanSettings(
-        ranks=2, tokens_per_rank=200, kinds=(KIND,), balance_block_size=8, document_layout="fixed", ping_pong=True
-    )
-    dispatcher = Dispatcher(settings, CPU)
-    bound = dispatcher.bind(plan_placed([[90, 90], [31] * 4], settings))
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    found = []
-    for nano in bound.nano_batches:
-        routes = nano.routes[KIND]
-        # Every rank has the phases of groups that it has.
-        here = {name: _of_groups(schedule, routes.groups) for name, schedule in {**FORWARDS, **BACKWARDS}.items()}
-        if FORWARDS[forward] is not None:
-            routes.forward = here[forward]
-        if BACKWARDS[backward] is not None:
-            routes.backward["nothing"] = here[backward]
-        q, k, v, do = (
-            torch.randn(nano.rows, heads, 8, generator=generator, dtype=torch.float64) for heads in (2, 1, 1, 2)
-        )
-        attention = CoreAttention(bound.runtime, nano, KIND, PARAMS)
-        passed = Forward(attention, q, k, v)
-        passed.run_through()
-        o, lse = passed.results()
-        back = Backward(attention, do, q, k, v, o, lse)
-        back.run_through()
-        found += [o, *back.results()]
-    return found
-
-
-def _of_groups(schedule, groups):
-    if schedule is None:
-        return None
-    return tuple(
-        Phase(phase.wait, tuple(call for call in phase.run if call.group in groups), phase.send, phase.pause)
-        for phase in schedule
-    )
-
-
-@pytest.mark.parametrize(
-    ("forward", "backward"),
-    [
-        ("own last before prefix", "as made"),
-        ("keys before queries", "as made"),
-        ("as made", "own first"),
-        ("as made", "own last"),
-        ("keys before queries", "own first"),
-    ],
-)
-def test_results_do_not_depend_on_the_order(rank_pools, forward, backward):
-    expected = rank_pools[2].run(_by_schedule, "as made", "as made")
-    for got, want in zip(rank_pools[2].run(_by_schedule, forward, backward), expected, strict=True):
-        assert max(relative_error(x, y) for x, y in zip(got, want, strict=True)) < 1e-12

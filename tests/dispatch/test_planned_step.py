@@ -162,22 +162,6 @@ def bound_step():
     return model, batch, dispatcher.bind(dispatcher.plan_lengths([[12]])[0])
 
 
-def test_padding_mask_in_a_planned_step(bound_step):
-    model, batch, plan = bound_step
-    mask = torch.ones(1, 12, dtype=torch.long)
-    mask[0, :3] = 0
-    with pytest.raises(ValueError, match="attention_mask of shape"):
-        model(**batch, attention_mask=mask, distca_plan=plan)
-
-
-def test_dropout_in_a_planned_step(bound_step):
-    model, batch, plan = bound_step
-    for layer in model.train().model.layers:
-        layer.self_attn.attention_dropout = 0.5
-    with pytest.raises(ValueError, match=r"attention dropout 0.5 in a planned step"):
-        model(**batch, distca_plan=plan)
-
-
 def test_plan_of_another_batch(bound_step):
     model, batch, plan = bound_step
     shorter = {name: value[:, :7] for name, value in batch.items()}

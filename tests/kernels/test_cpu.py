@@ -1,14 +1,12 @@
-"""The CPU kernel against the float64 reference, forward and backward, and the parts that it cuts tasks into."""
-
-from collections import Counter
+"""The CPU kernel against the float64 reference, forward and backward."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.kernels import AttentionParams, TaskShapes, cpu
-from hf_distca.kernels.cpu import CpuKernel, Part, plan_parts
+from hf_distca.kernels import AttentionParams, cpu
+from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.reference import ReferenceKernel
 from tests.kernels.cases import CASES, Case, assert_matches_reference, make_inputs
 
@@ -106,112 +104,17 @@ def test_same_result_every_time_and_the_same_inputs(name: str) -> None:
         assert torch.equal(got, want)
 
 
-def test_no_sum_is_written_to_twice_at_once() -> None:
-    """Blocks of a window share keys; adding to all blocks in one operation is a race between its threads."""
-    case = Case((1400,), (1500,), heads=2, kv_heads=1, head_dim_qk=8, head_dim_v=8, params=AttentionParams(0.2, 600))
-    inputs = make_inputs(case, torch.float32)
-    added = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal added
-            if func is torch.ops.aten.add_.Tensor:
-                added += 1
-                target = args[0]
-                places = torch.arange(target.untyped_storage().nbytes() // target.itemsize)
-                written = places.as_strided(target.shape, target.stride(), target.storage_offset())
-                assert written.unique().numel() == target.numel()
-            return func(*args, **(kwargs or {}))
-
-    args = inputs.q, inputs.k, inputs.v
-    o, lse = CpuKernel().forward(*args, inputs.shapes, case.params)
-    with Watch():
-        CpuKernel().backward(inputs.do, *args, o, lse, inputs.shapes, case.params)
-    assert added > 3
+def test_equal_documents_are_one_call_and_a_task_with_keys_before_is_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, flash = [], cpu._flash_forward
+    monkeypatch.setattr(cpu, "_flash_forward", lambda q, *args, **kw: calls.append(q.shape) or flash(q, *args, **kw))
+    assert_matches_reference(CpuKernel(), Case((4, 4, 4, 6), (4, 4, 4, 9)), torch.float32)
+    assert calls == [(3, 4, 4, 32), (1, 4, 6, 32), (1, 4, 6, 32)]
 
 
-# Parts hold each visible pair of row and key exactly once, and nothing else.
-
-
-def pairs_of(part: Part) -> list[tuple[int, int]]:
-    more = part.k_rows - part.q_rows
-    sees = {"full": lambda i, j: True, "causal": lambda i, j: j <= i, "window": lambda i, j: i <= j <= i + more}
-    return [
-        (part.q_first + b * part.q_step + i, part.k_first + b * part.k_step + j)
-        for b in range(part.count)
-        for i in range(part.q_rows)
-        for j in range(part.k_rows)
-        if sees[part.mask](i, j)
-    ]
-
-
-def visible_pairs(shapes: TaskShapes, params: AttentionParams) -> list[tuple[int, int]]:
-    pairs, q_first, k_first = [], 0, 0
-    for q_len, k_len in zip(shapes.q_lens, shapes.k_lens, strict=True):
-        for i in range(q_len):
-            own = i + k_len - q_len
-            first = 0 if params.window is None else max(own - params.window + 1, 0)
-            stop = own + 1 if params.causal else k_len
-            pairs += [(q_first + i, k_first + j) for j in range(first, stop)]
-        q_first, k_first = q_first + q_len, k_first + k_len
-    return pairs
-
-
-@st.composite
-def calls(draw: st.DrawFn) -> tuple[TaskShapes, AttentionParams]:
-    # Runs of equal tasks become batches.
-    runs = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4)), max_size=4))
-    tasks = [(q_len, q_len + before) for q_len, before, repeats in runs for _ in range(repeats)]
-    params = AttentionParams(1.0, window=draw(st.none() | st.integers(1, 60)))
-    return TaskShapes.build([q for q, _ in tasks], [k for _, k in tasks], "cpu"), params
-
-
-def assert_exact(shapes: TaskShapes, params: AttentionParams) -> None:
-    plan = plan_parts(shapes, params)
-    counted = Counter(pair for part in plan.parts for pair in pairs_of(part))
-    assert counted == Counter(visible_pairs(shapes, params))
-    seen: set[int] = set()
-    for part in plan.parts:
-        # The kernel stores the results of other parts and adds those of full ones.
-        rows = {row for row, _ in pairs_of(part)}
-        assert (part.mask != "full") == rows.isdisjoint(seen)
-        seen |= rows
-
-
-@given(calls())
-@settings(max_examples=150)
-def test_each_visible_pair_once(call: tuple[TaskShapes, AttentionParams]) -> None:
-    assert_exact(*call)
-
-
-def test_each_visible_pair_once_in_several_window_blocks() -> None:
-    for window in (64, 65, 100, 200):
-        for tasks in ([(260, 300)], [(256, 256 + window - 1)], [(128, 400), (128, 400)]):
-            shapes = TaskShapes.build([q for q, _ in tasks], [k for _, k in tasks], "cpu")
-            assert_exact(shapes, AttentionParams(1.0, window=window))
-
-
-def test_a_task_is_a_triangle_and_a_rectangle() -> None:
-    plan = plan_parts(TaskShapes.build([3], [5], "cpu"), AttentionParams(1.0))
-    where = [(part.q_first, part.q_rows, part.k_first, part.k_rows, part.mask, part.count) for part in plan.parts]
-    assert where == [(0, 3, 2, 3, "causal", 1), (0, 3, 0, 2, "full", 1)]
-    assert not plan.whole_tasks
-
-
-def test_equal_documents_are_one_batch() -> None:
-    plan = plan_parts(TaskShapes.build([4, 4, 4], [4, 4, 4], "cpu"), AttentionParams(1.0))
-    assert plan.parts == (Part(0, 4, 0, 4, "causal", count=3, q_step=4, k_step=4),)
-    assert plan.whole_tasks
-
-
-def test_the_number_of_parts_does_not_grow_with_the_length() -> None:
-    params = AttentionParams(1.0, window=128)
-    short, long = (plan_parts(TaskShapes.build([n], [n], "cpu"), params).parts for n in (1000, 100_000))
-    assert len(short) == len(long) <= 7
-
-
-def test_work_stays_near_the_visible_pairs_with_a_window() -> None:
-    params = AttentionParams(1.0, window=1024)
-    parts = plan_parts(TaskShapes.build([65536], [65536], "cpu"), params).parts
-    squares = sum(part.count * part.q_rows * part.k_rows for part in parts)
-    assert squares <= 1.3 * 65536 * 1024
+@pytest.mark.parametrize(("window", "blocks"), [(40, 0), (39, 2)])
+def test_only_windows_that_hide_keys_take_blocks(window: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, block = [], cpu._block_forward
+    monkeypatch.setattr(cpu, "_block_forward", lambda *args: calls.append(args) or block(*args))
+    case = Case((40, 30), (40, 30), params=AttentionParams(0.2, window=window))
+    assert_matches_reference(CpuKernel(), case, torch.float32)
+    assert len(calls) == blocks

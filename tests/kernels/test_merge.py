@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_distca.kernels import AttentionParams, TaskShapes, get_kernel, merge_into
-from hf_distca.kernels.merge import CHUNK
+from hf_distca.kernels.fused import CHUNK
 from tests.kernels.cases import Case, expected, make_inputs
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_rows_without_keys(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [1, 4, CHUNK], ids=lambda chunk: f"chunk{chunk}")
 def test_rows_by_index(dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_distca.kernels.merge.CHUNK", chunk)
+    monkeypatch.setattr("hf_distca.kernels.fused.CHUNK", chunk)
     o, lse = torch.ones(4, 1, 2, dtype=dtype), torch.zeros(4, 1)
     part, part_lse = torch.tensor([[[3.0, 5.0]], [[7.0, 9.0]]], dtype=dtype), torch.zeros(2, 1)
     merge_into(o, lse, part, part_lse, torch.tensor([3, 1]))

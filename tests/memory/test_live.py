@@ -1,13 +1,13 @@
 import torch
 
-from hf_distca.memory.live import LiveMemory, without_numbers
+from hf_distca.memory.live import LiveMemory, fake_tensors
 
 KB = 1024
 
 
 def test_bytes_by_part_when_they_are_the_most():
     live = LiveMemory()
-    with without_numbers(), live:
+    with fake_tensors(), live:
         kept = torch.empty(KB)
         with live.making("loss"):
             first = torch.empty(2 * KB)
@@ -44,7 +44,7 @@ def test_what_is_on_the_host_is_told_and_takes_nothing():
 
 
 def test_weights_that_autocast_copies():
-    live, mode = LiveMemory(), without_numbers()
+    live, mode = LiveMemory(), fake_tensors()
     with mode:
         linear = torch.nn.Linear(8, 16, bias=False)
     live.belong(linear.parameters(), "weights")

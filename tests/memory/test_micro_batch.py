@@ -8,10 +8,9 @@ from transformers import AutoConfig
 
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.exchange import rounded_up
-from hf_distca.memory.core_attention import Use, bound_plan, count_core_attention, run_core_attention
 from hf_distca.memory.counter import count_by_layers
-from hf_distca.memory.live import LiveMemory, without_numbers
-from hf_distca.memory.micro_batch import count_micro_batch
+from hf_distca.memory.live import LiveMemory, fake_tensors
+from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
 from hf_distca.plan import AttentionKind
@@ -30,7 +29,7 @@ HIDDEN, HEADS = 32, 4
 
 
 def counted(use: Use, *, ranks: int = 1, dtype: torch.dtype = torch.float32, **config) -> dict[str, int]:
-    mode = without_numbers()
+    mode = fake_tensors()
     model = model_of_config(AutoConfig.for_model("llama", **SMALL | config), dtype, mode)
     plan = plan_micro_batch([ranks * TOKENS], PlanSettings(ranks, TOKENS, small_kinds()))
     return count_micro_batch(model, plan, ranks - 1, use, mode)
@@ -76,14 +75,14 @@ def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, in_one_go):
     (kind,) = small_kinds()
     plan = plan_micro_batch([3 * TOKENS], PlanSettings(3, TOKENS, small_kinds()))
     bound = bound_plan(plan, 2, Use(counted_kernel(kernel)), LiveMemory())
-    with without_numbers(), Counting(torch.device("cpu")) as seen:
+    with fake_tensors(), Counting(torch.device("cpu")) as seen:
         run_core_attention(bound, kind, torch.float32)
     assert any(call.name == "sum_rows" for call in seen.calls) == in_one_go
 
 
 def test_a_rank_alone_sends_nothing():
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
-    parts = count_core_attention(plan, small_kinds()[0], torch.float32, 0, Use(FLASH), without_numbers())
+    parts = count_core_attention(plan, small_kinds()[0], torch.float32, 0, Use(FLASH), fake_tensors())
     assert "exchange buffers" not in parts
 
 
@@ -94,7 +93,7 @@ def test_exchange_buffers_of_one_document_in_stages():
     rows = rows_by_stage(nano.plans[kind])
     assert len(rows) == 3
     for rank in range(2):
-        parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), without_numbers())
+        parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), fake_tensors())
         # Rows of K and V of 128 bytes, sent and received, in memory of their own for each of three stages.
         expected = sum(rounded_up(128 * int(most)) for most in rows[:, :, rank].flat)
         assert parts["exchange buffers"] == expected + 4096  # no queries: a page
@@ -112,7 +111,7 @@ def test_exchange_buffers_of_rows_that_are_passed_on():
         stages = make_routes(nano.plans[kind], rank).stages
         assert len(stages) > 2 * SLOTS_IN_HOPS
         assert any(stage.passed_on.send_counts.any() for stage in stages)
-        parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), without_numbers())
+        parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), fake_tensors())
         # Rows of K and V of 128 bytes: what is sent, what is received from others or passed on by them, and what is
         # passed on to others, in memory of their own for each of five stages.
         rows = [
@@ -131,7 +130,7 @@ def test_exchange_buffers_of_rows_that_are_passed_on():
 
 
 def test_a_copy_of_a_model_takes_what_the_model_does():
-    use, mode = Use(FLASH, checkpointing={}), without_numbers()
+    use, mode = Use(FLASH, checkpointing={}), fake_tensors()
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, small_kinds()))
     model, expected = small_model(), counted(use)
     assert count_micro_batch(model_after(model, mode), plan, 0, use, mode) == expected
@@ -155,10 +154,10 @@ def test_a_deep_model_is_counted_by_a_few_layers(model_type, config, period, che
     plan = plan_micro_batch([TOKENS], PlanSettings(1, TOKENS, kinds))
 
     def count(config):
-        mode = without_numbers()
+        mode = fake_tensors()
         return count_micro_batch(model_of_config(config, torch.float32, mode), plan, 0, use, mode)
 
-    assert repeated_layers(model_of_config(deep, torch.float32, without_numbers())) == period
+    assert repeated_layers(model_of_config(deep, torch.float32, fake_tensors())) == period
     assert with_layers(deep, 2).num_hidden_layers == 2
     assert count_by_layers(count, deep, period) == count(deep)
 
@@ -182,7 +181,7 @@ def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...
     assert all(nano.routes[kind].forwards == (ranks_per_node != 1) for nano in bound.nano_batches)
     run_core_attention(bound, kind, torch.float32)
     use = Use(counted_kernel("cpu"))
-    parts = count_core_attention(plan, kind, torch.float32, dist.get_rank(), use, without_numbers())
+    parts = count_core_attention(plan, kind, torch.float32, dist.get_rank(), use, fake_tensors())
     return dispatcher.exchange.size(), parts["exchange buffers"]
 
 

@@ -2,8 +2,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig
 
-from hf_distca.memory.live import without_numbers
-from hf_distca.memory.model_state import ModelState, Parameters, model_state
+from hf_distca.memory.live import fake_tensors
+from hf_distca.memory.model_state import ModelState, model_state, parameter_bytes
 from hf_distca.models.fake import model_of_config
 from tests.models_and_batches import SMALL, small_model
 
@@ -13,15 +13,22 @@ ALL = 2 * LAYER + OUTSIDE
 
 
 def model():
-    return model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32, without_numbers())
+    return model_of_config(AutoConfig.for_model("llama", **SMALL), torch.float32, fake_tensors())
 
 
 def test_parameters_are_counted_once():
-    assert Parameters.of([model()]) == Parameters(ALL, 4 * ALL, ALL, 4 * ALL)
+    assert parameter_bytes(model()) == 4 * ALL
     tied = model_of_config(
-        AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16, without_numbers()
+        AutoConfig.for_model("llama", **SMALL, tie_word_embeddings=True), torch.bfloat16, fake_tensors()
     )
-    assert Parameters.of([tied]).size == 2 * (ALL - 64 * 32)
+    assert parameter_bytes(tied) == 2 * (ALL - 64 * 32)
+    assert parameter_bytes(tied, 4) == 4 * (ALL - 64 * 32)
+
+
+def test_quantized_weights_count_as_they_are():
+    packed = torch.nn.Linear(8, 4, bias=False)  # 32 numbers, two in a byte
+    packed.weight = torch.nn.Parameter(torch.zeros(16, 1, dtype=torch.uint8), requires_grad=False)
+    assert (parameter_bytes(packed), parameter_bytes(packed, 4), parameter_bytes(packed, trained=True)) == (16, 16, 0)
 
 
 def test_by_strategy():

@@ -1,19 +1,53 @@
-"""What rows take in a simulation, from shapes: three layers of two query heads and one key-value head of 4 numbers."""
+"""GPU memory of simulated strategies, beside that of a counted plan."""
 
 from dataclasses import replace
 
-from hf_distca.memory.simulated import LeastMemory
-from hf_distca.sim.ways import ways_to_train
-from tests.sim.test_simulate import SETTINGS, SETUP
+import pytest
+
+from hf_distca.cli.model import config_of_shape
+from hf_distca.config import DistCAConfig
+from hf_distca.memory import simulated
+from hf_distca.memory.simulated import GpuMemory
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.model import ModelShape
+from hf_distca.sim.strategies import Setup, all_strategies
+
+SHAPE = ModelShape.llama(2, 64, 160, 4, 2, 100, head_dim=16)
+SETTINGS = PlanSettings(2, 1024, kinds=tuple(SHAPE.layers))
+SETUP = Setup(SHAPE, DeviceProfile.load("h100"), 2, 1024)
+PLAIN, WHOLE, CONTEXT, FIXED, JOINT, CHOSEN, SERVERS = all_strategies(SETUP, SETTINGS, 1)
 
 
-def test_the_least_memory():
-    memory = LeastMemory(SETUP)
-    ways = {way.name: way for way in ways_to_train(SETUP, SETTINGS, 1)}
-    rows = 8 * 3 * (8 * 4 + 2 * (4 * 4 + 4))  # of each layer its input, and O and its log-sum-exp
-    state = 16 * 1000 // 2
-    assert memory(ways["plain packing"], 8, None) == memory(ways["hf_distca, joint"], 8, None) == (rows, state)
-    gathered = 2 * 8 * (4 + 4) * 4  # K and V of the other rank, and their gradients
-    assert memory(ways["context parallel, 1 × 2"], 8, None) == (rows + gathered, state)
-    assert memory(ways["hf_distca, joint, 1 servers"], 8, None) == (None, state)
-    assert LeastMemory(replace(SETUP, checkpointing=False))(ways["plain packing"], 8, None) == (None, state)
+def memory_of(**changes) -> GpuMemory:
+    setup = replace(SETUP, **changes)
+    settings = replace(SETTINGS, kinds=tuple(map(setup.on_a_gpu, SHAPE.layers)))
+    return GpuMemory(setup, config_of_shape(SHAPE), settings, DistCAConfig())
+
+
+def test_rows_take_memory_along_a_line():
+    alone = PlanSettings(1, 1536, kinds=tuple(SHAPE.layers))
+    memory = memory_of()
+    rows, state = memory(PLAIN, 1536, None)
+    assert rows == pytest.approx(memory(PLAIN, 1536, plan_micro_batch([1536], alone))[0], rel=0.01)
+    assert memory_of(checkpointing=False)(PLAIN, 1536, None)[0] > 1.5 * rows
+    gathered = 2 * 1536 * 2 * (16 + 16) * 2  # K and V of the other rank, and their gradients
+    assert memory(CONTEXT, 1536, None) == (rows + gathered, state)
+    assert memory(SERVERS, 1536, None) == (None, state)
+
+
+def test_exchange_buffers_of_many_ranks_are_counted_on_one_layer(monkeypatch):
+    plan = plan_micro_batch([2048], SETTINGS)
+    exact = memory_of()(JOINT, 1024, plan)[0]
+    monkeypatch.setattr(simulated, "COUNTED_RANKS", 1)
+    memory = memory_of()
+    assert memory(PLAIN, 1024, None)[0] < memory(JOINT, 1024, plan)[0] == pytest.approx(exact, rel=0.1)
+
+
+def test_gpus_that_share_layers_take_less():
+    (rows, state), (shared_rows, shared_state) = (
+        memory_of(tensor_parallel=gpus)(PLAIN, 1024, None) for gpus in (1, 2)
+    )
+    assert shared_rows < rows
+    assert shared_state < state

@@ -6,9 +6,8 @@ import peft
 import pytest
 from transformers import PreTrainedModel
 
-from hf_distca.memory.core_attention import Use
-from hf_distca.memory.live import without_numbers
-from hf_distca.memory.micro_batch import count_micro_batch
+from hf_distca.memory.live import fake_tensors
+from hf_distca.memory.micro_batch import Use, count_micro_batch
 from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.models.fake import model_after
 from hf_distca.patches.chunked_mlp import chunk_mlps
@@ -82,7 +81,7 @@ def test_activations_do_not_grow_with_the_width_of_the_mlp():
     taken = {}
     for width in (640, 1280):
         for rows in (0, 64):
-            mode = without_numbers()
+            mode = fake_tensors()
             model = small_model(intermediate_size=width).train()
             if rows:
                 chunk_mlps(model, rows)

@@ -17,7 +17,7 @@ from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import lognormal, micro_batches
 from hf_distca.sim.model import LLAMA_8B
-from hf_distca.sim.ways import Setup
+from hf_distca.sim.strategies import Setup
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
 FREE, SLOW = LinkCost(0.0, np.inf), LinkCost(0.0, 1.0)

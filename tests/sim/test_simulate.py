@@ -1,4 +1,6 @@
-"""Figures of ways to train, of documents so short that they can be counted by hand: a pair takes a second."""
+"""Figures of strategies, of documents so short that they can be counted by hand: a pair takes a second."""
+
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -7,9 +9,10 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.figures import StrategyFigures, advice
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.simulate import simulate
-from hf_distca.sim.ways import Setup
+from hf_distca.sim.strategies import Setup
 
 KIND = AttentionKind(None, 2, 1, 4, 4)
 MODEL = ModelShape({KIND: 3}, hidden=8, before=5, after=6, head=7, parameters=1000)
@@ -22,53 +25,92 @@ SETUP = Setup(MODEL, PROFILE, ranks=2, tokens_per_rank=8)
 SETTINGS = PlanSettings(2, 8, kinds=(KIND,), balance_block_size=1)
 
 
-def figures_of(micro_batches, setup=SETUP, memory=None):
+def figures_of(micro_batches, **memory):
     lengths = [np.array(documents) for documents in micro_batches]
-    found = simulate(lengths, setup, SETTINGS, len(lengths), memory=memory)
-    return found, {way.name: way for way in found.ways}
+    found = simulate(lengths, SETUP, SETTINGS, len(lengths), **memory)
+    return found, {strategy.name: strategy for strategy in found.strategies}
 
 
-def test_operations_of_the_model_over_what_gpus_could_do():
-    _, ways = figures_of([[4, 4]])
+def test_figures_of_a_strategy():
+    _, by_name = figures_of([[4, 4]])
     matrices, attention = 2 * (3 * (5 + 6) + 7) * 8, 2 * 3 * 2 * (4 + 4) * (10 + 10)
     seconds = 3 * (1 + 2) * 10  # of both ranks
-    assert ways["plain packing"].step_seconds == seconds
-    assert ways["plain packing"].mfu == pytest.approx(3 * (matrices + attention) / seconds / 2 / 10.0)
-    assert ways["plain packing"].tokens_per_second == pytest.approx(8 / seconds)
+    assert by_name["plain packing"].step_seconds == seconds
+    assert by_name["plain packing"].mfu == pytest.approx(3 * (matrices + attention) / seconds / 2 / 10.0)
+    assert by_name["plain packing"].tokens_per_second == pytest.approx(8 / seconds)
 
 
 def test_memory_is_asked_for_the_plan_whose_busiest_rank_exchanges_the_most():
     asked = {}
 
-    def memory(way, rows, plan):
-        asked[way.name] = rows, plan and [nano.layout.lengths.tolist() for nano in plan.nano_batches]
-        return 7, None if way.context > 1 else 5
+    def memory(strategy, rows, plan):
+        asked[strategy.name] = rows, plan and [nano.layout.lengths.tolist() for nano in plan.nano_batches]
+        return 7, None if strategy.context > 1 else 5
 
-    _, ways = figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
+    _, by_name = figures_of([[2, 2], [16], [4, 4, 4, 4]], memory=memory)
     assert {name: asked[name] for name in asked if name.startswith("hf_distca")} == {
         f"hf_distca, {layout}": (8, [[16]]) for layout in ("fixed", "joint", "chosen")
     }
     assert asked["plain packing"] == (8, None)
-    assert {(way.rows_bytes, way.state_bytes) for way in ways.values()} == {(7, 5), (7, None)}
+    assert {(each.rows_bytes, each.state_bytes) for each in by_name.values()} == {(7, 5), (7, None)}
     assert figures_of([[8, 8]])[1]["plain packing"].rows_bytes is None
 
 
-def test_gains_and_their_spread_over_micro_batches():
-    found, ways = figures_of([[12, 4], [4, 4, 4, 4]])
-    for gain in (found.over_packing, found.over_best):
-        ratio = ways[gain.name].step_seconds / ways[found.best_planned].step_seconds
-        assert gain.speed_up == pytest.approx(ratio)
-        assert gain.least <= gain.speed_up <= gain.most
-    assert (found.over_packing.name, found.over_best.name) == ("plain packing", found.best_plain)
+def test_gains_and_loads():
+    found, by_name = figures_of([[12, 4], [4, 4, 4, 4]])
+    for name, gain in (("plain packing", found.over_packing), (found.best_plain, found.over_best)):
+        assert gain.speed_up == pytest.approx(by_name[name].step_seconds / by_name[found.best_planned].step_seconds)
     alone = [figures_of([documents])[0].over_packing.speed_up for documents in ([12, 4], [4, 4, 4, 4])]
     assert [found.over_packing.least, found.over_packing.most] == pytest.approx(sorted(alone))
+    assert found.speed_up == pytest.approx(found.over_best.speed_up)
+    assert list(found.load) == ["plain packing", found.best_plain, found.best_planned]
+    assert found.load["plain packing"] == (3 * 3 * 36, 3 * 3 * (10 + 10))  # 8 of 12; 4 and 4
+    assert sum(each.documents for each in found.histogram) == found.documents == 6
+    assert sum(each.tokens for each in found.histogram) == found.tokens == 32
 
 
-def test_the_best_plain_way_cuts_the_fewest_documents():
-    found, ways = figures_of([[12, 4]])
-    assert ways["whole documents balanced"].documents_cut == 0.5
-    assert ways["whole documents balanced"].step_seconds < ways["context parallel, 1 × 2"].step_seconds
+def test_the_best_strategy_without_plans_cuts_the_fewest_documents():
+    found, by_name = figures_of([[12, 4]])
+    assert by_name["whole documents balanced"].documents_cut == 0.5
+    assert by_name["whole documents balanced"].step_seconds < by_name["context parallel, 1 × 2"].step_seconds
     assert found.best_plain == "context parallel, 1 × 2"
-    assert found.speed_up == pytest.approx(
-        ways["context parallel, 1 × 2"].step_seconds / ways[found.best_planned].step_seconds
-    )
+
+
+def strategy(name: str, **figures) -> StrategyFigures:
+    nothing = {field.name: 0 for field in fields(StrategyFigures)}
+    return StrategyFigures(**{**nothing, "name": name, "document_layout": None, **figures})
+
+
+WHOLE = strategy("whole", step_seconds=2.0, attention_seconds=1.2)
+JOINT = strategy("joint", step_seconds=1.0, attention_mean_seconds=0.3, document_layout="joint", exchange_seconds=0.05)
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [(2.0, True), (1.02, True), (1.01, False), (0.5, False)])
+def test_advice_on_gains(seconds, pays):
+    whole = replace(WHOLE, step_seconds=seconds)
+    speed = f"{seconds:.2f}× the speed of whole, the best other strategy."
+    no = f"No gain expected: {speed} Core attention is 30% of a step. Longer documents beside short ones would gain "
+    no += "more."
+    yes = f"{speed} Set document_layout='joint', tokens_per_rank=512."
+    assert list(advice([whole, JOINT], whole, JOINT, 512)) == [yes if pays else no]
+
+
+def test_advice_on_long_waits():
+    waits = replace(JOINT, exchange_seconds=0.06)
+    assert list(advice([WHOLE, waits], WHOLE, waits, 512))[1:] == [
+        "Ranks wait 6% of a step for exchanges. A larger tokens_per_rank hides more of them behind computation.",
+        "A larger balance_tolerance moves fewer rows.",
+    ]
+
+
+def test_advice_on_strategies_that_cut_documents():
+    cuts = replace(WHOLE, documents_cut=0.1)
+    faster = strategy("plain", step_seconds=0.9, documents_cut=0.3)
+    assert list(advice([faster, cuts, JOINT], cuts, JOINT, 512))[1:] == [
+        "Every other strategy cuts documents: whole cuts 10.0% of them. "
+        "A document that is cut trains on less context.",
+        "plain takes 0.900 s a step, but it cuts 30.0% of the documents. The comparison leaves it out, because a "
+        "document that is cut trains on less context.",
+    ]
+    slower = strategy("plain", step_seconds=2.1, documents_cut=0.3)
+    assert len(list(advice([slower, cuts, JOINT], cuts, JOINT, 512))) == 2

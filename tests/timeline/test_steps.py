@@ -4,15 +4,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hf_distca.timeline.drawing import svg_of
-from hf_distca.timeline.steps import RankStep, runs, steps_of
+from hf_distca.timeline.steps import RankStep, runs, steps_of, svg_of
 
 LETTERS = {"attention": "a", "waits": "w", "other": "o", None: "-"}
 
 
 def drawn(step: RankStep, begin: int, end: int, count: int) -> str:
     """A letter a cell."""
-    return "".join(LETTERS[doing] * (last - first) for first, last, doing in runs(step, begin, end, count))
+    return "".join(LETTERS[activity] * (last - first) for first, last, activity in runs(step, begin, end, count))
 
 
 def piece(rank: int, name: str, category: str, begin: int, end: int) -> dict:
@@ -55,7 +54,7 @@ def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
     stretches = [(120, 127, "attention"), (127, 134, "waits"), (136, 140, "waits"), (145, 185, "attention")]
     step = RankStep(0, 115, 190, stretches)
     assert drawn(step, 100, 200, 10) == "-oawoaaao-"
-    assert list(runs(step, 100, 200, 2)) == [(0, 2, "attention")]
+    assert list(runs(step, 100, 200, 2)) == [(0, 1, "other"), (1, 2, "attention")]  # 12 of 35 each: other
     assert drawn(RankStep(0, 0, 30), 0, 100, 4) == "o---"  # 5 of 25 are less than half
     assert drawn(RankStep(0, 0, 40), 0, 100, 4) == "oo--"  # 15 of 25 are more than half
     # As long each: attention, then what is neither.
@@ -63,6 +62,8 @@ def test_cells_say_what_a_rank_did_for_the_most_of_their_time():
     assert drawn(RankStep(0, 0, 10, [(0, 5, "attention")]), 0, 10, 1) == "o"
     # A stretch that began before the time.
     assert drawn(RankStep(0, -10, 20, [(-10, 8, "waits")]), 0, 20, 2) == "wo"
+    # Stretches before and after the time.
+    assert drawn(RankStep(0, -50, 90, [(-50, -30, "waits"), (60, 90, "waits")]), 0, 20, 2) == "oo"
 
 
 @pytest.mark.parametrize(

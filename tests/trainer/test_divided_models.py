@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_distca.memory.live import without_numbers
-from hf_distca.memory.model_state import Parameters
+from hf_distca.memory.live import fake_tensors
+from hf_distca.memory.model_state import parameter_bytes
 from hf_distca.models.decoder import base_model
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.kinds import layers_by_kind
@@ -150,13 +150,13 @@ def _memory(trainer: Any) -> dict[str, Any]:
         log_memory(trainer.model, trainer.dispatcher, trainer.args, trainer.accelerator, 10**10)
     logger.removeHandler(handler)
     base = base_model(trainer.model)
-    alone = model_of_config(config_on_a_rank(base), torch.float32, without_numbers())
+    alone = model_of_config(config_on_a_rank(base), torch.float32, fake_tensors())
     (kind,) = layers_by_kind(alone)
     return {
         "said": said,
         "heads": (kind.q_heads, kind.kv_heads),
         "features": alone.config.intermediate_size,
-        "numbers": Parameters.of([base]).count,
+        "numbers": parameter_bytes(base, 1),
         "shards": shards_of(trainer.accelerator, trainer.model, trainer.dispatcher.groups.ranks),
     }
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.bound import BoundGroup
-from hf_distca.dispatch.rows import IndexBuffer, take
-from hf_distca.dispatch.sums import RowSum
+from hf_distca.dispatch.rows import IndexBuffer, RowSum, take
 from hf_distca.kernels import AttentionParams, Kernel
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import pairs
@@ -62,7 +61,7 @@ class ServedTasks:
             stops = np.cumsum(counts)
             self.rows[kind] = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
             self.totals[kind] = int(counts.sum())
-        self.key_sums = RowSum([stage.visiting.k_rows], self.totals["keys"], buffer)
+        self.key_sums = RowSum({"tasks": stage.visiting.k_rows}, self.totals["keys"], buffer)
         self.ranks = frozenset(
             rank
             for rank, parts in enumerate(zip(self.rows["queries"], self.rows["keys"], strict=True))

@@ -1,14 +1,21 @@
 """SVG pictures for pages and for files: every colour has one meaning, and every mark has a label."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from math import ceil, floor, log10
+from math import ceil, floor, inf, log10
+from typing import Any
 
-WIDE, NARROW = 860, 330
-"""Widths of a picture, in pixels, on a desktop or paper and on a phone; letters have the same size in both."""
+import numpy as np
 
-
+WIDTH = 860
+"""Width of a page's pictures, in pixels."""
+LETTER = 7.4
+"""Approximate width of a letter, in pixels."""
+CUT_OFF = 2.0
+"""Ratio to the longest important bar, above which a bar is broken off."""
+MOST_BARS = 128
+"""Maximum number of bars; with more ranks, several ranks share a bar as high as the highest of them."""
 COLOURS = {
     "page": ("#fdfdfc", "#14171b"),
     "panel": ("#f5f5f2", "#1c2026"),
@@ -29,6 +36,11 @@ From "attention" on, the names are classes of marks: core attention, other layer
 planned strategies, and strategies without plans.
 """
 MARKS = list(COLOURS)[list(COLOURS).index("attention") :]
+OF_FILES = """text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
+.strong { fill: var(--ink); font-weight: 600; } .ground { fill: var(--page); } .ink { stroke: var(--ink); fill: none; }
+.gain { fill: var(--planned); font-size: 17px; font-weight: 600; }
+.arrow { fill: none; stroke: var(--planned); stroke-width: 2; }
+"""
 
 
 def style_sheet() -> str:
@@ -39,13 +51,6 @@ def style_sheet() -> str:
         f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{marks}\n"
         "svg .mark { fill: var(--key); } svg .rule { stroke: var(--rule); fill: none; }\n"
     )
-
-
-OF_FILES = """text { font: 13px system-ui, sans-serif; fill: var(--muted); font-variant-numeric: tabular-nums; }
-.strong { fill: var(--ink); font-weight: 600; } .ground { fill: var(--page); } .ink { stroke: var(--ink); fill: none; }
-.gain { fill: var(--planned); font-size: 17px; font-weight: 600; }
-.arrow { fill: none; stroke: var(--planned); stroke-width: 2; }
-"""
 
 
 @dataclass
@@ -69,8 +74,7 @@ class Drawing:
         """Draw an arrow along a line from x1 to x2."""
         back = x2 + (6.0 if x2 < x1 else -6.0)
         head = f"M{back:.1f} {y - 4:.1f}L{x2:.1f} {y:.1f}L{back:.1f} {y + 4:.1f}"
-        shape = f"M{x1:.1f} {y:.1f}L{x2:.1f} {y:.1f}{head}"
-        self._parts.append(f'<path class="{style} arrow" d="{shape}"/>')
+        self._parts.append(f'<path class="{style} arrow" d="M{x1:.1f} {y:.1f}L{x2:.1f} {y:.1f}{head}"/>')
 
     def bar(self, x: float, y: float, width: float, height: float, style: str, label: str) -> None:
         """Draw a rectangle that stands for a value; the label names the value."""
@@ -79,15 +83,13 @@ class Drawing:
             f'height="{max(height, 0.5):.1f}"><title>{escape(label)}</title></rect>'
         )
 
-    def point(self, x: float, y: float, style: str, label: str) -> None:
-        """Draw a point that stands for a value."""
-        self._parts.append(
-            f'<circle class="mark {style}" cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{escape(label)}</title></circle>'
-        )
-
-    def curve(self, points: Sequence[tuple[float, float]], style: str) -> None:
-        """Join points by a line."""
-        self._parts.append(f'<path class="{style}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>')
+    def scale(self, marks: Sequence[float], left: float, right: float, top: float, bottom: float, suffix: str) -> None:
+        """Draw lines across the picture at round numbers, from 0 at the bottom."""
+        for mark in marks:
+            y = bottom - (bottom - top) * mark / marks[-1]
+            self.line(left, y, right, y)
+            if suffix:
+                self.text(left - 8, y + 4, f"{number(mark)}{suffix}", "end", "axis")
 
     def markup(self, label: str) -> str:
         """Return the SVG element; the label is for readers who do not see the picture."""
@@ -106,23 +108,125 @@ class Drawing:
         )
 
 
-def in_both_widths(draw: Callable[[int], Drawing], label: str) -> str:
-    """Return a wide and a narrow picture, of which the style sheet shows one."""
-    wide, narrow = draw(WIDE).markup(label), draw(NARROW).markup(label)
-    return f'<div class="picture wide">{wide}</div><div class="picture narrow">{narrow}</div>'
+def lengths_picture(bins: Sequence[Mapping[str, Any]]) -> Drawing:
+    """Draw shares of documents and of tokens by length, from fields of `LengthBin`, on a logarithmic axis."""
+    left, top, bottom = 44, 12, 196
+    drawing = Drawing(WIDTH, 240)
+    marks = ticks(100 * max(max(each["document_share"], each["token_share"]) for each in bins))
+    drawing.scale(marks, left, WIDTH, top, bottom, "%")
+    step = (WIDTH - left) / len(bins)
+    every = ceil(34 / step)
+    for index, each in enumerate(bins):
+        x = left + index * step
+        for place, what in ((0.1, "documents"), (0.5, "tokens")):
+            if share := each[f"{what[:-1]}_share"]:
+                size = (bottom - top) * share * 100 / marks[-1]
+                label = f"{each['shortest']:,} to {each['longest']:,} tokens: {each[what]:,} {what}, {share:.1%}"
+                drawing.bar(x + step * place, bottom - size, step * 0.4 - 1, size, what, label)
+        if index % every == 0:
+            drawing.line(x, bottom, x, bottom + 4)
+            drawing.text(x, bottom + 18, short(each["shortest"]), "middle" if index else "start", "axis")
+    drawing.text((left + WIDTH) / 2, 236, "tokens of a document", "middle", "axis")
+    return drawing
 
 
-def ticks(most: float, about: int = 4, least: float = 0.0) -> list[float]:
-    """Return round numbers from `least` to the first one at or above `most`."""
-    if most <= least:
-        return [least, least + 1.0]
-    rough = (most - least) / about
-    power = 10.0 ** floor(log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
-    count = ceil((most - least) / step - 0.001)
-    return [least + index * step for index in range(count + 1)]
+def loads_picture(panels: Sequence[tuple[str, Sequence[float], str]], unit: str) -> Drawing:
+    """Draw values of each rank in panels of one scale, side by side, with the mean of each panel.
+
+    Args:
+        panels: title, [ranks] values, and the class that colours them.
+        unit: follows numbers, such as " s".
+    """
+    left, gap, top, body = 60.0, 28.0, 44.0, 140.0
+    across = (WIDTH - left - gap * (len(panels) - 1)) / len(panels)
+    drawing = Drawing(WIDTH, top + body + 22)
+    marks = ticks(max(max(values) for _, values, _ in panels))
+    for index, (title, of_ranks, style) in enumerate(panels):
+        x, values = left + (across + gap) * index, np.array(of_ranks)
+        mean = float(values.mean())
+        drawing.scale(marks, x, x + across, top, top + body, "" if index else unit)
+        drawing.text(x, top - 28, title, style="strong")
+        drawing.text(x, top - 12, f"busiest rank {values.max() / mean if mean else 1:.2f}× the mean", style="axis")
+        parts = np.array_split(np.arange(len(values)), min(len(values), MOST_BARS))
+        step = across / len(parts)
+        for place, ranks in enumerate(parts):
+            most = float(values[ranks].max())
+            size = body * most / marks[-1]
+            named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}, at most"
+            label = f"{title}, {named}: {most:,.3f}{unit}"
+            drawing.bar(x + place * step, top + body - size, step - min(1.0, step / 4), size, style, label)
+        level = top + body * (1 - mean / marks[-1])
+        drawing.line(x, level, x + across, level, "mean")
+        drawing.text(x, top + body + 16, "rank 0", "start", "axis")
+        drawing.text(x + across, top + body + 16, f"rank {len(values) - 1}", "end", "axis")
+    return drawing
+
+
+def stacks_picture(
+    rows: Mapping[str, Sequence[tuple[float, str, str]]], unit: str, strong: Sequence[str] = ()
+) -> Drawing:
+    """Draw horizontal bars made of parts.
+
+    Args:
+        rows: of each bar, by name, the parts: size, class that colours it, and name.
+        unit: follows numbers, such as " s".
+        strong: names that stand out. Bars far longer than theirs are broken off.
+    """
+    pitch, thick = 28.0, 18.0
+    totals = {name: sum(size for size, _, _ in parts) for name, parts in rows.items()}
+    limit = longest_shown(totals, strong)
+    marks = ticks(min(max(totals.values()), limit), 5)
+    left = max(map(len, rows)) * LETTER + 10
+    right = WIDTH - max(len(f"{total:,.3f}{unit}") for total in totals.values()) * LETTER - 12
+    bottom, across = pitch * len(rows), (right - left) / marks[-1]
+    drawing = Drawing(WIDTH, bottom + 22)
+    for mark in marks:
+        drawing.line(left + mark * across, 0, left + mark * across, bottom)
+        drawing.text(left + mark * across, bottom + 16, f"{number(mark)}{unit}", "middle" if mark else "start", "axis")
+    for index, (name, parts) in enumerate(rows.items()):
+        x, y, left_over = left, index * pitch, limit
+        style = "strong" if name in strong else "name"
+        drawing.text(left - 10, y + thick - 4, name, "end", style)
+        for size, colour, what in parts:
+            shown = min(size, left_over) * across
+            left_over = max(left_over - size, 0.0)
+            if shown > 0:
+                drawing.bar(x, y, shown, thick, colour, f"{name}, {what}: {size:,.3f}{unit}")
+            x += shown
+        if totals[name] > limit:
+            for place in (10.0, 5.0):
+                drawing.line(x - place - 3, y + thick + 1, x - place + 3, y - 1, "break")
+        drawing.text(x + 6, y + thick - 4, f"{totals[name]:,.3f}{unit}", "start", style)
+    return drawing
+
+
+def longest_shown(totals: Mapping[str, float], strong: Sequence[str]) -> float:
+    """Return the length above which bars are broken off; infinite if no important bar has a length.
+
+    Args:
+        totals: length of every bar, by name.
+        strong: names of important bars.
+    """
+    return CUT_OFF * max(totals[name] for name in strong) if any(map(totals.get, strong)) else inf
+
+
+def ticks(most: float, about: int = 4) -> list[float]:
+    """Return round numbers from 0 to the first one at or above `most`."""
+    if most <= 0:
+        return [0.0, 1.0]
+    power = 10.0 ** floor(log10(most / about))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= most / about * 0.999)
+    return [index * step for index in range(ceil(most / step - 0.001) + 1)]
 
 
 def number(value: float) -> str:
     """Return a tick's number without trailing zeros."""
     return f"{value:,.10g}"
+
+
+def short(count: float) -> str:
+    """Return a count of tokens in short form: 512, 8K, 1M, in powers of 1024."""
+    for size, letter in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:g}"

@@ -1,108 +1,126 @@
-"""Page of a report: one self-contained HTML file."""
+"""Page of a report: one HTML file that needs nothing else, with the parts that reports share."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from hf_distca.sim.report.drawing import Drawing, in_both_widths, style_sheet
-from hf_distca.sim.report.tables import at, cell
-from hf_distca.sim.report.units import Unit
+from hf_distca.sim.report.drawing import Drawing, lengths_picture, style_sheet
 
-HERE = Path(__file__).parent
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""Content policy of the page: a browser loads nothing from outside."""
+STYLE = Path(__file__).with_name("page.css")
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""Content policy of the page: a browser runs no script and loads nothing from outside."""
+MOST_RANKS = 256
+"""Maximum number of ranks in a table; `--json` has all of them."""
 
 
-def page(tool: str, title: str, source: str, lead: str, sections: Sequence[str], figures: Mapping[str, Any]) -> str:
+def page(tool: str, title: str, source: str, lead: str, sections: Sequence[str]) -> str:
     """Return the text of the HTML file.
 
     Args:
         title: the outcome in a few words.
         source: origin of the predictions.
         lead: documents and ranks of the report.
-        figures: the figures that `--json` prints; the page contains them.
     """
-    style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    data = json.dumps(figures).replace("</", "<\\/")
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',
-            f"<title>{escape(title)} – {escape(tool)}</title>",
-            f"<style>\n{style_sheet()}{style}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            f'<header><p class="eyebrow">{escape(tool)}</p><h1>{escape(title)}</h1>',
-            f'<p class="predicted"><strong>Predictions, not measurements:</strong> {escape(source)}</p>',
-            f'<p class="lead">{escape(lead)}</p></header>',
-            *sections,
-            "</main>",
-            f'<script type="application/json" id="figures">{data}</script>',
-            f"<script>\n{script}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)} – {escape(tool)}</title>
+<style>
+{style_sheet()}{STYLE.read_text(encoding="utf-8")}</style>
+</head>
+<body><main>
+<header><p class="eyebrow">{escape(tool)}</p><h1>{escape(title)}</h1>
+<p><strong>Predictions, not measurements:</strong> {escape(source)}</p>
+<p class="lead">{escape(lead)}</p></header>
+{"".join(sections)}
+</main></body>
+</html>
+"""
 
 
-def section(title: str, said: Sequence[str], *parts: str) -> str:
+def section(title: str, sentences: Sequence[str], *parts: str) -> str:
     """Return a section: a title, sentences, and further parts."""
-    sentences = "".join(f"<p>{escape(each)}</p>" for each in said)
-    return f"<section><h2>{escape(title)}</h2>{sentences}{''.join(parts)}</section>"
+    paragraphs = "".join(f"<p>{escape(each)}</p>" for each in sentences)
+    return f"<section><h2>{escape(title)}</h2>{paragraphs}{''.join(parts)}</section>"
 
 
-def key_figures(figures: Any, keys: Sequence[tuple[str, str, Unit]]) -> str:
-    """Return the most important numbers, each with a title, a path and a unit.
-
-    A speed-up is shown with its range over micro-batches.
-    """
-    shown = []
-    for name, path, unit in keys:
-        gain, _, field = path.rpartition("/")
-        spread = ""
-        if field == "speed_up" and at(figures, f"{gain}/least") != at(figures, f"{gain}/most"):
-            least, most = (cell(at(figures, f"{gain}/{end}"), f"{gain}/{end}", unit) for end in ("least", "most"))
-            spread = f"<br>{least} to {most} by micro-batch"
-        value = cell(at(figures, path), path, unit)
-        shown.append(f"<div><dt>{escape(name)}{spread}</dt><dd>{value}</dd></div>")
-    return f'<dl class="keys">{"".join(shown)}</dl>'
-
-
-def figure(label: str, draw: Callable[[int], Drawing], legend: Sequence[tuple[str, str]] = ()) -> str:
-    """Return a picture with its legend.
+def figure(label: str, drawing: Drawing, legend: Sequence[tuple[str, str]]) -> str:
+    """Return a picture below its legend, which has a class and a name for each colour.
 
     Args:
         label: text for readers who do not see the picture.
-        draw: draws the picture for a width in pixels.
     """
     keys = "".join(f'<li class="{style}">{escape(name)}</li>' for style, name in legend)
-    listed = f'<ul class="legend">{keys}</ul>' if keys else ""
-    return f'<figure>{listed}{in_both_widths(draw, label)}<output class="readout"></output></figure>'
+    picture = f'<div class="picture" tabindex="0">{drawing.markup(label)}</div>'
+    return f'<figure><ul class="legend">{keys}</ul>{picture}</figure>'
 
 
-def folded(title: str, content: str) -> str:
-    """Return content that is shown on demand, and on paper."""
-    return f"<details><summary>{escape(title)}</summary>{content}</details>"
-
-
-def code(text: str, label: str) -> str:
-    """Return a block to copy."""
+def table(caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[str] = ()) -> str:
+    """Return a table whose first column heads the rows; rows whose first cell is in `marked` stand out."""
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
+    body = []
+    for first, *cells in rows:
+        highlight = ' class="marked"' if first in marked else ""
+        others = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body.append(f'<tr{highlight}><th scope="row">{escape(first)}</th>{others}</tr>')
     return (
-        f'<div class="code"><pre tabindex="0" aria-label="{escape(label)}">{escape(text)}</pre>'
-        f'<button type="button" title="Copy: {escape(label)}">Copy</button></div>'
+        f'<p class="caption" aria-hidden="true">{escape(caption)}</p>'
+        f'<div class="table" tabindex="0" role="region" aria-label="{escape(caption)}"><table '
+        f'aria-label="{escape(caption)}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
     )
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """Return the settings that were given."""
-    body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
-    return f'<div class="table"><table class="facts"><tbody>{body}</tbody></table></div>'
+def table_of_ranks(caption: str, columns: Mapping[str, Sequence[float]], numbers: str = ",.3f") -> str:
+    """Return a folded table with a row for each rank; empty if there are too many ranks to read.
+
+    Args:
+        columns: [ranks] values of each column, by its title.
+        numbers: format of values.
+    """
+    of_ranks = list(zip(*columns.values(), strict=True))
+    if len(of_ranks) > MOST_RANKS:
+        return ""
+    rows = [[str(rank), *(format(value, numbers) for value in values)] for rank, values in enumerate(of_ranks)]
+    shown = table(caption, ["rank", *columns], rows)
+    return f"<details><summary>{escape(caption)}</summary>{shown}</details>"
+
+
+def code(text: str, label: str) -> str:
+    """Return a block to copy: a click selects all of the text."""
+    return f'<pre tabindex="0" aria-label="{escape(label)}">{escape(text)}</pre>'
+
+
+def origin_section(given: Mapping[str, Any], sentences: Sequence[str] = ()) -> str:
+    """Return the section on the settings that were given."""
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{escape(str(value))}</td></tr>'
+        for name, value in given.items()
+    )
+    return section("Where this comes from", sentences, f'<table class="facts"><tbody>{rows}</tbody></table>')
+
+
+def lengths_section(bins: Sequence[Mapping[str, Any]]) -> str:
+    """Return the section on documents by length, from fields of `LengthBin`."""
+    documents = tokens = 0.0
+    for longest in reversed(bins):  # those that hold half of the tokens
+        documents, tokens = documents + longest["document_share"], tokens + longest["token_share"]
+        if tokens >= 0.5:
+            break
+    return section(
+        "Document lengths",
+        [
+            f"{documents:.1%} of the documents have {longest['shortest']:,} tokens or more; together they hold "
+            f"{tokens:.1%} of all tokens. The cost of core attention grows with the square of a document's length; "
+            "the cost of all other layers grows with the length."
+        ],
+        figure(
+            "Shares of documents and of tokens by document length",
+            lengths_picture(bins),
+            [("documents", "share of documents"), ("tokens", "share of tokens")],
+        ),
+    )

@@ -136,9 +136,9 @@ def test_wrong_options_are_said_in_a_line(capsys, tmp_path, token):
         ([*good, "--device", "meta"], "cannot serve"),
         ([*good, "--device", "cuda:99"], "device 'cuda:99' does not exist"),
         ([*good, "--attention-kernel", "fast"], "no kernel is named 'fast'"),
-        ([*good, "--threads", "0"], "positive number of threads"),
+        ([*good, "--threads", "0"], "--threads: must be a positive whole number"),
         ([*good, "--wait", "nan"], "number of seconds"),
-        ([*good, "--port", "-1"], "a port from 0"),
+        ([*good, "--port", "-1"], "--port: must be 0 or a positive whole number"),
         ([*good, "--bind", "192.0.2.1"], "cannot listen on 192.0.2.1:0"),
         ([*good, "--wait", "0"], "cannot connect to 127.0.0.1:1"),
     ]:

@@ -1,4 +1,4 @@
-"""Strategies to train on the documents of one global micro-batch, and the seconds of a step of each.
+"""Training strategies that are compared, and the predicted seconds of a step under each.
 
 All compute the same tokens on the same ranks. Strategies that leave documents in place take as long as their slowest
 rank. Planned strategies walk the schedule that training runs.
@@ -20,6 +20,7 @@ from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import KindCosts, StepCosts, Tasks
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.step import document_seconds, predict_step
+from hf_distca.planner.walk import Walked
 from hf_distca.planner.with_servers import plan_with_servers
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
@@ -27,10 +28,9 @@ from hf_distca.sim.model import ModelShape
 IntArray = NDArray[np.int64]
 
 TOUCHED_BEFORE, TOUCHED_AFTER = 4, 10
-"""How often a token's hidden state is read or written before and after core attention, outside matrices.
+"""Reads and writes of a token's hidden state before and after core attention, outside matrices.
 
-Norms, rotations, activations and sums count; an activation of the MLP, some three times as wide, counts with its own
-width.
+Norms, rotations, activations and sums count; an activation of the MLP, some three times as wide, counts three times.
 """
 BACKWARD = 2.0
 """Backward of matrices over their forward; checkpointing adds the recomputed forward."""
@@ -95,41 +95,24 @@ class Setup:
         return flops + touched * self.model.hidden * self.profile.bytes_per_value / self.profile.bytes_per_second
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Predicted seconds of a step of one global micro-batch.
+@dataclass(frozen=True, eq=False)
+class StepTime(Walked):
+    """Predicted step of one global micro-batch.
 
     Attributes:
-        attention: core attention of the busiest rank, in seconds.
-        attention_mean: mean core attention over ranks.
-        other: all other computation of the busiest rank.
-        other_mean: mean of all other computation over ranks.
-        waited: waits for exchanges, of the rank that waits the longest.
-        waited_mean: mean of the waits over ranks.
-        idle: share of the ranks' time without computation.
         bytes_bottleneck: bytes that the busiest rank sends or receives in one layer's forward.
         tokens_most: rows of the rank that holds the most.
-        attention_by_rank: [ranks] core attention, in seconds.
         documents_cut: number of documents that lose context, because no rank or group of ranks can hold them.
     """
 
-    seconds: float
-    attention: float
-    attention_mean: float
-    other: float
-    other_mean: float
-    waited: float
-    waited_mean: float
-    idle: float
     bytes_bottleneck: int
     tokens_most: int
-    attention_by_rank: tuple[float, ...]
     documents_cut: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
-    """Strategy to train.
+class Strategy:
+    """Training strategy.
 
     Attributes:
         step: predicts the step of a micro-batch from document lengths, and returns its plan if there is one.
@@ -149,7 +132,7 @@ CHOSEN = "hf_distca, chosen"
 """Strategy that takes the fastest plan for each micro-batch, as training does by default."""
 
 
-def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Way, ...]:
+def all_strategies(setup: Setup, settings: PlanSettings, servers: int) -> tuple[Strategy, ...]:
     """Return all strategies that are compared.
 
     Args:
@@ -157,28 +140,25 @@ def ways_to_train(setup: Setup, settings: PlanSettings, servers: int) -> tuple[W
         servers: dedicated attention servers; above 0 one more strategy uses them.
     """
 
-    def by_plans(name: str, layout: str, servers: int = 0) -> Way:
-        of_way = replace(settings, document_layout=layout)
-        step = partial(planned, setup=setup, settings=of_way, servers=servers)
-        return Way(name, step, document_layout=layout, servers=servers)
+    def by_plans(name: str, layout: str, settings: PlanSettings, servers: int = 0) -> Strategy:
+        step = partial(planned, setup=setup, settings=settings, servers=servers)
+        return Strategy(name, step, document_layout=layout, servers=servers)
 
-    def in_groups(name: str, context: int) -> Way:
-        return Way(name, lambda lengths: (data_and_context_parallel(lengths, setup, context), None), context)
+    def in_groups(name: str, context: int) -> Strategy:
+        return Strategy(name, lambda lengths: (data_and_context_parallel(lengths, setup, context), None), context)
 
-    ways = [Way(PLAIN, lambda lengths: (plain(lengths, setup), None)), in_groups("whole documents balanced", 1)]
+    found = [Strategy(PLAIN, lambda lengths: (plain(lengths, setup), None)), in_groups("whole documents balanced", 1)]
     context = 2
     while setup.ranks % context == 0:
-        ways.append(in_groups(f"context parallel, {setup.ranks // context} × {context}", context))
+        found.append(in_groups(f"context parallel, {setup.ranks // context} × {context}", context))
         context *= 2
-    chosen = replace(settings, choices=Choices.beside(settings, setup.costs))
-    ways += [
-        by_plans("hf_distca, fixed", "fixed"),
-        by_plans("hf_distca, joint", "joint"),
-        Way(CHOSEN, partial(planned, setup=setup, settings=chosen), document_layout="auto"),
-    ]
+    for layout in ("fixed", "joint"):
+        found.append(by_plans(f"hf_distca, {layout}", layout, replace(settings, document_layout=layout)))
+    found.append(by_plans(CHOSEN, "auto", replace(settings, choices=Choices.beside(settings, setup.costs))))
     if servers:
-        ways.append(by_plans(f"hf_distca, joint, {servers} servers", "joint", servers))
-    return tuple(ways)
+        joint = replace(settings, document_layout="joint")
+        found.append(by_plans(f"hf_distca, joint, {servers} servers", "joint", joint, servers))
+    return tuple(found)
 
 
 def plain(lengths: IntArray, setup: Setup) -> StepTime:
@@ -212,25 +192,17 @@ def data_and_context_parallel(lengths: IntArray, setup: Setup, context: int) -> 
     so on, so that ranks of a group compute alike. Each rank gathers K and V of its group in every layer. Groups of one
     rank exchange nothing. WLB-LLM and the paper's baseline divide documents in this way.
     """
-    pieces, cut = _cut(lengths, setup.tokens_per_rank * context)
+    most = setup.tokens_per_rank * context
+    pieces, cut = _cut(lengths, most)
     cost = document_seconds(np.array(pieces, np.int64), setup.costs)
     groups: list[list[int]] = [[] for _ in range(setup.ranks // context)]
-    heap = [(0.0, 0, group) for group in range(len(groups))]
-    most = setup.tokens_per_rank * context
+    load, tokens = np.zeros(len(groups)), np.zeros(len(groups), np.int64)
     for index in np.argsort(-cost, kind="stable").tolist():
-        full = []
-        load, tokens, group = heapq.heappop(heap)
-        while heap and tokens + pieces[index] > most:
-            full.append((load, tokens, group))
-            load, tokens, group = heapq.heappop(heap)
-        if tokens + pieces[index] > most:  # no group has room: take the one with the fewest rows
-            full.append((load, tokens, group))
-            load, tokens, group = min(full, key=lambda entry: entry[1])
-            full.remove((load, tokens, group))
+        has_room = tokens + pieces[index] <= most
+        group = int(np.where(has_room, load, np.inf).argmin() if has_room.any() else tokens.argmin())
         groups[group].append(pieces[index])
-        heapq.heappush(heap, (load + float(cost[index]), tokens + pieces[index], group))
-        for entry in full:
-            heapq.heappush(heap, entry)
+        load[group] += cost[index]
+        tokens[group] += pieces[index]
     return _on_groups(groups, context, setup, cut)
 
 
@@ -258,25 +230,9 @@ def planned(
         for nano in plan.nano_batches
     ]
     tokens = [nano.layout.tokens for nano in plan.nano_batches]
-    step = predict_step(counted, tokens, setup.costs)
     moved = max(int(np.sum([each[kind].bytes_moved for each in counted], axis=0).max()) for kind in settings.kinds)
-    busy = step.attention + step.other
-    return (
-        StepTime(
-            step.seconds,
-            float(step.attention.max()),
-            float(step.attention.mean()),
-            float(step.other.max()),
-            float(step.other.mean()),
-            float(step.waited.max()),
-            float(step.waited.mean()),
-            1.0 - float(busy.mean()) / step.seconds,
-            moved,
-            int(np.sum(tokens, axis=0).max()),
-            tuple(step.attention.tolist()),
-        ),
-        plan,
-    )
+    walked = predict_step(counted, tokens, setup.costs)
+    return StepTime(**vars(walked), bytes_bottleneck=moved, tokens_most=int(np.sum(tokens, axis=0).max())), plan
 
 
 def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
@@ -287,24 +243,17 @@ def _cut(lengths: IntArray, most: int) -> tuple[list[int], int]:
     return pieces, int((lengths > most).sum())
 
 
-def _keys_read(length: int, parts: int) -> float:
-    """Return the K/V rows that a document's equal parts read, each up to its own end."""
-    return length * (min(parts, length) + 1) / 2
-
-
 def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut: int) -> StepTime:
     """Predict a step in which groups of ranks share their own documents evenly."""
     parts = 2 * context if context > 1 else 1
     tokens = np.array([sum(group) for group in groups], float) / context
+    # Each of a document's equal parts reads the K/V rows up to its own end.
+    keys = np.array([sum(n * (min(parts, n) + 1) / 2 for n in group) for group in groups]) / context
     attention, gathered, moved = np.zeros(len(groups)), np.zeros(len(groups)), 0.0
     for of_kind in setup.costs.kinds:
         gpu = of_kind.kind
-        tasks = Tasks(
-            tokens,
-            np.array([sum(_keys_read(length, parts) for length in group) for group in groups]) / context,
-            np.array([sum(pairs(0, length, gpu.window) for length in group) for group in groups], float) / context,
-            np.ones(len(groups)),
-        )
+        in_pairs = np.array([sum(pairs(0, n, gpu.window) for n in group) for group in groups], float) / context
+        tasks = Tasks(tokens, keys, in_pairs, np.ones(len(groups)))
         attention += of_kind.layers * (of_kind.forward.seconds(tasks) + of_kind.backward.seconds(tasks))
         if context > 1:
             size = tokens * (context - 1) * RowBytes.of_kind(gpu, setup.profile.bytes_per_value).kv
@@ -314,19 +263,6 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
             gathered += 3 * of_kind.layers * link.seconds(size)
             moved = max(moved, float(size.max()))
     other = setup.costs.token * tokens
-    total = attention + other + gathered
-    seconds = float(total.max())
-    return StepTime(
-        seconds,
-        float(attention.max()),
-        float(attention.mean()),
-        float(other.max()),
-        float(other.mean()),
-        float(gathered.max()),
-        float(gathered.mean()),
-        1.0 - float((attention + other).mean()) / seconds,
-        int(moved),
-        int(np.ceil(tokens.max())),
-        tuple(np.repeat(attention, context).tolist()),
-        cut,
-    )
+    seconds = float((attention + other + gathered).max())
+    attention, other, gathered = (np.repeat(of_groups, context) for of_groups in (attention, other, gathered))
+    return StepTime(seconds, attention, other, gathered, int(moved), int(np.ceil(tokens.max())), cut)

@@ -1,32 +1,18 @@
-"""Merge attention outputs of the same rows over different keys; and fused kernels as operators of torch.
+"""Fused operators on rows: merge attention over different keys, and add up rows of several tensors.
+
+On CUDA each is one Triton kernel, see `fused_triton`. Fake tensors and profilers see each as one operator of torch.
 
 Shape suffixes: N rows of the result so far, Q rows of the part, H query heads, E head dim of values.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 16
 """Numbers of O that are merged at a time on the CPU where they must be copied: the copies stay in cache."""
-
-_library = torch.library.Library("hf_distca", "FRAGMENT")
-
-
-def define_operator(schema: str, on_cuda: Callable[..., None], on_cpu: Callable[..., None] | None = None) -> None:
-    """Make an operator `torch.ops.hf_distca.…`, which fake tensors and profilers see as one.
-
-    Args:
-        schema: its name, its arguments and which of them it writes, as torch writes schemas; it returns nothing.
-        on_cuda: imports Triton when it runs and not before: Triton comes with torch for CUDA only.
-        on_cpu: None where the operator is not used on the CPU.
-    """
-    name = _library.define(schema)
-    _library.impl(name, on_cuda, "CUDA")
-    if on_cpu is not None:
-        _library.impl(name, on_cpu, "CPU")
-    _library.impl(name, lambda *_: None, "Meta")
 
 
 def merge_into(
@@ -69,14 +55,23 @@ def _merge(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor) -> None:
     torch.logaddexp(lse, lse_part, out=lse)
 
 
-def _merge_on_cuda(o: Tensor, lse: Tensor, o_part: Tensor, lse_part: Tensor, rows_Q: Tensor | None) -> None:
-    from .merge_triton import merge_into as fused
+def _on_cuda(name: str) -> Callable[..., None]:
+    """Return a function of `fused_triton` by name."""
 
-    fused(o, lse, o_part, lse_part, rows_Q)
+    def call(*arguments: Any) -> None:
+        from . import fused_triton  # Triton comes with torch for CUDA only
+
+        getattr(fused_triton, name)(*arguments)
+
+    return call
 
 
-define_operator(
+_library = torch.library.Library("hf_distca", "FRAGMENT")
+for _schema in (
     "merge_into(Tensor(a!) o, Tensor(b!) lse, Tensor o_part, Tensor lse_part, Tensor? rows) -> ()",
-    _merge_on_cuda,
-    _merge_on_cpu,
-)
+    "sum_rows(Tensor(a!) out, Tensor? rows, Tensor ends, Tensor addends, Tensor[] sources, bool onto) -> ()",
+):
+    _name = _library.define(_schema)
+    _library.impl(_name, _on_cuda(_name), "CUDA")
+    _library.impl(_name, lambda *_: None, "Meta")
+_library.impl("merge_into", _merge_on_cpu, "CPU")  # sums on the CPU go another way, see `hf_distca.dispatch.rows`

@@ -1,0 +1,126 @@
+"""A user's model, on fake tensors: its config, its kinds of attention, its shape, and the memory that it takes."""
+
+import argparse
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from hf_distca.cli import InputError
+from hf_distca.cli.options import GB, config_of
+from hf_distca.memory.counter import MemoryCounter, Training
+from hf_distca.memory.live import Part, fake_tensors
+from hf_distca.memory.model_state import STRATEGIES
+from hf_distca.models.fake import model_of_config
+from hf_distca.models.refusals import check_model
+from hf_distca.plan import MicroBatchPlan
+from hf_distca.planner.settings import PlanSettings
+from hf_distca.sim.model import MODELS, ModelShape
+
+OF_STATE = ("weights", "gradients", "optimizer")
+CHECKPOINTING: dict[str, dict[str, Any] | None] = {"without_checkpointing": None, "with_checkpointing": {}}
+
+NAMES: dict[Part, str] = {
+    "activations": "activations",
+    "cast weights": "autocast's copies of weights",
+    "kept O": "kept O and log-sum-exp",
+    "exchange buffers": "exchange buffers",
+    "plan": "row numbers of the plan",
+    "loss": "loss",
+    "backward": "gradients under way",
+}
+"""Labels for the parts of a micro-batch's memory."""
+
+
+def fake_model(name: str) -> PreTrainedModel:
+    """Return a user's model on fake tensors.
+
+    Raises:
+        InputError: there is no such model, or the model cannot be planned.
+    """
+    try:
+        model = model_of_config(read_config(name), torch.float32, fake_tensors())
+        check_model(model)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return model
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """Return the config of a model.
+
+    Args:
+        name: a name of `MODELS`, a config.json, a folder with one, or a name on the hub.
+
+    Raises:
+        InputError: there is no config, or transformers does not know the model.
+    """
+    if name in MODELS:
+        return config_of_shape(MODELS[name])
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"no model config at {name!r}: expected {', '.join(MODELS)}, a config.json, a folder with one, or a name "
+            f"on the hub, which must be reachable ({first_line})"
+        ) from error
+    return config
+
+
+def config_of_shape(shape: ModelShape) -> LlamaConfig:
+    """Return the config of a LLaMA-like model of this shape, see `ModelShape.llama`."""
+    (kind,) = shape.layers
+    output = shape.hidden * kind.q_heads * kind.dim_v
+    return LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=(shape.after - output) // (3 * shape.hidden),
+        num_hidden_layers=shape.depth,
+        num_attention_heads=kind.q_heads,
+        num_key_value_heads=kind.kv_heads,
+        head_dim=kind.dim_qk,
+        vocab_size=shape.head // shape.hidden,
+    )
+
+
+def memory_of(
+    model: PreTrainedModel, plan: MicroBatchPlan, settings: PlanSettings, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return bytes on a rank by strategy and checkpointing, and the longest rows that fit."""
+    memory = MemoryCounter(model, settings, config_of(options), by_config=True)
+    figures: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        for name, checkpointing in CHECKPOINTING.items():
+            training = Training(strategy, options.dtype != "float32", checkpointing)
+            counted = memory.count(plan, training)
+            found: dict[str, Any] = {"parts": counted.parts, "total": counted.total}
+            if options.device_memory is not None:
+                found["longest_tokens_per_rank"] = memory.longest(int(options.device_memory * GB), training)
+            figures.setdefault(strategy, {**vars(counted.state)})[name] = found
+    return figures
+
+
+def memory_table(figures: dict[str, Any], device_memory: float | None) -> str:
+    """Return the figures of `memory_of` as a table in GB."""
+
+    def line(name: str, values: Iterable[str]) -> str:
+        return f"{name:<30} " + "".join(f"{value:>9}" for value in values)
+
+    def in_gb(name: str, sizes: Iterable[int]) -> str:
+        return line(name, (f"{size / GB:.2f}" for size in sizes))
+
+    columns = [(state, state[checkpointing]) for state in figures.values() for checkpointing in CHECKPOINTING]
+    lines = [
+        line("memory of a rank, GB", (text for strategy in figures for text in (strategy, ""))),
+        line("checkpointing", (text for _ in figures for text in ("no", "yes"))),
+        *(in_gb(name, (state[name] for state, _ in columns)) for name in OF_STATE),
+    ]
+    for part, name in NAMES.items():
+        sizes = [counted["parts"].get(part, 0) for _, counted in columns]
+        lines += [in_gb(name, sizes)] if any(sizes) else []
+    lines.append(in_gb("together", (counted["total"] for _, counted in columns)))
+    if device_memory is not None:
+        longest = (str(counted["longest_tokens_per_rank"]) for _, counted in columns)
+        lines.append(line(f"longest rows in {device_memory:g} GB", longest))
+    return "\n".join(lines)

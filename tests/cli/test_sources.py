@@ -1,0 +1,85 @@
+"""Document lengths from files, data sets and distributions."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+
+SMALL = ["--ranks", "2", "--tokens-per-rank", "8"]
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_tables_hold_lengths_or_tokens(run, tmp_path, ending):
+    file = tmp_path / f"documents.{ending}"
+    columns = {"length": [4, 4, 2, 6]} if ending == "csv" else {"input_ids": [[1] * n for n in (4, 4, 2, 6)]}
+    getattr(datasets.Dataset.from_dict(columns), {"jsonl": "to_json"}.get(ending, f"to_{ending}"))(file)
+    assert "documents                      4, 16 tokens" in run("plan", "--lengths", str(file), *SMALL)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column", "message"),
+    [
+        ("a.csv", None, None, "no such file"),
+        ("a.json", None, None, "cannot read"),
+        ("a.csv", "", None, "expected a csv file (No columns to parse from file)"),
+        ("a.csv", "text\nab", None, "has columns ['text'], but none of ['length', 'input_ids']; set --column"),
+        ("a.csv", "text\nab", "text", "string; expected whole numbers of tokens, or lists of tokens"),
+        ("a.csv", "length\n2.5", None, "column length holds double; expected whole numbers"),
+        ("a.csv", "length\n3\n0", None, "column length: row 1 is 0, but a document has at least 1 token"),
+        (
+            "a.jsonl",
+            '{"input_ids": [1, 2]}\n{"input_ids": null}\n',
+            None,
+            "column input_ids is empty in row 1; leave such rows out",
+        ),
+    ],
+)
+def test_files_without_lengths(run, tmp_path, name, content, column, message):
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    status, _, error = run("plan", "--lengths", str(file), *SMALL, *(["--column", column] if column else []))
+    assert status == 2
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/no/where", "no document lengths at '/no/where': expected a .json, .csv, .jsonl or .parquet file, one of"),
+        ("lognormal:0", "is not a distribution: expected lognormal:MEDIAN,SIGMA"),
+        ("lognormal:nan,1", "the median must be from 1 to 1000000000 tokens, got nan"),
+        ("lognormal:1e12,9", "the median must be from 1 to 1000000000 tokens, got 1e+12"),
+        ("lognormal:1000,9", "sigma must be above 0 and at most 3, got 9"),
+        ("lognormal:1000,nan", "sigma must be above 0 and at most 3, got nan"),
+    ],
+)
+def test_sources_that_cannot_be_drawn(run, source, message):
+    status, _, error = run("plan", "--lengths", source, *SMALL)
+    assert status == 2
+    assert message in error
+
+
+@pytest.mark.parametrize("source", ["prolong", "one-long", "lognormal:300,1"])
+def test_a_micro_batch_is_drawn_from_a_distribution(figures, source, tmp_path):
+    def drawn(seed):
+        dump = tmp_path / f"{seed}.json"
+        setting = ["--lengths", source, "--ranks", "4", "--tokens-per-rank", "2k", "--seed", seed]
+        figures("plan", *setting, "--dump", str(dump))
+        return [nano["lengths"] for nano in json.loads(dump.read_text())["nano_batches"]]
+
+    first = drawn("0")
+    assert 4096 < sum(map(sum, first)) <= 8192
+    assert drawn("0") == first != drawn("1")
+
+
+def test_micro_batches_are_drawn_from_a_data_set_and_a_file(run, figures, tmp_path):
+    datasets.Dataset.from_dict({"tokens": [300, 40, 5] * 100}).save_to_disk(tmp_path / "data")
+    np.savetxt(tmp_path / "lengths.csv", [300, 40, 5], "%d", header="tokens", comments="")
+    setting = ["--ranks", "2", "--tokens-per-rank", "1k"]
+    of_data = ["--lengths", str(tmp_path / "data"), *setting]
+    assert figures("plan", *of_data, "--column", "tokens")["tasks"] > 10
+    of_file = ["--lengths", str(tmp_path / "lengths.csv"), *setting, "--column", "tokens", "--batches", "1"]
+    assert figures("simulate", *of_file)["documents"] > 10  # more than the file has
+    assert "has columns ['tokens'], but none of ['text']" in run("plan", *of_data, "--column", "text")[2]

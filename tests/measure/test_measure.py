@@ -1,0 +1,88 @@
+"""Devices and links, measured with few and short calls, or by a clock that counts pairs."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from hf_distca.dispatch.groups import Groups
+from hf_distca.measure import device
+from hf_distca.measure.links import link_rates, measured_link, ranks_per_core
+from hf_distca.plan import AttentionKind
+
+CPU = torch.device("cpu")
+
+
+class CountedCalls:
+    """Kernel by whose clock a pair of the forward takes 2 ns, a call 10 µs, and a backward 100 µs."""
+
+    def __init__(self) -> None:
+        self.now, self.widths = 0.0, set()
+
+    def forward(self, q, k, v, shapes, params):
+        self.widths.add((q.shape[-1], k.shape[-1], v.shape[-1]))
+        self.now += 2e-9 * (q.shape[0] * (k.shape[0] - q.shape[0]) + q.shape[0] * (q.shape[0] + 1) / 2) + 1e-5
+        return q.new_empty(*q.shape[:2], v.shape[-1]), q[..., 0]
+
+    def backward(self, do, q, k, v, o, lse, shapes, params):
+        assert do.shape == o.shape
+        self.now += 1e-4
+        return q, k, v
+
+
+def test_costs_follow_the_time_of_calls(monkeypatch):
+    kernel = CountedCalls()
+    monkeypatch.setattr(device.time, "perf_counter", lambda: kernel.now)
+    kind = AttentionKind(None, 1, 1, 12, 8)
+    forward, backward, accuracy = device.measured_kernel(kernel, kind, torch.float32, CPU)
+    assert (forward.pair, forward.call) == pytest.approx((2e-9, 1e-5), rel=1e-6)
+    assert (backward.pair, backward.call) == pytest.approx((0.0, 1e-4), abs=1e-15)
+    assert accuracy.worst_ratio == pytest.approx(1.0)
+    assert kernel.widths == {(12, 12, 8)}  # values may have another width
+
+
+def test_short_calls_do_not_distort_the_costs_of_long_calls():
+    """A pair takes 3 s in short calls, and 1 s in long ones."""
+    calls = [(rows, rows, rows * rows) for rows in (8, 16, 32, 512, 1024, 2048)]
+    tasks = device._tasks(calls, range(len(calls)))
+    seconds = tasks.pairs * np.array([3.0, 3.0, 3.0, 1.0, 1.0, 1.0])
+    assert device._fitted(tasks, seconds).seconds(tasks)[3:] == pytest.approx(seconds[3:], rel=0.05)
+
+
+def _links(_: None):
+    groups = Groups(CPU, 60.0)
+    return [measured_link(groups, CPU, [1, 0], alone=alone) for alone in (False, True)]
+
+
+def test_ranks_measure_the_same_link(rank_pools):
+    first, second = rank_pools[2].run(_links, None)
+    assert first == second
+    for link in first:
+        assert link.latency >= 0
+        assert 1e6 < link.bandwidth < np.inf
+
+
+def _rates():
+    return link_rates(Groups(CPU, 60.0), CPU)
+
+
+def test_both_directions_between_two_ranks_are_measured(rank_pools):
+    measured = rank_pools[3].run(_rates)
+    assert measured[0] == measured[1] == measured[2]
+    assert sorted(measured[0]) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert all(0 < rate < 1000 for rate in measured[0].values())
+
+
+def _per_core(cores: int) -> float:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        torch.set_num_threads(2)
+        found = ranks_per_core(Groups(CPU, 60.0))
+        torch.set_num_threads(1)
+    return found
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 4.0), (3, 4 / 3), (8, 1.0)])
+def test_threads_of_ranks_per_core(rank_pools, cores, expected):
+    assert rank_pools[2].run(_per_core, cores) == [expected] * 2

@@ -16,15 +16,15 @@ from hf_distca.config import DistCAConfig
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.dispatch.groups import raised_together
 from hf_distca.dispatch.recorder import Recording, Span
-from hf_distca.measure.device import query_rows
-from hf_distca.measure.profile import measured_profile, name_of, with_links
+from hf_distca.measure.device import measured_profile, name_of, query_rows
+from hf_distca.measure.links import with_links
 from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.step import predict_plan
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.ways import Setup
+from hf_distca.sim.strategies import Setup
 from hf_distca.units import AUTO
 
 logger = logging.getLogger(__name__)

@@ -43,8 +43,8 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.memory import Choice, make_memory
-from hf_distca.pool.rank.pool import use_servers
-from hf_distca.pool.server import AttentionServer
+from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.server.server import AttentionServer
 
 TOKEN = bytes(range(32))
 ALIVE = 3
@@ -55,7 +55,7 @@ VOCABULARY = 64
 PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "hf_distca.dispatch.dispatcher",
-    "hf_distca.pool.server",
+    "hf_distca.pool.server.server",
     "harness",
 ]
 
@@ -178,7 +178,7 @@ def train(
     if port is not None:
         directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None
         memory = make_memory(transport, torch.device("cpu"), "127.0.0.1")
-        pool = use_servers(dispatcher, TOKEN, directory, memory, ranks_serve=True, timeout_s=30)
+        pool = dispatcher.remote = Pool(dispatcher, TOKEN, directory, memory, timeout_s=30)
         pool.wait_for(1, 60)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []

@@ -33,7 +33,7 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import Choices
-from hf_distca.planner.step import predict_plan
+from hf_distca.planner.walk import predict_plan
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
 from hf_distca.sim.strategies import Setup, on_ranks

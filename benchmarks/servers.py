@@ -45,9 +45,9 @@ from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch
 from hf_distca.planner.build import plan_placed
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.memory import Choice, make_memory
-from hf_distca.pool.rank.pool import use_servers
+from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.rank.speeds import OBSERVED, observe
-from hf_distca.pool.server import AttentionServer
+from hf_distca.pool.server.server import AttentionServer
 from hf_distca.pool.token import make_token
 
 LEARNING = 4
@@ -110,7 +110,7 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
     )
     dispatchers = {way: Dispatcher(settings, torch.device("cpu")) for way in ("alone", "server")}
     memory = make_memory(transport, torch.device("cpu"), "127.0.0.1")
-    pool = use_servers(dispatchers["server"], token, directory, memory, ranks_serve=True, timeout_s=60)
+    pool = dispatchers["server"].remote = Pool(dispatchers["server"], token, directory, memory)
     pool.wait_for(1, 60)
     if len(pool.servers) != 1:
         raise RuntimeError("the server did not join")
@@ -145,7 +145,7 @@ def measure(lengths: list[int], rounds: int, transport: Choice) -> dict[str, Any
             "own": recorder.seconds("kernel") - kernel,
             "between": seen.between_s,
             "served": sum(served.seconds for served in seen.servers.values()),
-            "way": sum(served.way_s for served in seen.servers.values()) if len(lengths) == 1 else 0.0,
+            "way": sum(served.travel_s for served in seen.servers.values()) if len(lengths) == 1 else 0.0,
             "share": seen.pairs / (2 * config.num_hidden_layers * sum(n * (n + 1) // 2 for n in lengths)),
         }
 

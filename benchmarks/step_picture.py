@@ -8,9 +8,9 @@ PYTHONPATH=. python benchmarks/step_picture.py [--batches 31]
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from harness import print_json
 
@@ -32,30 +32,22 @@ PARTS = (
 )
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A step as it is drawn.
-
-    Attributes:
-        title: the strategy.
-        seconds: of the step.
-        other: everything else that a rank computes, in seconds; ranks have equally many tokens.
-        attention: [ranks] core attention of each, in seconds.
-    """
-
-    title: str
-    seconds: float
-    other: float
-    attention: tuple[float, ...]
-
-    @classmethod
-    def of(cls, title: str, step: StepTime) -> "Shown":
-        """A simulated step, to the millisecond."""
-        attention = tuple(round(seconds, 3) for seconds in step.attention.tolist())
-        return cls(title, round(step.seconds, 3), round(float(step.other.mean()), 3), attention)
+Panel = dict[str, Any]
+"""A step as it is drawn: title, seconds of the step, of all but core attention, and of core attention by rank."""
 
 
-def picture(steps: Sequence[Shown]) -> str:
+def panel_of(title: str, step: StepTime) -> Panel:
+    """A simulated step, to the millisecond; ranks have equally many tokens."""
+    attention = [round(seconds, 3) for seconds in step.attention.tolist()]
+    return {
+        "title": title,
+        "seconds": round(step.seconds, 3),
+        "other": round(float(step.other.mean()), 3),
+        "attention": attention,
+    }
+
+
+def picture(steps: Sequence[Panel]) -> str:
     """Draw panels below one another on one scale, with a line a rank, and label the gain of the last over the first.
 
     Args:
@@ -63,29 +55,29 @@ def picture(steps: Sequence[Shown]) -> str:
     """
     panel = RANKS * ROW + 44
     drawing = Drawing(WIDTH, 44 + panel * len(steps))
-    scale = (WIDTH - LEFT - RIGHT) / max(step.seconds for step in steps)
+    scale = (WIDTH - LEFT - RIGHT) / max(step["seconds"] for step in steps)
     for index, (style, name) in enumerate(PARTS):
         drawing.bar(LEFT + index * 170, 14, 12, 12, style, name)
         drawing.text(LEFT + index * 170 + 18, 25, name)
     for index, step in enumerate(steps):
         top = 64 + index * panel
-        drawing.text(LEFT, top - 6, step.title, style="strong")
-        for rank, attention in enumerate(step.attention):
+        drawing.text(LEFT, top - 6, step["title"], style="strong")
+        for rank, attention in enumerate(step["attention"]):
             y = top + rank * ROW
             drawing.text(LEFT - 8, y + 11, f"rank {rank}", "end")
             x = float(LEFT)
-            sizes = (step.other, attention, step.seconds - step.other - attention)
+            sizes = (step["other"], attention, step["seconds"] - step["other"] - attention)
             for (style, name), seconds in zip(PARTS, sizes, strict=True):
                 drawing.bar(x, y, seconds * scale, BAR, style, f"rank {rank}, {name}: {seconds:.2f} s")
                 x += seconds * scale
-        end = LEFT + step.seconds * scale
+        end = LEFT + step["seconds"] * scale
         drawing.line(end, top - 4, end, top + RANKS * ROW, "ink")
-        drawing.text(end + 6, top + 11, f"{step.seconds:.2f} s", style="strong")
-    before, after = steps[0].seconds, steps[-1].seconds
+        drawing.text(end + 6, top + 11, f"{step['seconds']:.2f} s", style="strong")
+    before, after = steps[0]["seconds"], steps[-1]["seconds"]
     middle, end = 64 + panel * (len(steps) - 1) + RANKS * ROW / 2, LEFT + after * scale
     drawing.arrow(LEFT + before * scale, end + 2, middle, "gain")
     drawing.text(LEFT + before * scale + 6, middle + 5, f"{before / after:.2f}× speed", style="gain")
-    label = ", ".join(f"{step.title}: {step.seconds:.2f} s" for step in steps)
+    label = ", ".join(f"{step['title']}: {step['seconds']:.2f} s" for step in steps)
     return drawing.file(f"One step of {RANKS} ranks. {label}. {before / after:.2f} times the speed.")
 
 
@@ -105,12 +97,12 @@ def main() -> None:
     pairs.sort(key=lambda pair: pair[0])
     gain, packed, balanced = pairs[len(pairs) // 2]
     steps = (
-        Shown.of("plain packing: equal tokens on every rank", packed),
-        Shown.of("planned by hf_distca: equal tokens and equal core attention on every rank", balanced),
+        panel_of("plain packing: equal tokens on every rank", packed),
+        panel_of("planned by hf_distca: equal tokens and equal core attention on every rank", balanced),
     )
     PICTURE.write_text(picture(steps), encoding="utf-8")
     gains = [pair[0] for pair in pairs]
-    print_json(steps=[vars(step) for step in steps], gain=gain, gain_least=gains[0], gain_most=gains[-1])
+    print_json(steps=list(steps), gain=gain, gain_least=gains[0], gain_most=gains[-1])
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class DistCAConfig:
         },
     )
     exchange_buffer_bytes: Bytes = field(
-        default=cast(Any, 128 * 2**20),
+        default=cast(Any, 256 * 2**20),
         metadata={
             "help": "Maximum number of bytes of K and V rows that a rank sends, and receives, at a time, such as "
             "128MiB. A larger exchange is divided into stages; each stage travels while the stage before it is "

@@ -205,7 +205,7 @@ class PlanSummary:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """Choices of the planner for a micro-batch, and their predicted seconds.
 
     Attributes:
@@ -237,7 +237,7 @@ class MicroBatchPlan:
     nano_batches: tuple[NanoBatch, ...]
     summary: PlanSummary
     fillers: int = 0
-    choice: Choice | None = None
+    choice: PlanChoice | None = None
 
     @property
     def tokens(self) -> NDArray[np.int64]:

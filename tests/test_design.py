@@ -83,7 +83,7 @@ def test_files_that_are_named_exist():
 
 
 def test_phases_are_those_of_the_schedule():
-    groups = frozenset([("own", 0), ("prefix", 0), ("visiting", 0)])
+    groups = frozenset([("local", 0), ("remote-KV", 0), ("remote-query", 0)])
     told_phases = re.findall(r"^ (forward|backward)    ?(send .*)$", DESIGN, re.MULTILINE)
     assert len(told_phases) == 2
     for (direction, text), turn in zip(told_phases, ("first", "second"), strict=True):
@@ -93,10 +93,10 @@ def test_phases_are_those_of_the_schedule():
 
 def test_stages_are_those_of_the_schedule():
     (told,) = re.findall(r"^ staged +(.*) │ …$", DESIGN, re.MULTILINE)
-    tasks = ("prefix", "visiting", "visiting prefix")
-    groups = frozenset([("own", 0), *((name, stage) for name in tasks for stage in range(4))])
+    tasks = ("remote-KV", "remote-query", "remote-query prefix")
+    groups = frozenset([("local", 0), *((name, stage) for name in tasks for stage in range(4))])
     written = _written(make_schedule("forward", "first", groups=groups, windowed=False, stages=4))
-    assert f"own │ {told} │" in written
+    assert f"local │ {told} │" in written
 
 
 def _written(schedule: Any) -> str:

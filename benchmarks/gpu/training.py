@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.gpu.findings import Findings
@@ -88,12 +88,8 @@ def tokens_of(batches: list[list[int]], vocabulary: int) -> list[list[list[int]]
 def collate(examples: list[list[list[int]]]) -> dict[str, torch.Tensor]:
     """A micro-batch of documents as stock attention takes it: packed without padding."""
     (documents,) = examples
-    ids = [token for document in documents for token in document]
-    positions = [position for document in documents for position in range(len(document))]
-    # Trainer shifts labels; the first token of a document is nobody's target.
-    labels = [token if position else -100 for token, position in zip(ids, positions, strict=True)]
-    columns = {"input_ids": ids, "position_ids": positions, "labels": labels}
-    return {name: torch.tensor([column]) for name, column in columns.items()}
+    packed: dict[str, torch.Tensor] = DataCollatorWithFlattening()([{"input_ids": each} for each in documents])
+    return packed
 
 
 def make_model(setting: Setting, implementation: str) -> PreTrainedModel:

@@ -11,8 +11,8 @@ from hf_distca.cli import InputError
 from hf_distca.cli.options import seconds, whole
 from hf_distca.kernels import get_kernel
 from hf_distca.pool.memory import Choice
-from hf_distca.pool.server import AttentionServer
-from hf_distca.pool.token import TokenError, parse_address, parse_token, read_token
+from hf_distca.pool.server.server import AttentionServer
+from hf_distca.pool.token import parse_address, parse_token, read_token
 from hf_distca.pool.wire import LinkLost, MismatchError
 
 DESCRIPTION = """\
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
         device = _device(options.device)
         kernel = get_kernel(options.attention_kernel, device)
-    except (TokenError, ValueError, ImportError) as error:
+    except (ValueError, ImportError) as error:
         raise InputError(str(error)) from error
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -156,8 +156,8 @@ def _in_one_call(
     work = Work(ctx.layer, ctx.plan.nano_batches[0].index, direction)
     with (
         without_autocast(ctx.plan.device.type),
-        recorder.span("phase", "run own", work),
-        recorder.span("kernel", "own", work, tasks.pairs),
+        recorder.span("phase", "run local", work),
+        recorder.span("kernel", "local", work, tasks.pairs),
     ):
         return compute(*tensors, tasks.shapes, ctx.params)
 

@@ -17,8 +17,18 @@ from hf_distca.dispatch.rows import IndexBuffer, IntArray, RowSum, row_index
 from hf_distca.kernels import Kernel, TaskShapes
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, Plan
 from hf_distca.planner.cost import pairs
-from hf_distca.planner.routes import Messages, Stage, TaskGroup, make_routes, nothing_moves
-from hf_distca.planner.schedule import Group, Kept, Place, Schedule, Tasks, Transfer, Turn, make_schedule, stage_slots
+from hf_distca.planner.routes import ExchangedRows, Stage, TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.schedule import (
+    Group,
+    Kept,
+    Location,
+    Schedule,
+    TaskName,
+    Transfer,
+    Turn,
+    make_schedule,
+    stage_slots,
+)
 
 
 class BoundGroup:
@@ -69,7 +79,7 @@ class BoundStage:
     def __init__(
         self, stage: Stage, ranks: int, rows: int, *, divided: bool, peers: IntArray | None, buffer: IndexBuffer
     ) -> None:
-        hop = stage.passed_on
+        hop = stage.forwarded
         forwarded = None
         if peers is not None:
             sent, came = hop.send_counts[peers].tolist(), hop.recv_counts[peers].tolist()
@@ -77,14 +87,14 @@ class BoundStage:
         self.keys = _bound_route(stage.keys, ranks, buffer, forwarded)
         received = sum(self.keys.received)
         self.forwarded_sums = _onto(received, hop.send_rows, buffer)
-        read = {"visiting": stage.visiting.k_rows, "prefix": stage.prefix.k_rows}
+        read = {"remote-query": stage.remote_query.k_rows, "remote-KV": stage.remote_kv.k_rows}
         if divided:
-            read["visiting prefix"] = stage.visiting_prefix.k_rows
+            read["remote-query prefix"] = stage.remote_query_prefix.k_rows
         self.received_sums = RowSum(read, received + int(hop.recv_counts.sum()), buffer, in_place=False)
         self.key_sums = _onto(rows, _rows_of_ranks(stage.keys, ranks), buffer) if divided else None
 
 
-def _bound_route(messages: Messages, ranks: int, buffer: IndexBuffer, forwarded: Route | None = None) -> Route:
+def _bound_route(messages: ExchangedRows, ranks: int, buffer: IndexBuffer, forwarded: Route | None = None) -> Route:
     """Return the route of rows between ranks, without the rows of servers."""
     # If one stage forwards rows, every stage exchanges rows: all stages share the same memory.
     crossing = messages.crossing or forwarded is not None
@@ -99,7 +109,7 @@ def _onto(rows: int, targets: IntArray, buffer: IndexBuffer) -> RowSum:
     return RowSum({"present": np.arange(rows), "added": targets}, rows, buffer)
 
 
-def _rows_of_ranks(messages: Messages, ranks: int) -> IntArray:
+def _rows_of_ranks(messages: ExchangedRows, ranks: int) -> IntArray:
     """Return the local rows that go to ranks, without the rows that go to servers."""
     return messages.send_rows[: messages.send_counts[:ranks].sum()]
 
@@ -134,33 +144,33 @@ class BoundRoutes:
         self.merges = self.divided and plan.window is None
         self._ranks = ranks
         self._peers: IntArray | None = None
-        if plan.nodes is not None and any(stage.passed_on.crossing for stage in routes.stages):
+        if plan.nodes is not None and any(stage.forwarded.crossing for stage in routes.stages):
             self._peers = np.flatnonzero(np.equal(plan.nodes[:ranks], plan.nodes[rank]))
         self.forwards = self._peers is not None
         self.queries = _bound_route(routes.queries, ranks, buffer)
-        self.rows: dict[Place, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
+        self.rows: dict[Location, int] = {"local": routes.local_rows, "received": sum(self.queries.received)}
         self.stages = tuple(
             BoundStage(stage, ranks, routes.local_rows, divided=self.divided, peers=self._peers, buffer=buffer)
             for stage in routes.stages
         )
-        self.slots = stage_slots(len(self.stages), passes_on=self.forwards)
+        self.slots = stage_slots(len(self.stages), forwards=self.forwards)
         busy = np.unique(plan.tasks["worker"])
         self.servers = tuple(ServerRows(int(worker) - ranks, routes, ranks, buffer) for worker in busy[busy >= ranks])
 
         # 2. Tasks of each kernel call.
         groups: dict[Group, TaskGroup] = {}
         for number, stage in enumerate(routes.stages):
-            groups["visiting", number] = stage.visiting
-            groups["visiting prefix", number] = stage.visiting_prefix
-            groups["prefix", number] = stage.prefix
-        own: dict[Tasks, TaskGroup] = {"own": routes.own}
+            groups["remote-query", number] = stage.remote_query
+            groups["remote-query prefix", number] = stage.remote_query_prefix
+            groups["remote-KV", number] = stage.remote_kv
+        own: dict[TaskName, TaskGroup] = {"local": routes.local}
         if turn == "alone" and any(len(tasks.q_lens) for tasks in groups.values()):
             # The backward's local tasks hide two exchanges. Later rows first: they see more keys, so that their memory
             # use peaks before the sums exist.
-            earlier, later = routes.own.halves(plan.window)
+            earlier, later = routes.local.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
-            own = {"own 1/2": halves[0], "own 2/2": halves[1]}
-        groups["own", 0] = routes.own
+            own = {"local 1/2": halves[0], "local 2/2": halves[1]}
+        groups["local", 0] = routes.local
         for tasks, group in own.items():
             groups[tasks, 0] = group
         self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items() if len(group.q_lens)}
@@ -172,7 +182,7 @@ class BoundRoutes:
         if not self.divided:
             dq_rows = {
                 **{tasks: group.q_rows for tasks, group in own.items()},
-                "prefix": routes.stages[0].prefix.q_rows,
+                "remote-KV": routes.stages[0].remote_kv.q_rows,
             }
             dk_rows = {**{tasks: group.k_rows for tasks, group in own.items()}, "ranks": _rows_of_ranks(keys, ranks)}
         dq_rows["ranks"] = _rows_of_ranks(routes.queries, ranks)
@@ -182,7 +192,7 @@ class BoundRoutes:
             )
         self.query_sums = RowSum(dq_rows, routes.local_rows, buffer)
         self.key_sums = RowSum(dk_rows, routes.local_rows, buffer)
-        self.local_key_sums: dict[Tasks, RowSum] = {}
+        self.local_key_sums: dict[TaskName, RowSum] = {}
         if self.divided:
             self.local_key_sums = {
                 tasks: _onto(routes.local_rows, group.k_rows, buffer) for tasks, group in own.items()
@@ -195,7 +205,7 @@ class BoundRoutes:
             groups=frozenset(self.groups),
             windowed=plan.window is not None,
             stages=len(routes.stages),
-            passes_on=self.forwards,
+            forwards=self.forwards,
             servers=bool(self.servers),
         )
         self.forward = schedule("forward")
@@ -207,7 +217,7 @@ class BoundRoutes:
             return NO_ROWS
         route = self.queries if transfer.rows == "queries" else self.stages[transfer.stage].keys
         peers: IntArray | slice | None = slice(None)
-        if transfer.rows == "passed on":
+        if transfer.rows == "forwarded":
             assert route.forwarded is not None
             route, peers = route.forwarded, self._peers
         if not route.crossing:

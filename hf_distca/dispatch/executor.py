@@ -25,7 +25,7 @@ from hf_distca.dispatch.remote import RemoteCall
 from hf_distca.dispatch.rows import RowIndex, add_rows, merge_rows, put, take
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, Direction
-from hf_distca.planner.schedule import Kept, KernelCall, Phase, Place, Transfer
+from hf_distca.planner.schedule import Kept, KernelCall, Location, Phase, Transfer
 
 Columns = dict[str, Tensor]
 """Rows of one place, by column."""
@@ -93,7 +93,7 @@ class Pass:
     def __init__(self, attention: CoreAttention, *inputs: Tensor) -> None:
         self.attention, self.runtime, self.routes = attention, attention.runtime, attention.routes
         local = dict(zip(self.inputs, inputs, strict=True))
-        self.columns: dict[Place, Columns] = {"local": local, "received": {}}
+        self.columns: dict[Location, Columns] = {"local": local, "received": {}}
         self.received_keys: dict[int, Columns] = {}
         self.dtype = local["q"].dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
@@ -199,7 +199,7 @@ class Pass:
                 buffer.return_received(columns)
             case _, True:
                 self.return_keys(transfer, buffer)
-            case "passed on", False:
+            case "forwarded", False:
                 assert route.forwarded is not None
                 buffer.forward(route.forwarded.rows)
             case _:
@@ -262,7 +262,7 @@ class Forward(Pass):
 
     def __init__(self, attention: CoreAttention, *inputs: Tensor) -> None:
         super().__init__(attention, *inputs)
-        self._results: dict[Place, tuple[Tensor, Tensor]] = {}
+        self._results: dict[Location, tuple[Tensor, Tensor]] = {}
 
     def kept(self) -> KeptRows:
         """Return the received rows, O and LSE that the backward needs, once their tasks are computed."""
@@ -313,12 +313,12 @@ class Forward(Pass):
         """Return O and LSE of local rows."""
         return self._final("local")
 
-    def _final(self, place: Place) -> tuple[Tensor, Tensor]:
+    def _final(self, place: Location) -> tuple[Tensor, Tensor]:
         """Return O and LSE at a place, in the dtypes in which they travel."""
         o_THE, lse_TH = self._at(place)
         return o_THE.to(self.dtype), lse_TH
 
-    def _at(self, place: Place) -> tuple[Tensor, Tensor]:
+    def _at(self, place: Location) -> tuple[Tensor, Tensor]:
         """Return O and LSE so far of the query rows at a place.
 
         Rows without a result yet are undefined. Where results of several stages are merged, such received rows hold
@@ -335,7 +335,7 @@ class Forward(Pass):
             self._results[place] = o_THE, lse_TH
         return self._results[place]
 
-    def _put(self, place: Place, index: RowIndex, *part: Tensor) -> None:
+    def _put(self, place: Location, index: RowIndex, *part: Tensor) -> None:
         for x_T, rows_Q in zip(self._at(place), part, strict=True):
             put(x_T, index, rows_Q.to(x_T.dtype))
 
@@ -353,7 +353,7 @@ class Backward(Pass):
         local = self.columns["local"]
         self._no_rows = {name: local[name[1:]].new_empty((0, *local[name[1:]].shape[1:])) for name in DQKV}
         self._parts: dict[tuple[str, int], Columns] = {}  # by source and stage
-        self._totals: dict[tuple[Place, str], Tensor] = {}  # over the stages so far, in at least float32
+        self._totals: dict[tuple[Location, str], Tensor] = {}  # over the stages so far, in at least float32
         self._repaired: tuple[Tensor, ...] | None = None
 
     def take_kept(self, kept: KeptRows) -> None:
@@ -375,7 +375,7 @@ class Backward(Pass):
         if not self.routes.divided:
             return
         for name in DQKV if call.keys == "local" else (DQ,):
-            place: Place = call.queries if name == DQ else "local"
+            place: Location = call.queries if name == DQ else "local"
             index, rows = (group.q_rows if name == DQ else group.k_rows), columns.pop(name)
             if (place, name) not in self._totals and index == slice(0, self.routes.rows[place]):
                 self._totals[place, name] = rows.to(self.wide)
@@ -390,7 +390,7 @@ class Backward(Pass):
 
     def return_keys(self, transfer: Transfer, buffer: ExchangeBuffer) -> None:
         """Start to return dK and dV of a stage's received rows: to gateways first, if rows were forwarded."""
-        forwarded = transfer.rows == "passed on"
+        forwarded = transfer.rows == "forwarded"
         if forwarded or not self.routes.forwards:  # else they were written before they went to the gateways
             self._write_received_keys(transfer.stage, buffer.received)
         if forwarded:
@@ -401,7 +401,7 @@ class Backward(Pass):
     def add_returned_keys(self, transfer: Transfer, buffer: ExchangeBuffer, columns: Columns) -> None:
         """Add dK and dV of a stage: of forwarded rows to the gateway's copies, else to those of local rows."""
         stage = self.routes.stages[transfer.stage]
-        if transfer.rows == "passed on":
+        if transfer.rows == "forwarded":
             received = sum(stage.keys.received)
             for column_R, forwarded_R in zip(buffer.received, columns.values(), strict=True):
                 stage.forwarded_sums.add_up([column_R[:received], forwarded_R])
@@ -423,7 +423,7 @@ class Backward(Pass):
 
     def of_received_queries(self) -> Sequence[Tensor]:
         """Return dQ of received queries."""
-        dq_RHD = self._total("received", DQ) if self.routes.divided else self._part(DQ, 0, "visiting")
+        dq_RHD = self._total("received", DQ) if self.routes.divided else self._part(DQ, 0, "remote-query")
         return [dq_RHD.to(self.dtype)]
 
     def _write_received_keys(self, stage: int, columns_R: Sequence[Tensor]) -> None:
@@ -452,7 +452,7 @@ class Backward(Pass):
             return self._total("local", name)
         return self._parts.get((source, stage), self._no_rows)[name]
 
-    def _total(self, place: Place, name: str) -> Tensor:
+    def _total(self, place: Location, name: str) -> Tensor:
         """Return a gradient of all rows at a place, summed over the stages so far."""
         if (place, name) not in self._totals:
             self._totals[place, name] = self._zeros(name, self.routes.rows[place], self.wide)

@@ -14,7 +14,7 @@ from hf_distca.dispatch.recorder import Work
 from hf_distca.dispatch.rows import IndexBuffer, row_index
 from hf_distca.kernels import AttentionParams
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
-from hf_distca.planner.routes import Messages, Routes
+from hf_distca.planner.routes import ExchangedRows, Routes
 from hf_distca.planner.settings import PlanSettings
 
 
@@ -34,7 +34,7 @@ class ServerRows:
         self.q_count, self.k_count = len(q_rows), len(k_rows)
 
 
-def _rows_for(messages: Messages, worker: int) -> NDArray[np.int64]:
+def _rows_for(messages: ExchangedRows, worker: int) -> NDArray[np.int64]:
     stop = int(messages.send_counts[: worker + 1].sum())
     return messages.send_rows[stop - int(messages.send_counts[worker]) : stop]
 

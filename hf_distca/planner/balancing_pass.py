@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import TASK
 from hf_distca.planner.cost import RowBytes, Workers, pairs, pairs_at, row_reaching
-from hf_distca.planner.flows import Flows, plan_flows
+from hf_distca.planner.flows import Flows, Price, Source, plan_flows
 from hf_distca.planner.intervals import grain
 from hf_distca.planner.shifted import ShiftedRows, merged
-from hf_distca.planner.sources import Price, Source
 
 BUSY = 0.8
 """A worker whose surplus is at least this share of the largest one counts as a bottleneck."""

@@ -1,9 +1,15 @@
-"""Packing of documents into bins of a fixed capacity: micro-batches, or ranks."""
+"""Packing of documents into bins of a fixed capacity: micro-batches, or ranks that hold documents whole."""
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from math import isqrt
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.planner.cost import as_lengths
+from hf_distca.planner.layout import halves
 
 Item = TypeVar("Item")
 
@@ -87,24 +93,24 @@ def place_tightly(lengths: Sequence[int], capacity: int) -> list[int]:
     Returns:
         The bin of each document, numbered from 0 in the order of opening.
     """
-    bins_with_room: dict[int, list[int]] = {}
-    rooms = _IntegerSet(capacity)
+    bins_of: dict[int, list[int]] = {}  # room -> bins with exactly this room
+    rooms: list[int] = []  # its keys, smallest first
     chosen = []
     opened = 0
     for length in lengths:
-        room = rooms.at_least(length)
-        if room is None:
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
             room, fullest = capacity, opened
             opened += 1
         else:
-            same = bins_with_room[room]
-            fullest = same.pop()
-            if not same:
-                rooms.remove(room)
-        same = bins_with_room.setdefault(room - length, [])
-        if not same:
-            rooms.add(room - length)
-        same.append(fullest)
+            room = rooms[at]
+            fullest = bins_of[room].pop()
+            if not bins_of[room]:
+                del bins_of[room], rooms[at]
+        if room - length not in bins_of:
+            bins_of[room - length] = []
+            insort(rooms, room - length)
+        bins_of[room - length].append(fullest)
         chosen.append(fullest)
     return chosen
 
@@ -127,39 +133,48 @@ def place_in_order(lengths: Sequence[int], bins: int, capacity: int) -> list[int
     return None if current >= bins or max(lengths, default=0) > capacity else chosen
 
 
-class _IntegerSet:
-    """Set of integers from 0 to a maximum that quickly finds the smallest one of at least x.
+def whole_documents(lengths: NDArray[np.int64], ranks: int, tokens_per_rank: int) -> list[NDArray[np.int64]]:
+    """Return the documents of each rank, with tokens as equal as whole documents allow.
 
-    The set keeps about √maximum integers of about √maximum bits each. One more integer marks those that are not 0.
+    Longest first, each document goes to the rank with the fewest tokens. If that leaves no room for a document, each
+    goes to the fullest rank that has room. If that fails too, ranks are filled one after another in the order of the
+    documents. The last order always fits documents that GlobalBatchSampler has packed into a bin for each rank.
+
+    Args:
+        lengths: [documents] tokens of each document.
+
+    Returns:
+        For each rank the indices of its documents, ordered so that its rows can be halved between two documents.
+
+    Raises:
+        ValueError: a document is longer than tokens_per_rank, or the documents do not fit.
     """
-
-    def __init__(self, maximum: int):
-        self.width = isqrt(maximum) + 1
-        self.blocks = [0] * (maximum // self.width + 1)
-        self.occupied = 0
-
-    def add(self, value: int) -> None:
-        block, bit = divmod(value, self.width)
-        self.blocks[block] |= 1 << bit
-        self.occupied |= 1 << block
-
-    def remove(self, value: int) -> None:
-        block, bit = divmod(value, self.width)
-        self.blocks[block] &= ~(1 << bit)
-        if not self.blocks[block]:
-            self.occupied &= ~(1 << block)
-
-    def at_least(self, value: int) -> int | None:
-        block, bit = divmod(value, self.width)
-        above = self.blocks[block] >> bit
-        if above:
-            return value + _lowest_bit(above)
-        later = self.occupied >> (block + 1)
-        if not later:
-            return None
-        block += 1 + _lowest_bit(later)
-        return block * self.width + _lowest_bit(self.blocks[block])
-
-
-def _lowest_bit(value: int) -> int:
-    return (value & -value).bit_length() - 1
+    lengths = as_lengths(lengths)
+    if len(lengths) and int(lengths.max()) > tokens_per_rank:
+        document = int(lengths.argmax())
+        raise ValueError(
+            f"document {document} has {int(lengths[document])} tokens, but with document_layout='whole' a document "
+            f"stays on one rank, which holds {tokens_per_rank}; raise tokens_per_rank, or set long_documents to "
+            "'truncate' or 'split'"
+        )
+    order = np.argsort(-lengths, kind="stable")
+    longest_first = lengths[order].tolist()
+    chosen = place_evenly(longest_first, ranks, tokens_per_rank)
+    if chosen is None:
+        chosen = place_tightly(longest_first, tokens_per_rank)
+    if max(chosen, default=0) >= ranks:
+        order = np.arange(len(lengths))
+        in_order = place_in_order(lengths.tolist(), ranks, tokens_per_rank)
+        if in_order is None:
+            raise ValueError(
+                f"{len(lengths)} documents of {int(lengths.sum())} tokens do not fit on {ranks} ranks of "
+                f"{tokens_per_rank} without cutting a document; use fewer documents, more ranks or more "
+                "tokens_per_rank"
+            )
+        chosen = in_order
+    placed: list[list[int]] = [[] for _ in range(ranks)]
+    for document, rank in zip(order.tolist(), chosen, strict=True):
+        placed[rank].append(document)
+    # In two halves of about equal tokens, so that nano-batches can divide the rank's rows between two documents.
+    ordered = (np.sort(np.array(documents, np.int64)) for documents in placed)
+    return [np.concatenate([documents[half] for half in halves(lengths[documents])]) for documents in ordered]

@@ -1,4 +1,4 @@
-"""Choice of the fastest plan for one micro-batch, by predicted seconds.
+"""PlanChoice of the fastest plan for one micro-batch, by predicted seconds.
 
 Every rank chooses alike, since predictions depend on lengths and settings alone. Groups of ranks that exchange nothing
 with each other are searched near the smallest ones that compute about alike. Plans that are quick to make come first.
@@ -13,17 +13,15 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind, Choice, MicroBatchPlan, NanoBatch
-from hf_distca.planner.build import packed_seconds, plan_as_set, plan_placed, summary_of
-from hf_distca.planner.counted import CountedPlan, count_plan
+from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
+from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed, packed_seconds
 from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
+from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.stages import usual_stages
-from hf_distca.planner.step import document_seconds, in_stages, predict_step
-from hf_distca.planner.tasks import plan_stages
-from hf_distca.planner.walk import Walked
+from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
 
@@ -47,14 +45,16 @@ HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
 
 Up to this share, larger groups are tried only if they compute more evenly.
 """
+FEW_RANKS = 32
+"""Number of ranks up to which groups of every size are tried."""
 UNEVEN = 0.05
 """Share by which the slowest group may compute longer than the mean. Up to it, the search stops at the first larger
 group that is no faster."""
-WAITING = 0.1
+WAITING = 0.25
 """Share of a step that ranks wait in two nano-batches, from which a coarser balance may be faster."""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which one nano-batch may be faster."""
-NEAR = 0.02
+NEAR = 0.04
 """Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
 
 
@@ -74,7 +74,7 @@ class Candidate:
     placing: Placing
     evenly: bool
     nano_batches: tuple[NanoBatch, ...]
-    choice: Choice
+    choice: PlanChoice
     waited: float
 
 
@@ -85,7 +85,7 @@ def choose(lengths: IntArray, settings: PlanSettings, choices: Choices) -> Micro
         ValueError: see `plan_micro_batch`.
     """
     search = _Search(lengths, settings, choices)
-    return search.chosen(search.ways())
+    return search.chosen(search.candidates())
 
 
 def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choices: Choices) -> MicroBatchPlan:
@@ -96,9 +96,8 @@ def choose_placed(placed: Sequence[Sequence[int]], settings: PlanSettings, choic
     Args:
         placed: for each rank, lengths of its documents in the order of its rows.
     """
-    lengths = np.array([length for of_rank in placed for length in of_rank], np.int64)
-    search = _Search(lengths, settings, choices)
-    return search.chosen(search.as_set(partial(plan_placed, placed)))
+    search = _Search(lengths_of(placed), settings, choices)
+    return search.chosen(search.as_set(partial(nano_batches_placed, placed)))
 
 
 def _seconds(candidate: Candidate) -> float:
@@ -139,14 +138,15 @@ class _Search:
         self._placings: dict[int, Placing | None] = {}
         self._tried: dict[tuple[int, float, int, bool], Candidate | None] = {}
         self._best: Candidate | None = None
+        self._even_limit = MOST_EVEN_RANKS  # ranks of the largest groups with evenly divided documents that may help
         self.partitions = partitions(sizes)
 
-    def chosen(self, ways: Iterator[Candidate]) -> MicroBatchPlan:
+    def chosen(self, candidates: Iterator[Candidate]) -> MicroBatchPlan:
         """Return the plan of the best of some candidates.
 
         The generator of candidates reads the best one so far.
         """
-        for candidate in ways:
+        for candidate in candidates:
             if self._best is None or candidate.choice.seconds < self._best.choice.seconds:
                 self._best = candidate
         best = self._best
@@ -158,20 +158,10 @@ class _Search:
             stages = min(steps, key=lambda each: (steps[each].seconds, each))
             step = steps[stages]
             choice = replace(choice, seconds=step.seconds, attention=tuple(step.attention.tolist()))
-        nano_batches = tuple(
-            replace(
-                nano,
-                plans={
-                    kind: plan_stages(replace(plan, stage_rows=None), kind, self._settings, stages=stages)
-                    for kind, plan in nano.plans.items()
-                },
-            )
-            for nano in best.nano_batches
-        )
         choice = replace(choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
-        return MicroBatchPlan(nano_batches, summary_of(self._lengths, nano_batches, self._settings), choice=choice)
+        return finished(self._lengths, best.nano_batches, self._settings, stages, choice)
 
-    def ways(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield every candidate that is worth trying."""
         layout, groups = self._settings.document_layout, self._choices.groups
         if layout == "joint" and groups:
@@ -180,7 +170,7 @@ class _Search:
             return
         if layout == "whole" and groups:
             yield from self._whole()
-        yield from self.as_set(partial(plan_as_set, self._lengths))
+        yield from self.as_set(partial(nano_batches_as_set, self._lengths))
 
     def _whole(self) -> Iterator[Candidate]:
         """Yield a plan of whole documents, the costliest placed first, without exchange."""
@@ -191,11 +181,11 @@ class _Search:
             if candidate is not None:
                 yield candidate
 
-    def as_set(self, plan: Callable[[PlanSettings], MicroBatchPlan]) -> Iterator[Candidate]:
+    def as_set(self, plan: Callable[[PlanSettings], tuple[NanoBatch, ...]]) -> Iterator[Candidate]:
         """Yield plans with the layout of the settings, first those that move nothing for balance.
 
         Args:
-            plan: makes a plan from settings with a tolerance and a number of nano-batches.
+            plan: makes nano-batches from settings with a tolerance and a number of nano-batches.
         """
         every = Placing.of_all(self._seconds, self._speeds)
         finest, *coarser = self._choices.tolerances
@@ -207,7 +197,7 @@ class _Search:
                 return
             for count in self._choices.nano_batches:
                 chosen = replace(self._settings, balance_tolerance=tolerance, ping_pong=count == 2)
-                nano_batches = plan(chosen).nano_batches
+                nano_batches = plan(chosen)
                 candidate = self._candidate(nano_batches, every, tolerance, self._settings, evenly=False)
                 if len(nano_batches) == count or count == self._choices.nano_batches[0]:
                     yield candidate
@@ -231,42 +221,48 @@ class _Search:
                 level, chosen = self.partitions.index(part.placing.sizes), part.choice
                 whole = self.planned(level, chosen.tolerance, chosen.nano_batches, evenly=part.evenly)
             best = min((each for each in (best, whole) if each is not None), key=_seconds, default=None)
-        return best or min(self.as_set(partial(plan_as_set, self._lengths)), key=_seconds)
+        return best or min(self.as_set(partial(nano_batches_as_set, self._lengths)), key=_seconds)
 
     def _in_groups(self) -> None:
         """Try plans whose documents lie inside groups of ranks."""
         finest, *coarser = self._choices.tolerances
         few, *_, many = self._choices.nano_batches * 2
         top, first = len(self.partitions) - 1, self._first()
+        inside = max(level for level, sizes in enumerate(self.partitions) if max(sizes) <= self._ranks_of_node)
         # 1. Long documents divided evenly, or whole ones only. Ranks compute about alike, so one nano-batch suffices.
-        level = first
-        self._evenly(first, finest, few)
-        if self._best is None:
-            self._jointly(first, finest)
-        while level > 0 and self._worth(level - 1):
+        #    Groups inside nodes come first, since they are quick to plan; larger ones as long as they help.
+        level = near = min(first, inside)
+        if near == first or not self._leaves_documents(near):
+            self._evenly(near, finest, few)
+        while level > 0 and self._best is not None and self._worth(level - 1):
             level -= 1
             self._evenly(level, finest, few)
-        if first < top and max(self.partitions[first + 1]) <= self._ranks_of_node and self._worth(first + 1):
-            self._evenly(first + 1, finest, few)
-        # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help.
-        level = first if self._best is None else self._level()
-        if self._worth(level):
-            self._jointly(level, finest)
-        while level < top and self._worth(level + 1):
-            level, best = level + 1, self._best
-            self._jointly(level, finest)
-            placing = self._placing(level)
-            cuts = placing is not None and placing.left  # documents that fit into no group cross nodes
-            uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
-            if self._best is best and best is not None and not cuts and not uneven:
+        for level in range(near + 1, max(first, min(first + 1, inside)) + 1):
+            best = self._best
+            if not self._worth(level) or (level < first and self._leaves_documents(level)):
+                continue
+            if self._evenly(level, finest, few) is not None and best is not None and self._best is best:
+                self._even_limit = max(self.partitions[level])
                 break
+        # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help. Of many
+        #    ranks, groups of several nodes that do not compute alike are left out: plans take long and rarely help.
+        level = start = first if self._best is None else self._level()
+        while level <= top and self._worth(level):
+            best = self._best
+            if not inside < level < first or self._settings.ranks <= FEW_RANKS:
+                self._jointly(level, finest)
+                uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
+                helped = self._best is not best or uneven or self._leaves_documents(level)
+                if level > start and best is not None and not helped:
+                    break
+            level += 1
         if self._best is None:
             return
         # 3. Variations of the best plan: two nano-batches, then coarser tolerances.
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
         for level, seconds in even.items():
-            near = seconds <= min(even.values()) * (1 + NEAR)
-            if near and self._best.waited > HARDLY_WAITING_IN_NODES and self._worth(level):
+            near_best = seconds <= self._best.choice.seconds * (1 + NEAR)
+            if near_best and self._best.waited > HARDLY_WAITING_IN_NODES and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
@@ -310,6 +306,11 @@ class _Search:
             )
         return self._placings[level]
 
+    def _leaves_documents(self, level: int) -> bool:
+        """Return whether some documents fit into no group of a level, and cross nodes."""
+        placing = self._placing(level)
+        return placing is None or bool(placing.left)
+
     def _worth(self, level: int) -> bool:
         """Return whether a level could be faster than the best plan so far."""
         if self._best is None:
@@ -346,7 +347,8 @@ class _Search:
             and 2 * self._ranks_of_node < most <= MOST_EVEN_RANKS
             and placing.longest_share(self._seconds) > LONG_OVER_NODES
         ):
-            self._evenly(level, tolerance, min(self._choices.nano_batches))
+            if most <= self._even_limit:
+                self._evenly(level, tolerance, min(self._choices.nano_batches))
             return
         for count in reversed(self._choices.nano_batches):
             candidate = self._try(level, tolerance, count, evenly=False)
@@ -426,7 +428,7 @@ class _Search:
         stages = usual_stages(len(nano_batches))
         step = self._walked(nano_batches, self._counted(nano_batches, settings), settings, stages)
         attention = tuple(step.attention.tolist())
-        choice = Choice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
+        choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
         return Candidate(placing, evenly, nano_batches, choice, float(step.waited.max()) / step.seconds)
 
     def _counted(
@@ -434,10 +436,8 @@ class _Search:
     ) -> list[dict[AttentionKind, CountedPlan]]:
         """Count the plans of each nano-batch, in one stage."""
         nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
-        return [
-            {kind: count_plan(plan, kind, settings.bytes_per_value, nodes) for kind, plan in nano.plans.items()}
-            for nano in nano_batches
-        ]
+        count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes, exact=False)
+        return [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
 
     def _walked(
         self,

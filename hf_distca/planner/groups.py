@@ -5,22 +5,19 @@ rows inside nodes only. One group of all ranks is the joint layout. Smaller grou
 better.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, heapreplace
-from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, Layout, Plan
-from hf_distca.planner.chunks import layout_of_kind
-from hf_distca.planner.layout import assemble, joint_layout
-from hf_distca.planner.nano_batches import mirrored, split_documents
+from hf_distca.planner.build import local_plan, plan_tasks
+from hf_distca.planner.layout import assemble, joint_layout, layout_of_kind, mirrored, split_documents
 from hf_distca.planner.seconds import StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.step import document_seconds
-from hf_distca.planner.tasks import at_home, plan_tasks
+from hf_distca.planner.walk import document_seconds
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -110,31 +107,55 @@ def place_in_groups(
     if len(sizes) == 1:
         return Placing.of_all(seconds, speeds)
     speed_of = np.add.reduceat(speeds, np.cumsum((0, *sizes[:-1]))).tolist()
-    heap = [(0.0, group) for group in range(len(sizes))]
     room = [size * tokens_per_rank for size in sizes]
-    group_of = np.full(len(lengths), -1)
     order = np.argsort(-seconds, kind="stable")
-    chosen, left = [], []
-    for document, tokens, cost in zip(order.tolist(), lengths[order].tolist(), seconds[order].tolist(), strict=True):
-        full = []
-        while heap and room[heap[0][1]] < tokens:
-            full.append(heappop(heap))
-        if heap:
-            load, group = heap[0]
-            chosen.append(group)
-            room[group] -= tokens
-            heapreplace(heap, (load + cost / speed_of[group], group))
-        else:
-            chosen.append(-1)
-            left.append(document)
-        for entry in full:
-            heappush(heap, entry)
+    left: list[int] = []
+    chosen, loads = _give_out(
+        lengths[order].tolist(), seconds[order].tolist(), room, speed_of, lambda nth: left.append(int(order[nth]))
+    )
     if any(size * tokens_per_rank - space < size for size, space in zip(sizes, room, strict=True)):
         return None
+    group_of = np.full(len(lengths), -1)
     group_of[order] = chosen
     by_group = np.argsort(group_of, kind="stable")
     documents = tuple(np.split(by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes)))))[1:]
-    return Placing(sizes, documents, tuple(left), np.array([load for load, _ in sorted(heap, key=itemgetter(1))]))
+    return Placing(sizes, documents, tuple(left), np.array(loads))
+
+
+def _give_out(
+    rows: list[int], costs: list[float], room: list[int], speeds: list[float], unplaced: Callable[[int], None]
+) -> tuple[list[int], list[float]]:
+    """Give each document in turn to the bin with the least work, of those with room for it.
+
+    Args:
+        rows, costs: [documents] of each document.
+        room: [bins] rows that each bin still takes; lowered by what it gets.
+        speeds: [bins] cost per unit of work of each bin.
+        unplaced: called with the number of a document that no bin has room for; may lower `room`.
+
+    Returns:
+        [documents] the bin of each, or -1; [bins] the work of each.
+    """
+    ready = [(0.0, each) for each in range(len(room))]  # heap by work
+    small: list[tuple[int, int, float]] = []  # heap by room of bins that had too little for an earlier document
+    chosen, work = [], [0.0] * len(room)
+    for nth, (size, cost) in enumerate(zip(rows, costs, strict=True)):
+        while small and -small[0][0] >= size:
+            _, each, load = heappop(small)
+            heappush(ready, (load, each))
+        while ready and room[ready[0][1]] < size:
+            load, each = heappop(ready)
+            heappush(small, (-room[each], each, load))
+        if ready:
+            load, each = ready[0]
+            chosen.append(each)
+            room[each] -= size
+            work[each] = load = load + cost / speeds[each]
+            heapreplace(ready, (load, each))
+        else:
+            chosen.append(-1)
+            unplaced(nth)
+    return chosen, work
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +180,7 @@ class Arrangement:
         sizes = self.placing.sizes
         inside = self._inside_nodes(settings)
         if max(sizes) == 1:
-            plan = at_home(layout_of_kind(layout, kind), kind.window)
+            plan = local_plan(layout_of_kind(layout, kind), kind.window)
         else:
             flat = replace(settings, ranks_per_node=1) if inside else settings
             groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -307,23 +328,21 @@ def divide_evenly(lengths: IntArray, seconds: FloatArray, room: IntArray) -> Int
     ranks = np.tile(np.append(np.arange(size), np.arange(size)[::-1]), len(long))
     divided = np.stack([np.repeat(long, 2 * size), (stops - parts).ravel(), stops.ravel(), ranks], axis=1)
     left: list[int] = (room - rows.sum(axis=0)).tolist()
-    loads = [(0.0, rank) for rank in range(size)]
-    pieces = []
     short = short[np.argsort(-seconds[short], kind="stable")]
-    for document, tokens, cost in zip(short.tolist(), lengths[short].tolist(), seconds[short].tolist(), strict=True):
-        full = []
-        while loads and left[loads[0][1]] < tokens:
-            full.append(heappop(loads))
-        if loads:
-            load, rank = loads[0]
-            heapreplace(loads, (load + cost, rank))
-            pieces.append((document, 0, tokens, rank))
-            left[rank] -= tokens
-        else:
-            pieces += _cut_where_room(document, tokens, left)
-        for entry in full:
-            heappush(loads, entry)
-    return np.concatenate([divided, np.array(pieces, np.int64).reshape(-1, 4)]) if min(left) >= 0 else None
+    cut: list[tuple[int, int, int, int]] = []
+    chosen, _ = _give_out(
+        lengths[short].tolist(),
+        seconds[short].tolist(),
+        left,
+        [1.0] * size,
+        lambda nth: cut.extend(_cut_where_room(int(short[nth]), int(lengths[short[nth]]), left)),
+    )
+    if min(left) < 0:
+        return None
+    rank_of = np.array(chosen, np.int64)
+    short, rank_of = short[rank_of >= 0], rank_of[rank_of >= 0]
+    whole = np.stack([short, np.zeros_like(short), lengths[short], rank_of], axis=1)
+    return np.concatenate([divided, whole, np.array(cut, np.int64).reshape(-1, 4)])
 
 
 def _wherever_room(
@@ -348,7 +367,7 @@ def _cut_where_room(document: int, length: int, room: list[int]) -> list[tuple[i
     """
     pieces, start = [], 0
     while start < length:
-        rank = max(range(len(room)), key=lambda each: (room[each], -each))
+        rank = room.index(max(room))
         stop = min(start + room[rank], length) if room[rank] > 0 else length
         pieces.append((document, start, stop, rank))
         room[rank] -= stop - start

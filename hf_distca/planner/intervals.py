@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-# Combines a document and a row into one number to sort by; every document has fewer rows than this.
-_ROW_LIMIT = 1 << 40
+ROW_LIMIT = 1 << 32
+"""More than the rows of any document, so that a document and a row fit into one number, which sorts quickly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,34 +52,14 @@ class Intervals:
             ordered: disjoint intervals in the order of (document, start) that together hold all rows of these
                 intervals.
         """
-        border = _sortable(ordered.document, ordered.start)
-        low = np.searchsorted(border, _sortable(self.document, self.start), side="right") - 1
-        high = np.searchsorted(border, _sortable(self.document, self.stop - 1), side="right")
+        border = sortable(ordered.document, ordered.start)
+        low = np.searchsorted(border, sortable(self.document, self.start), side="right") - 1
+        high = np.searchsorted(border, sortable(self.document, self.stop - 1), side="right")
         counts = high - low
         which, other = np.repeat(np.arange(len(self)), counts), expand(low, counts)
         start = np.maximum(self.start[which], ordered.start[other])
         stop = np.minimum(self.stop[which], ordered.stop[other])
         return Overlaps(which, other, Intervals(ordered.document[other], start, stop))
-
-    def covers_once(self, lengths: IntArray) -> bool:
-        """Return whether every row of every document is in exactly one of these intervals.
-
-        Args:
-            lengths: [documents] rows of each document.
-        """
-        if not len(self):
-            return not len(lengths)
-        if self.document.min() < 0 or self.document.max() >= len(lengths):
-            return False
-        mine = self[np.lexsort((self.start, self.document))]
-        first = np.append(True, mine.document[1:] != mine.document[:-1])
-        last = np.append(first[1:], True)
-        begins = np.where(first, 0, np.append(0, mine.stop[:-1]))
-        return (
-            np.array_equal(mine.start, begins)
-            and np.array_equal(mine.stop[last], lengths)
-            and bool(np.all(mine.stop > mine.start))
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +103,7 @@ def union(owner: IntArray, intervals: Intervals) -> tuple[IntArray, Intervals]:
     group = np.cumsum(other)
     covered = np.zeros_like(stop)
     if len(order):
-        covered[1:] = np.maximum.accumulate(_sortable(group, stop))[:-1] - _sortable(group[1:], 0)
+        covered[1:] = np.maximum.accumulate(sortable(group, stop))[:-1] - sortable(group[1:], 0)
     start = np.maximum(start, covered)  # negative where another document's rows came before
     kept = stop > start
     return owner[kept], Intervals(document[kept], start[kept], stop[kept])
@@ -175,5 +155,6 @@ def expand(starts: IntArray, counts: IntArray) -> IntArray:
     return offsets + np.arange(total, dtype=np.int64)
 
 
-def _sortable(document: IntArray, row: IntArray | int) -> IntArray:
-    return document * _ROW_LIMIT + row
+def sortable(document: IntArray, row: IntArray | int) -> IntArray:
+    """Return numbers that sort as (document, row)."""
+    return document * ROW_LIMIT + row

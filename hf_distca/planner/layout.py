@@ -5,29 +5,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import SEGMENT, Layout
+from hf_distca.plan import SEGMENT, AttentionKind, Layout
 from hf_distca.planner import nodes
 from hf_distca.planner.cost import BALANCE_TOLERANCE, as_lengths
-from hf_distca.planner.intervals import merge_touching
-from hf_distca.planner.joint.levels import place_on_ranks
+from hf_distca.planner.intervals import expand, merge_touching
+from hf_distca.planner.joint.place import place_on_ranks
 
 
-def fixed_layout(
-    placed: Sequence[Sequence[int]], ranks: int | None = None, *, tokens_per_rank: int | None = None
-) -> Layout:
+def fixed_layout(placed: Sequence[Sequence[int]], ranks: int | None = None) -> Layout:
     """Return the layout of documents that are already placed.
 
-    There is one list of documents per rank. If `ranks` is k times the number of lists, there is one list per k
-    consecutive ranks, and its documents may span these ranks.
-
     Args:
-        placed: placed[r] = lengths of the documents on rank r in order, possibly none.
-        tokens_per_rank: a list over k ranks is cut wherever a rank is full. None divides each list evenly: tokens / k
-            per rank, rounded up on the first ranks and down on the others. With one rank per list, the most tokens
-            that a list may hold; None for no limit.
+        placed: one list of documents' lengths per rank, possibly empty. If `ranks` is k times the number of lists, a
+            list is divided evenly over k consecutive ranks; the first ranks get the rows that are left over.
 
     Raises:
-        ValueError: a length below 1, a number of lists that does not divide the ranks, or a list with too many tokens.
+        ValueError: a length below 1, or a number of lists that does not divide the ranks.
     """
     ranks = len(placed) if ranks is None else ranks
     if not placed or ranks < 1 or ranks % len(placed):
@@ -43,19 +36,8 @@ def fixed_layout(
     ends = np.append(0, stops)[np.cumsum(counts)][:, None]
     begins = np.append(0, ends[:-1])[:, None]
     nth = np.arange(span)  # ranks of one list
-    if tokens_per_rank is None:
-        share, extra = np.divmod(ends - begins, span)
-        full = begins + nth * share + np.minimum(nth, extra)
-    else:
-        over = np.flatnonzero(ends - begins > tokens_per_rank * span)
-        if len(over):
-            row = int(over[0])
-            raise ValueError(
-                f"row {row} holds {int(ends[row, 0] - begins[row, 0])} tokens, but its {span} rank(s) take "
-                f"{tokens_per_rank} each; raise tokens_per_rank or move documents to another row"
-            )
-        full = begins + nth * tokens_per_rank
-    first_of_rank = np.minimum(full, ends).ravel()
+    share, extra = np.divmod(ends - begins, span)
+    first_of_rank = (begins + nth * share + np.minimum(nth, extra)).ravel()
     cuts = np.union1d(stops - lengths, first_of_rank)
     cuts = cuts[cuts < lengths.sum()]
     document = np.searchsorted(stops, cuts, "right")
@@ -64,19 +46,6 @@ def fixed_layout(
     rank = np.searchsorted(first_of_rank, cuts, "right") - 1
     stop = np.append(cuts[1:], stops[-1:])[: len(cuts)]
     return assemble(lengths, (document, cuts - first, stop - first, rank), ranks)
-
-
-def packed_layout(lengths: Sequence[int] | NDArray[np.int64], ranks: int, tokens_per_rank: int) -> Layout:
-    """Lay out documents in the given order, filling each rank to tokens_per_rank before the next.
-
-    A document is cut where a rank is full. Nothing is balanced: later ranks may hold few rows or none.
-
-    Raises:
-        ValueError: a length below 1, settings out of range, or more tokens than the ranks take.
-    """
-    array = as_lengths(lengths)
-    check_capacity(array, ranks, tokens_per_rank)
-    return fixed_layout([array.tolist()], ranks, tokens_per_rank=tokens_per_rank)
 
 
 def joint_layout(
@@ -163,3 +132,92 @@ def assemble(
     first = np.searchsorted(segments["rank"], segments["rank"], "left")
     segments["offset"] = before - before[first] if len(segments) else before
     return Layout(lengths, segments, ranks)
+
+
+def layout_of_kind(layout: Layout, kind: AttentionKind) -> Layout:
+    """Return the layout as one kind of layer sees it: the same rows at the same places.
+
+    With chunked attention each chunk is a document of the returned layout.
+    """
+    if kind.chunk is None:
+        return layout
+    counts = -(-layout.lengths // kind.chunk)
+    before = np.cumsum(counts) - counts  # chunks of earlier documents
+    lengths = np.full(counts.sum(), kind.chunk, np.int64)
+    lengths[before + counts - 1] = layout.lengths - (counts - 1) * kind.chunk
+
+    segments = layout.segments
+    first = segments["start"] // kind.chunk
+    pieces = -(-segments["stop"] // kind.chunk) - first
+    cut, chunk = np.repeat(segments, pieces), expand(first, pieces)
+    start = np.maximum(cut["start"], chunk * kind.chunk)
+    stop = np.minimum(cut["stop"], (chunk + 1) * kind.chunk)
+    cut["offset"] += start - cut["start"]
+    cut["start"], cut["stop"] = start - chunk * kind.chunk, stop - chunk * kind.chunk
+    cut["document"] = before[cut["document"]] + chunk
+    return Layout(lengths, cut, layout.ranks)
+
+
+SMALLEST_SHARE = 0.25
+"""Least share of a rank's tokens in a nano-batch; a smaller nano-batch hides almost nothing and still costs
+exchanges."""
+
+
+def halves(lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Divide documents into two groups of about equal tokens: longest first, each to the smaller group.
+
+    Args:
+        lengths: [documents] tokens of each document.
+
+    Returns:
+        The documents of each group in order.
+    """
+    second = np.zeros(len(lengths), bool)
+    ahead = 0  # tokens of the first group beyond those of the second
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        second[document] = ahead > 0
+        ahead += -int(lengths[document]) if ahead > 0 else int(lengths[document])
+    return [np.flatnonzero(~second), np.flatnonzero(second)]
+
+
+def split_documents(lengths: NDArray[np.int64], ranks: int) -> list[NDArray[np.int64]] | None:
+    """Divide documents into two nano-batches, see `halves`.
+
+    Groups differ by one document at most, so each has at least a quarter of the tokens.
+
+    Returns:
+        None if a document has more than half of the tokens, or a group has fewer tokens than ranks.
+    """
+    if len(lengths) < 2 or 2 * int(lengths.max()) > int(lengths.sum()):
+        return None
+    groups = halves(lengths)
+    return groups if min(int(lengths[group].sum()) for group in groups) >= ranks else None
+
+
+def split_placed(placed: Sequence[Sequence[int]]) -> list[int] | None:
+    """Find where to divide the documents of every rank into two parts of about equal tokens.
+
+    Args:
+        placed: for each rank, lengths of its documents in the order of its rows.
+
+    Returns:
+        For each rank, the number of documents in the first part. None if on some rank every cut between documents
+        leaves a part with less than SMALLEST_SHARE of the tokens.
+    """
+    cuts = []
+    for lengths in placed:
+        if len(lengths) < 2:
+            return None
+        *before, total = np.cumsum(lengths).tolist()
+        cut = min(range(len(before)), key=lambda at: abs(2 * before[at] - total))
+        if min(before[cut], total - before[cut]) < SMALLEST_SHARE * total:
+            return None
+        cuts.append(cut + 1)
+    return cuts
+
+
+def mirrored(layout: Layout) -> Layout:
+    """Return the layout with its ranks in reverse order."""
+    segments = layout.segments.copy()
+    segments["rank"] = layout.ranks - 1 - segments["rank"]
+    return Layout(layout.lengths, segments[np.lexsort((segments["offset"], segments["rank"]))], layout.ranks)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.plan import MicroBatchPlan
-from hf_distca.planner.build import plan_as_set, plan_placed
+from hf_distca.planner.build import finished, nano_batches_as_set, plan_placed
 from hf_distca.planner.choose import choose, choose_placed
 from hf_distca.planner.settings import PlanSettings
 
@@ -22,7 +22,9 @@ def plan_micro_batch(lengths: Sequence[int], settings: PlanSettings) -> MicroBat
         ValueError: the ranks cannot hold the documents, or document_layout="whole" would have to cut one.
     """
     array = np.asarray(lengths, np.int64)
-    return plan_as_set(array, settings) if settings.choices is None else choose(array, settings, settings.choices)
+    if settings.choices is None:
+        return finished(array, nano_batches_as_set(array, settings), settings)
+    return choose(array, settings, settings.choices)
 
 
 def plan_placed_documents(placed: Sequence[Sequence[int]], settings: PlanSettings) -> MicroBatchPlan:
@@ -33,8 +35,6 @@ def plan_placed_documents(placed: Sequence[Sequence[int]], settings: PlanSetting
     Args:
         placed: for each rank, lengths of its documents in the order of its rows.
     """
-    return (
-        plan_placed(placed, settings)
-        if settings.choices is None
-        else choose_placed(placed, settings, settings.choices)
-    )
+    if settings.choices is None:
+        return plan_placed(placed, settings)
+    return choose_placed(placed, settings, settings.choices)

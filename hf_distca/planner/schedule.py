@@ -1,18 +1,16 @@
 """Schedules: the phases in which a rank carries out one core attention of a nano-batch.
 
 A schedule is pure data, made when a plan is bound. The executor (`hf_distca.dispatch.executor`) runs it; the simulator
-and the timeline read the same list.
+and the timeline read the same list. Two pauses divide a core attention into three parts. During a pause the other
+nano-batch of the layer runs up to its own pause:
 
-A core attention has three parts, divided by two pauses. During a pause the other nano-batch of the layer runs up to
-its own pause:
+              forward                                      backward
+    part 1    send Q, K and V                              send dO, Q, K, V, O and LSE
+    part 2    receive them, compute remote-query           receive them, gradients of remote-query and
+              and remote-KV tasks, send O and LSE          remote-KV tasks, send dQ, dK and dV
+    part 3    receive O and LSE                            receive dQ, dK and dV
 
-              forward                              backward
-    part 1    send Q, K and V                      send dO, Q, K, V, O and LSE
-    part 2    receive them, compute visiting       receive them, gradients of visiting and prefix tasks,
-              and prefix tasks, send O and LSE     send dQ, dK and dV
-    part 3    receive O and LSE                    receive dQ, dK and dV
-
-Own tasks are local tasks, visiting tasks are remote-query tasks, and prefix tasks are remote-KV tasks.
+Local tasks need nothing from other ranks. They are computed where they hide an exchange, see `LOCAL_TASKS`.
 
 K and V may come in several stages, two of which travel or are in use at once. The first two are sent in part 1, and a
 further one after each computed stage. dK and dV of a stage go back while the next stage is computed.
@@ -23,8 +21,6 @@ stages then travel or are in use at once, in either direction:
     before a stage       receive its forwarded rows; receive the next stage and forward it; send the one after it
     after it, backward   return its dK and dV to the gateways; receive such returns for the stage before and send them
                          on to the ranks that hold its rows; receive what others send on for the one before that
-
-Local tasks need nothing from other ranks. They are computed where they hide an exchange, see `OWN_TASKS`.
 """
 
 from collections import deque
@@ -38,20 +34,20 @@ from hf_distca.plan import Direction
 Turn = Literal["alone", "first", "second"]
 """Position of a nano-batch in a layer: it is alone, begins the forward, or follows."""
 
-Place = Literal["local", "received"]
+Location = Literal["local", "received"]
 """Location of rows: among the rank's own rows of the nano-batch, or among received rows.
 
 Results of a kernel call, and gradients of queries, go to the location of the queries; gradients of keys and values go
 to the location of the keys.
 """
 
-Tasks = Literal["own", "own 1/2", "own 2/2", "prefix", "visiting", "visiting prefix"]
+TaskName = Literal["local", "local 1/2", "local 2/2", "remote-KV", "remote-query", "remote-query prefix"]
 """Tasks of one kernel call, see `hf_distca.planner.routes`.
 
 If local tasks alone have to hide two exchanges, the backward computes them in two halves of about equal pairs.
 """
 
-Group = tuple[Tasks, int]
+Group = tuple[TaskName, int]
 """Tasks of one kernel call and the stage of their K/V rows; 0 for local tasks."""
 
 AHEAD = 2
@@ -64,15 +60,15 @@ Kept = Literal["nothing", "received", "results"]
 """Received rows that the forward keeps for the backward: nothing (rows are sent again), Q, K and V, or O and LSE
 too."""
 
-OWN_TASKS: dict[tuple[Direction, Turn], tuple[Literal["before pause", "after pause", "after prefix"], ...]] = {
+LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Literal["before pause", "after pause", "after remote-KV"], ...]] = {
     ("forward", "alone"): ("before pause",),
     ("forward", "first"): ("after pause",),
     ("forward", "second"): ("before pause",),
-    ("backward", "alone"): ("before pause", "after prefix"),
+    ("backward", "alone"): ("before pause", "after remote-KV"),
     ("backward", "second"): ("after pause",),
-    ("backward", "first"): ("after prefix",),
+    ("backward", "first"): ("after remote-KV",),
 }
-"""Where local tasks are computed: before or after the first pause, or after the prefix tasks; half at each of two
+"""Where local tasks are computed: before or after the first pause, or after the remote-KV tasks; half at each of two
 places.
 
 The nano-batch that starts computes its local tasks after the other one's exchange has started too. In the backward the
@@ -86,13 +82,13 @@ class Transfer:
     """Rows that travel together, with the named columns.
 
     Attributes:
-        rows: "queries" or "keys": rows between ranks, in the order of the routes; "passed on": K/V rows forwarded
+        rows: "queries" or "keys": rows between ranks, in the order of the routes; "forwarded": K/V rows forwarded
             inside nodes; "servers": rows of both kinds, to dedicated servers.
         columns: names of tensors in the kernel contract (q, k, v, o, lse, do, dq, dk, dv).
         back: whether the columns return to the ranks that sent the rows.
     """
 
-    rows: Literal["queries", "keys", "passed on", "servers"]
+    rows: Literal["queries", "keys", "forwarded", "servers"]
     columns: tuple[str, ...]
     back: bool = False
     stage: int = 0
@@ -100,12 +96,12 @@ class Transfer:
     @cached_property
     def name(self) -> str:
         """Name for display: columns, stage, and the direction for servers and second hops."""
-        way = ""
+        suffix = ""
         if self.rows == "servers":
-            way = FROM_SERVERS if self.back else TO_SERVERS
-        elif self.rows == "passed on":
-            way = " passed back" if self.back else " passed on"
-        return " ".join(self.columns) + way + (f" [{self.stage}]" if self.stage else "")
+            suffix = FROM_SERVERS if self.back else TO_SERVERS
+        elif self.rows == "forwarded":
+            suffix = " to gateways" if self.back else " forwarded"
+        return " ".join(self.columns) + suffix + (f" [{self.stage}]" if self.stage else "")
 
 
 @dataclass(frozen=True)
@@ -119,9 +115,9 @@ class KernelCall:
             results. Otherwise they are merged with earlier results.
     """
 
-    tasks: Tasks
-    queries: Place
-    keys: Place
+    tasks: TaskName
+    queries: Location
+    keys: Location
     causal: bool = True
     first: bool = True
     stage: int = 0
@@ -154,7 +150,7 @@ class Phase:
 
     @cached_property
     def name(self) -> str:
-        """Name for display: "wait q, k v; run visiting; send o lse"."""
+        """Name for display: "wait q, k v; run remote-query; send o lse"."""
         parts: dict[str, Sequence[str]] = {
             "wait": [transfer.name for transfer in self.wait],
             "run": [call.name for call in self.run],
@@ -174,7 +170,7 @@ def make_schedule(
     groups: frozenset[Group],
     windowed: bool,
     stages: int = 1,
-    passes_on: bool = False,
+    forwards: bool = False,
     servers: bool = False,
     kept: Kept = "nothing",
 ) -> Schedule:
@@ -184,10 +180,10 @@ def make_schedule(
 
     Args:
         groups: groups of tasks that the rank has; other groups get no kernel call.
-        windowed: whether the layer uses a sliding window. Prefix tasks then have all keys of their rows, otherwise
+        windowed: whether the layer uses a sliding window. Remote-KV tasks then have all keys of their rows, otherwise
             only keys before the rows' own segment.
         stages: number of stages of K/V rows.
-        passes_on: whether any rank forwards K/V rows.
+        forwards: whether any rank forwards K/V rows.
         kept: rows that the backward has already; the forward sends everything.
     """
     forward = direction == "forward"
@@ -200,34 +196,32 @@ def make_schedule(
     queries_back = Transfer("queries", results, back=True)
     from_servers = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
 
-    own = _own_calls(direction, turn, groups)
+    local = _local_calls(direction, turn, groups)
     calls = [
         (
-            _visiting_calls(groups, stage, divided=stages > 1 and not windowed),
-            _calls(groups, KernelCall("prefix", "local", "received", windowed, windowed, stage)),
+            _remote_query_calls(groups, stage, divided=stages > 1 and not windowed),
+            _calls(groups, KernelCall("remote-KV", "local", "received", windowed, windowed, stage)),
         )
         for stage in range(stages)
     ]
-    stage_phases = _stages_in_hops if passes_on else _stages
+    stage_phases = _stages_in_hops if forwards else _stages
     phases = [
         Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
-        Phase(run=own.get("before pause", ()), pause=True),
-        *stage_phases((queries, queries_back), keys_there, keys_back, calls, own.get("after pause", ())),
-        Phase(run=own.get("after prefix", ()), pause=True),
-        Phase(wait=(queries_back, *keys_back[-2 if passes_on else -1 :], *((from_servers,) if servers else ()))),
+        Phase(run=local.get("before pause", ()), pause=True),
+        *stage_phases((queries, queries_back), keys_there, keys_back, calls, local.get("after pause", ())),
+        Phase(run=local.get("after remote-KV", ()), pause=True),
+        Phase(wait=(queries_back, *keys_back[-2 if forwards else -1 :], *((from_servers,) if servers else ()))),
     ]
     return _joined(phases)
 
 
 @cache
-def stage_slots(stages: int, *, passes_on: bool) -> tuple[int, ...]:
+def stage_slots(stages: int, *, forwards: bool) -> tuple[int, ...]:
     """Return the memory slot of each stage of K/V rows: [stages].
 
     A stage has its slot from the departure of K and V until dK and dV, which overwrite them, are back.
     """
-    schedule = make_schedule(
-        "backward", "alone", groups=frozenset(), windowed=False, stages=stages, passes_on=passes_on
-    )
+    schedule = make_schedule("backward", "alone", groups=frozenset(), windowed=False, stages=stages, forwards=forwards)
     slots: dict[int, int] = {}
     free: deque[int] = deque()
     for phase in schedule:
@@ -246,26 +240,26 @@ def _stages(
     keys_there: tuple[Transfer, ...],
     keys_back: tuple[Transfer, ...],
     calls: Sequence[tuple[Calls, Calls]],
-    own: Calls,
+    local: Calls,
 ) -> list[Phase]:
     """Return the phases of all stages.
 
     Args:
         keys_there: [stages] K/V rows, or none.
         keys_back: [stages] their gradients, or none.
-        calls: [stages] visiting and prefix tasks.
+        calls: [stages] remote-query and remote-KV tasks.
     """
-    phases = [Phase(run=own)]
-    for stage, (visiting, prefix) in enumerate(calls):
+    phases = [Phase(run=local)]
+    for stage, (remote_query, remote_kv) in enumerate(calls):
         last = stage == len(calls) - 1
         phases += [
-            # Visiting tasks come first: their results have to travel.
+            # Remote-query tasks come first: their results have to travel.
             Phase(
                 wait=(*(queries[:1] if stage == 0 else ()), *keys_there[stage : stage + 1]),
-                run=visiting,
+                run=remote_query,
                 send=queries[1:] if last else (),
             ),
-            Phase(run=prefix),
+            Phase(run=remote_kv),
             # The next stage's rows overwrite the memory of the stage whose gradients have returned.
             Phase(
                 wait=keys_back[stage - 1 : stage] if stage else (),
@@ -280,31 +274,31 @@ def _stages_in_hops(
     keys_there: tuple[Transfer, ...],
     keys_back: tuple[Transfer, ...],
     calls: Sequence[tuple[Calls, Calls]],
-    own: Calls,
+    local: Calls,
 ) -> list[Phase]:
     """Return the phases of all stages if K/V rows are forwarded, see `_stages`."""
-    passed_on, passed_back = (
-        tuple(replace(transfer, rows="passed on") for transfer in hop) for hop in (keys_there, keys_back)
+    forwarded, to_gateways = (
+        tuple(replace(transfer, rows="forwarded") for transfer in hop) for hop in (keys_there, keys_back)
     )
-    phases = [Phase(wait=keys_there[:1], send=passed_on[:1]), Phase(run=own)]
-    for stage, (visiting, prefix) in enumerate(calls):
+    phases = [Phase(wait=keys_there[:1], send=forwarded[:1]), Phase(run=local)]
+    for stage, (remote_query, remote_kv) in enumerate(calls):
         last = stage == len(calls) - 1
         wait = (
             *(queries[:1] if stage == 0 else ()),
-            *passed_on[stage : stage + 1],
+            *forwarded[stage : stage + 1],
             *keys_there[stage + 1 : stage + 2],
         )
-        send = (*passed_on[stage + 1 : stage + 2], *keys_there[stage + AHEAD : stage + AHEAD + 1])
+        send = (*forwarded[stage + 1 : stage + 2], *keys_there[stage + AHEAD : stage + AHEAD + 1])
         phases += [
             *([Phase(wait=wait, send=send)] if send else []),
-            Phase(wait=() if send else wait, run=visiting, send=queries[1:] if last else ()),
-            Phase(run=prefix, send=passed_back[stage : stage + 1]),
+            Phase(wait=() if send else wait, run=remote_query, send=queries[1:] if last else ()),
+            Phase(run=remote_kv, send=to_gateways[stage : stage + 1]),
             Phase(
-                wait=(*passed_back[:stage][-1:], *keys_back[: max(stage - 1, 0)][-1:]),
+                wait=(*to_gateways[:stage][-1:], *keys_back[: max(stage - 1, 0)][-1:]),
                 send=keys_back[:stage][-1:],
             ),
         ]
-    return [*phases, Phase(wait=passed_back[-1:], send=keys_back[-1:])]
+    return [*phases, Phase(wait=to_gateways[-1:], send=keys_back[-1:])]
 
 
 _KEYS_BACK = Transfer("keys", ("dk", "dv"), back=True)
@@ -322,22 +316,22 @@ def _calls(groups: frozenset[Group], *calls: KernelCall) -> tuple[KernelCall, ..
     return tuple(call for call in calls if call.group in groups)
 
 
-def _visiting_calls(groups: frozenset[Group], stage: int, *, divided: bool) -> tuple[KernelCall, ...]:
+def _remote_query_calls(groups: frozenset[Group], stage: int, *, divided: bool) -> tuple[KernelCall, ...]:
     """Return the kernel calls of received queries on a stage.
 
     Args:
         divided: whether the keys of a query are in several stages.
     """
-    call = KernelCall("visiting", "received", "received", first=not divided, stage=stage)
-    return _calls(groups, call, replace(call, tasks="visiting prefix", causal=False))
+    call = KernelCall("remote-query", "received", "received", first=not divided, stage=stage)
+    return _calls(groups, call, replace(call, tasks="remote-query prefix", causal=False))
 
 
-def _own_calls(direction: Direction, turn: Turn, groups: frozenset[Group]) -> dict[str, tuple[KernelCall, ...]]:
+def _local_calls(direction: Direction, turn: Turn, groups: frozenset[Group]) -> dict[str, tuple[KernelCall, ...]]:
     """Return the kernel calls of local tasks, by their place in the schedule."""
-    places = OWN_TASKS[direction, turn]
-    halves: tuple[Tasks, ...] = ("own 1/2", "own 2/2")
-    if ("own 1/2", 0) not in groups or len(places) == 1:
-        return {places[0]: _calls(groups, KernelCall("own", "local", "local"))}
+    places = LOCAL_TASKS[direction, turn]
+    halves: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
+    if ("local 1/2", 0) not in groups or len(places) == 1:
+        return {places[0]: _calls(groups, KernelCall("local", "local", "local"))}
     return {
         place: _calls(groups, KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)
     }

@@ -52,7 +52,7 @@ class ShiftedRows:
 
     def tasks_as_laid_out(self) -> NDArray[np.void]:
         """Return [tasks] of dtype TASK: every rank computes the rows that it holds."""
-        return tasks_at_home(self.segments)
+        return local_tasks(self.segments)
 
     def shifted(self, tasks: NDArray[np.void]) -> NDArray[np.void]:
         """Convert tasks from rows counted from 0 on to rows of the view."""
@@ -74,7 +74,7 @@ class ShiftedRows:
         return Plan(self.layout, tasks, workers, self.window)
 
 
-def tasks_at_home(segments: NDArray[np.void]) -> NDArray[np.void]:
+def local_tasks(segments: NDArray[np.void]) -> NDArray[np.void]:
     """Return [tasks] of dtype TASK: every rank computes the rows of its segments."""
     tasks = np.zeros(len(segments), TASK)
     for field in ("document", "start", "stop"):

@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
-from hf_distca.planner.routes.arrivals import Arrivals
+from hf_distca.planner.routes.reads import Arrivals
 
-EXCHANGE_BUFFER_BYTES = 1 << 27
-"""Bytes of K/V rows that a rank sends or receives at a time; 32768 rows of Llama-3-8B in bfloat16."""
+EXCHANGE_BUFFER_BYTES = 1 << 28
+"""Bytes of K/V rows that a rank sends or receives at a time; 65536 rows of Llama-3-8B in bfloat16."""
 STAGES_ALONE = 4
 """Number of stages of a lone nano-batch, if the stages are worth it.
 

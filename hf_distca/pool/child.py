@@ -11,12 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 CANNOT_SERVE = 2
 """Exit status of a server that would end alike if it were started again."""
 STARTS = 10
-"""Children one after another, at most."""
+"""Most children, one after another."""
 
 _POLL_S = 0.5
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -26,8 +25,8 @@ class ChildServer:
     """Serves from a child process, and from another one where a child dies.
 
     Args:
-        command: of the child.
-        says: what the child reads from its standard input; no more than a pipe holds.
+        command: the child's.
+        text: standard input of the child; no more than a pipe holds.
         has_ended: whether training has ended; asked twice a second, until it has.
         again_s: from the death of a child to the start of the next.
         end_s: how long a child may take to end when training has; then it is killed.
@@ -36,24 +35,21 @@ class ChildServer:
     def __init__(
         self,
         command: Sequence[str],
-        says: str,
+        text: str,
         has_ended: Callable[[], bool],
         *,
         again_s: float = 5.0,
         end_s: float = 5.0,
     ) -> None:
-        self._command = command
-        self._says = says
-        self._has_ended = has_ended
-        self._again_s = again_s
-        self._end_s = end_s
+        self._command, self._text, self._has_ended = command, text, has_ended
+        self._again_s, self._end_s = again_s, end_s
         self._child: subprocess.Popen[bytes] | None = None
         self._over = False
 
     def run(self) -> None:
         """Serve until training ends, this process gets SIGINT or SIGTERM, or no child can serve any more."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._pass_on)
+            signal.signal(number, lambda number, _: self._forward(number))
         for left in reversed(range(STARTS)):
             code, why = self._serve()
             if code == 0 or self._is_over():
@@ -69,9 +65,9 @@ class ChildServer:
                 time.sleep(min(_POLL_S, self._again_s))
 
     def _serve(self) -> tuple[int, str]:
-        """Start a child and wait for its end: its exit code, and the same in words."""
+        """Start a child and wait for its end; return its exit code, and the same in words."""
         source, sink = os.pipe()
-        os.write(sink, self._says.encode())
+        os.write(sink, self._text.encode())
         os.close(sink)
         try:
             child = subprocess.Popen(self._command, stdin=source, preexec_fn=_die_with_parent)
@@ -91,14 +87,15 @@ class ChildServer:
                 if time.monotonic() > kill_at:
                     child.kill()
             else:
-                killed = f"was killed by signal {-code}"
-                return code, f"process {child.pid} " + (killed if code < 0 else f"ended with {code}")
+                return code, f"process {child.pid} " + (
+                    f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+                )
 
     def _is_over(self) -> bool:
         self._over = self._over or self._has_ended()
         return self._over
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+    def _forward(self, number: int) -> None:
         self._over = True
         if self._child is not None:
             self._child.send_signal(number)

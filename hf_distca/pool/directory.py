@@ -1,6 +1,5 @@
 """Which servers there are: a directory at rank 0, and the servers' membership in it."""
 
-import ipaddress
 import itertools
 import logging
 import select
@@ -12,15 +11,21 @@ from dataclasses import dataclass
 
 from hf_distca.pool.listener import Listener
 from hf_distca.pool.messages import Alive, End, Message, ServerHello, ServerWelcome
-from hf_distca.pool.wire import AuthenticationError, Channel, LinkLost, MismatchError, ProtocolError, connect
+from hf_distca.pool.wire import (
+    DIRECTORY,
+    AuthenticationError,
+    Channel,
+    LinkLost,
+    MismatchError,
+    ProtocolError,
+    connect,
+    is_loopback,
+)
 
 logger = logging.getLogger(__name__)
 
 ALIVE_S = 2.0
-"""A member says so often that it is alive."""
-
-SERVICE = "directory"
-"""Name of what listens here, for the handshake."""
+"""Seconds between two messages of a member that it is alive."""
 
 _ANSWER_S = 10.0
 _RETRY_S = 0.5
@@ -28,7 +33,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """A server that has joined, with what its hello says; a server that comes back has a new id."""
+    """A server that has joined, with the fields of its hello; a server that comes back has a new id."""
 
     id: int
     host: str
@@ -43,9 +48,8 @@ class Directory:
     Args:
         host: address of the interface to listen on.
         port: TCP port; 0 for any that is free.
-        token: the run's token.
-        silence_s: a member that says nothing for so long is dropped.
-        ended: called when training is over, for those that servers' connections do not reach.
+        silence_s: a member that sends nothing for so long is dropped.
+        ended: called when training is over, for processes that servers' connections do not reach.
     """
 
     def __init__(
@@ -54,15 +58,15 @@ class Directory:
         port: int,
         token: bytes,
         silence_s: float = 20.0,
-        ended: Callable[[], None] | None = None,
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._silence_s = silence_s
-        self._tell_ended = ended
+        self._report_end = ended
         self._ids = itertools.count()
         self._lock = threading.Lock()
         self._members: dict[int, tuple[ServerInfo, Channel]] = {}
         self._ended = False
-        self._listener = Listener(host, port, token, SERVICE, self._serve)
+        self._listener = Listener(host, port, token, DIRECTORY, self._serve)
         self.host, self.port = self._listener.host, self._listener.port
 
     def members(self) -> tuple[ServerInfo, ...]:
@@ -76,12 +80,12 @@ class Directory:
             _, channel = self._members.pop(member, (None, None))
             if channel is not None:
                 if refusal:
-                    with suppress(LinkLost):  # it has left by itself
+                    with suppress(LinkLost):  # the server has left by itself
                         channel.refuse(refusal, _ANSWER_S)
                 channel.shut_down()
 
     def end(self) -> None:
-        """Tell all servers, and those that still come, that training is over."""
+        """Send all servers, and those that still come, that training is over."""
         with self._lock:
             self._ended = True
             for info, channel in self._members.values():
@@ -89,13 +93,12 @@ class Directory:
                     channel.send(End(), timeout_s=_ANSWER_S)
                 except LinkLost as error:
                     logger.warning(
-                        ("cannot report to server %s:%d that training ended: %s"), info.host, info.port, error
+                        "cannot report to server %s:%d that training ended: %s", info.host, info.port, error
                     )
-        if self._tell_ended is not None:
-            self._tell_ended()
+        self._report_end()
 
     def close(self) -> None:
-        """Listen no more; servers that were not told of an end try to join again."""
+        """Stop listening; servers that got no End try to join again."""
         self._listener.close()
 
     def _serve(self, channel: Channel, hello: Message) -> None:
@@ -108,7 +111,7 @@ class Directory:
             self._members[info.id] = (info, channel)
         logger.info("server %d joined: %s:%d on %s", info.id, info.host, info.port, info.device)
         try:
-            while isinstance(message := channel.receive(self._silence_s).message, Alive):
+            while isinstance(message := channel.receive(self._silence_s)[0], Alive):
                 pass
             raise ProtocolError(f"a member sends nothing but Alive, got {type(message).__name__}")
         finally:
@@ -123,7 +126,7 @@ class Membership:
     def __init__(self, channel: Channel, member: int) -> None:
         self.id = member
         self._channel = channel
-        self._said_alive = time.monotonic()
+        self._last_alive = time.monotonic()
 
     @classmethod
     def join(
@@ -135,17 +138,17 @@ class Membership:
         wait_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> "Membership":
-        """Join the directory, which may not be there yet: try for `wait_s`, or until `give_up` says so.
+        """Join the directory, which may not be there yet: try for `wait_s`, or until `give_up` returns True.
 
         Raises:
             AuthenticationError: the directory has another token.
-            ProtocolError: it refuses this server, or is no directory.
-            LinkLost: it was not reached in time.
+            ProtocolError: the directory refuses this server, or is no directory.
+            LinkLost: the directory was not reached in time.
         """
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                channel = connect(host, port, token, SERVICE, _ANSWER_S)
+                channel = connect(host, port, token, DIRECTORY, _ANSWER_S)
                 try:
                     return cls(channel, channel.ask(hello, ServerWelcome, _ANSWER_S).server)
                 except LinkLost:
@@ -159,16 +162,16 @@ class Membership:
             time.sleep(_RETRY_S)
 
     def poll(self, timeout_s: float) -> Message | None:
-        """Wait for End or Refused for so long at most, saying now and then that this server is alive.
+        """Wait for End or Refused for so long at most, and send now and then that this server is alive.
 
         LinkLost: the directory is gone, or has dropped this server.
         """
-        if time.monotonic() - self._said_alive > ALIVE_S:
-            self._said_alive = time.monotonic()
+        if time.monotonic() - self._last_alive > ALIVE_S:
+            self._last_alive = time.monotonic()
             self._channel.send(Alive(), timeout_s=_ANSWER_S)
         if not select.select([self._channel], [], [], timeout_s)[0]:
             return None
-        return self._channel.receive(_ANSWER_S).message
+        return self._channel.receive(_ANSWER_S)[0]
 
     def close(self) -> None:
         """Leave."""
@@ -176,19 +179,12 @@ class Membership:
 
 
 def server_info(hello: Message, server: int, came_from: str) -> ServerInfo:
-    """Return what ranks are told of a server that joins from an address; MismatchError where they cannot reach it."""
+    """Return a server that joins from an address, as ranks know it; MismatchError where they cannot reach it."""
     if not isinstance(hello, ServerHello):
         raise ProtocolError(f"a server begins with its hello, got {type(hello).__name__}")
-    if _is_loopback(hello.host) and not _is_loopback(came_from):
+    if is_loopback(hello.host) and not is_loopback(came_from):
         raise MismatchError(
             f"the server listens on {hello.host}, which ranks on other hosts cannot reach; let it listen on an "
             f"address of its network, such as {came_from}"
         )
     return ServerInfo(server, hello.host or came_from, hello.port, hello.device, hello.pairs_per_second)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name

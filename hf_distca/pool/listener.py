@@ -14,27 +14,26 @@ from hf_distca.pool.wire import Channel, LinkLost, MismatchError, PeerLeft, Prot
 logger = logging.getLogger(__name__)
 
 HANDSHAKES = 64
-"""Handshakes under way at once; one more ends the oldest, which a peer that knows the token has long finished."""
+"""Most handshakes at once; one more ends the oldest, which a peer that knows the token has long finished."""
 
 _TICK_S = 0.2
 
 
 class Outbox:
-    """Sends messages in order on a thread of its own, so that nobody waits for a slow connection.
+    """Sends messages in order on its own thread, so that nobody waits for a slow connection.
 
-    After a failed send it only empties its queue: the channel's receiver notices the loss and knows better why.
+    A send that fails ends the connection, and what is queued behind it is dropped.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None] | None] | None]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"send {channel.name}", daemon=True)
         self._thread.start()
 
-    def put(self, send: Callable[[], None], sent: Callable[[], None] | None = None) -> None:
-        """Queue a function that sends, and one that is called afterwards, also where sending failed."""
-        self._queue.put((send, sent))
+    def put(self, send: Callable[[], None]) -> None:
+        """Queue a function that sends."""
+        self._queue.put(send)
 
     def finish(self, timeout_s: float) -> None:
         """Send what is queued, for so long at most; then end the connection and the thread."""
@@ -45,32 +44,28 @@ class Outbox:
 
     def _run(self) -> None:
         lost = False
-        while (item := self._queue.get()) is not None:
-            send, sent = item
+        while (send := self._queue.get()) is not None:
             try:
                 if not lost:
                     send()
-            except LinkLost:
+            except LinkLost as error:
                 lost = True
-            if sent is not None:
-                sent()
-            del item, send, sent  # nothing is kept while the queue is empty
+                self._channel.shut_down(str(error))
+            del send  # nothing is kept while the queue is empty
 
 
 class Listener:
-    """Accepts connections and gives each a thread, which serves it once its peer has proved to know the token.
+    """Accepts connections and gives each a thread, which serves a peer that has proved to know the token.
 
     Strangers cost at most HANDSHAKES threads for `handshake_s` each. Nothing that a peer sends ends the listener.
 
     Args:
         host: address of the interface to listen on.
         port: TCP port; 0 for any that is free.
-        token: the run's token.
         service: name of what listens here.
         serve: called on the peer's thread with the connection, which is closed afterwards, and its first message.
-            LinkLost that it raises is logged, and ProtocolError is told to the peer too; MismatchError is told to the
-            peer alone.
-        handshake_s: time that a peer has to prove itself, and again for its first message.
+            The listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is only sent.
+        handshake_s: time that a peer has for the handshake, and again for its first message.
     """
 
     def __init__(
@@ -87,16 +82,16 @@ class Listener:
         self._socket.settimeout(_TICK_S)
         self.host, self.port = self._socket.getsockname()[:2]
         self._token, self._service, self._serve, self._handshake_s = token, service, serve, handshake_s
-        self._refusals = 0
+        self._warnings = 0
         self._lock = threading.Lock()
         self._peers: dict[threading.Thread, Channel] = {}
-        self._strangers: dict[Channel, float] = {}  # when their time is over; oldest first
+        self._strangers: list[Channel] = []  # in the handshake, oldest first
         self._closed = False
         self._thread = threading.Thread(target=self._accept_all, name=f"listen {self.port}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more, end all connections, and wait for the peers' threads."""
+        """Stop listening, end all connections, and wait for the peers' threads."""
         self._closed = True
         self._thread.join()
         with self._lock:
@@ -114,60 +109,53 @@ class Listener:
             except (OSError, RuntimeError) as error:  # also when there are no more file descriptors or threads
                 self._warn(f"a connection could not be accepted: {error}")
                 time.sleep(0.01)
-            with self._lock:
-                for channel in [one for one, end in self._strangers.items() if end < time.monotonic()]:
-                    channel.shut_down(f"no handshake within {self._handshake_s:g} s")
         self._socket.close()
 
     def _accept(self, sock: socket.socket) -> None:
-        with contextlib.ExitStack() as undo:
-            undo.callback(sock.close)
+        try:
             channel = Channel(sock)
-            undo.callback(channel.close)
             thread = threading.Thread(target=self._meet, args=(channel,), name=f"peer {channel.name}", daemon=True)
             with self._lock:
                 if len(self._strangers) >= HANDSHAKES:
-                    oldest = next(iter(self._strangers))
-                    del self._strangers[oldest]
-                    oldest.shut_down("too many handshakes at once")
-                thread.start()  # it waits for the lock before it ends
+                    self._strangers.pop(0).shut_down("too many handshakes at once")
+                thread.start()  # the thread waits for the lock before it ends
                 self._peers[thread] = channel
-                self._strangers[channel] = time.monotonic() + self._handshake_s
-            undo.pop_all()
+                self._strangers.append(channel)
+        except BaseException:
+            sock.close()
+            raise
 
     def _meet(self, channel: Channel) -> None:
         """Serve one peer in its thread."""
+        proved = False
         try:
-            try:
-                channel.prove(self._token, self._service, connects=False)
-            except PeerLeft:  # which proves nothing, as checks of open ports do
-                raise
-            except LinkLost as error:
-                self._warn(f"refused {channel.name}: {error}")
-                return
-            finally:
-                with self._lock:
-                    self._strangers.pop(channel, None)
-            self._serve(channel, channel.receive(self._handshake_s).message)
-        except PeerLeft:
+            channel.prove(self._token, self._service, self._handshake_s, connects=False)
+            proved = True
+            self._forget(channel)
+            self._serve(channel, channel.receive(self._handshake_s)[0])
+        except PeerLeft:  # checks of open ports do so
             logger.info("%s left", channel.name)
         except LinkLost as error:
-            if not self._closed and not isinstance(error, MismatchError):  # the peer is told, and knows what to do
-                self._warn(f"ended {channel.name}: {error}")
-            if isinstance(error, ProtocolError):
+            if not self._closed and not isinstance(error, MismatchError):  # the peer knows what to do
+                self._warn(f"ended {channel.name}: {error}" if proved else f"refused {channel.name}: {error}")
+            if proved and isinstance(error, ProtocolError):
                 with contextlib.suppress(LinkLost):
                     channel.refuse(str(error), self._handshake_s)
         finally:
+            self._forget(channel)
             with self._lock:
-                self._strangers.pop(channel, None)
                 del self._peers[threading.current_thread()]
             channel.close()
+
+    def _forget(self, stranger: Channel) -> None:
+        with self._lock, contextlib.suppress(ValueError):  # it is no stranger any more
+            self._strangers.remove(stranger)
 
     def _warn(self, message: str) -> None:
         """Log a refusal; of many the first ten, and then one whenever their number has doubled."""
         with self._lock:
-            self._refusals += 1
-            count = self._refusals
+            self._warnings += 1
+            count = self._warnings
         if count <= 10:
             logger.warning("%s", message)
         elif count & (count - 1) == 0:

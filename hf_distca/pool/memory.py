@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_distca.pool.messages import Process, TensorSpec
-from hf_distca.pool.nixl import HOST, NixlAgent, Piece, Space, has_ended, has_rdma, is_installed
+from hf_distca.pool.messages import TensorSpec
+from hf_distca.pool.nixl import HOST, NixlAgent, Space, has_rdma, is_installed
 from hf_distca.pool.wire import LinkLost
 
 SLAB_BYTES = 64 << 20
-"""Of the first slab; every further one is as large as all before it, so that there are few."""
+"""Bytes of the first slab; every further one is as large as all before it, so that there are few."""
 
 PROBE_BYTES = 16
 
@@ -28,7 +28,7 @@ _ALIGNMENT = 4096
 
 
 class Choice(StrEnum):
-    """Setting that says what carries rows."""
+    """Setting that chooses the transport of rows."""
 
     AUTO = "auto"
     TCP = "tcp"
@@ -36,19 +36,15 @@ class Choice(StrEnum):
 
 
 class SideCopies:
-    """Copies from and into a GPU's memory on a stream of their own, beside what the GPU computes."""
+    """Copies from and into a GPU's memory on a side stream, beside what the GPU computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, copies: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copy rows as they are when the current stream has come here.
+        """Copy rows, (to, from) [N, …] each, as they are when the current stream has come here.
 
-        Args:
-            copies: [N, …] where rows go and [N, …] the rows, which may be dropped at once.
-
-        Returns:
-            A callable that returns when the rows are in their place; any thread may call it.
+        The rows may be dropped at once. Returns a callable for any thread that waits for the copies.
         """
         self._follow()
         with torch.cuda.stream(self._stream):
@@ -69,7 +65,7 @@ class SideCopies:
 
 
 class HostMemory:
-    """Memory of the host, pinned where rows are computed on a GPU; `why` says why rows travel over TCP."""
+    """Memory of the host, pinned where a GPU computes; `why` is the reason for TCP."""
 
     def __init__(self, device: torch.device, why: str = "TCP was asked for") -> None:
         self.why = why
@@ -81,11 +77,11 @@ class HostMemory:
         return torch.empty((rows, *spec.shape), dtype=dtype, pin_memory=pinned)
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """Put rows where they can be sent from; [N, …] each, on the device, and may be dropped afterwards.
+        """Put rows, [N, …] each on the device, where they can be sent from; they may be dropped afterwards.
 
         Returns:
             staged: the rows, contiguous; themselves where they can be sent as they are.
-            ready: returns when the rows are in their place; may be called by another thread.
+            ready: returns when the rows are in their place; any thread may call it.
         """
         given = [x_N.detach().contiguous() for x_N in tensors]
         if self._copies is None:
@@ -101,7 +97,7 @@ class _Block(NamedTuple):
 
 
 class _Loan:
-    """A block that a tensor can be made of; the tensor keeps this object alive."""
+    """A block of which a tensor can be made; the tensor keeps this object alive."""
 
     def __init__(self, address: int, size: int, space: Space) -> None:
         described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -116,10 +112,10 @@ class Arena:
     work queued until then is done.
 
     Args:
-        agent: with which it is registered; LinkLost where it can register none.
-        device: where rows are computed with.
-        copies: made by the device; None where that is the host.
-        required: whether rows may travel in no other way.
+        agent: registers the memory; LinkLost where it can register none.
+        device: device that computes.
+        copies: copies of that device; None where it is the CPU.
+        required: whether rows may travel only over NIXL.
     """
 
     def __init__(self, agent: NixlAgent, device: torch.device, copies: SideCopies | None, *, required: bool) -> None:
@@ -131,7 +127,7 @@ class Arena:
         self._free: list[_Block] = []  # in order, neighbours merged
         self._returned: deque[_Block] = deque()  # by finalizers, which must not lock
         self._cooling: deque[tuple[Callable[[], bool], list[_Block]]] = deque()
-        self._kept: list[tuple[Process | None, Sequence[Tensor]]] = []
+        self._kept: list[Sequence[Tensor]] = []
         self._serves_gpu = device.type == "cuda"
         if self._serves_gpu:
             self._device, self.space = device, Space("VRAM", device.index or 0)
@@ -144,7 +140,7 @@ class Arena:
 
     @property
     def slabs(self) -> int:
-        """Registered so far; more of them are new to peers."""
+        """Number of registered slabs; further ones are new to peers."""
         return len(self._slabs)
 
     def empty(self, spec: TensorSpec, rows: int) -> Tensor:
@@ -167,16 +163,15 @@ class Arena:
         return staged, ready
 
     def holds(self, rows_N: Tensor) -> bool:
-        """Whether rows lie in registered memory, contiguous."""
+        """Return whether rows lie in registered memory, contiguous."""
         if rows_N.device != self._slabs[0].device or not rows_N.is_contiguous():
             return False
         begin, end = rows_N.data_ptr(), rows_N.data_ptr() + rows_N.nbytes
         return any(slab.data_ptr() <= begin and end <= slab.data_ptr() + slab.nbytes for slab in tuple(self._slabs))
 
-    def keep(self, rows: Sequence[Tensor], peer: Process | None) -> None:
-        """Let nobody use rows again that a failed transfer may still write or read, before the peer has ended."""
-        with self._lock:
-            self._kept.append((peer, tuple(rows)))
+    def keep(self, rows: Sequence[Tensor]) -> None:
+        """Keep rows out of use for good: a peer may still write or read them after a transfer has failed."""
+        self._kept.append(tuple(rows))
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -192,7 +187,6 @@ class Arena:
 
     def _take(self, size: int) -> _Block:
         """Return a free block, from an existing slab if possible."""
-        self._kept = [(peer, rows) for peer, rows in self._kept if peer is None or not has_ended(peer)]
         self._merge()
         fitting = next((place for place, free in enumerate(self._free) if free.stop - free.start >= size), None)
         if fitting is None:
@@ -204,10 +198,10 @@ class Arena:
         return _Block(slab, start, start + size)
 
     def _merge(self) -> None:
-        """Take back what was returned, once no GPU reads it any more: peers do not wait for its streams."""
+        """Take back returned blocks, once no GPU reads them any more: peers do not wait for its streams."""
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         if returned:
-            # What the host has dropped nobody reads.
+            # Nobody reads what the host has dropped.
             self._cooling.append(((lambda: True) if self._copies is None else self._copies.fence(), returned))
         while self._cooling and self._cooling[0][0]():
             self._free += self._cooling.popleft()[1]
@@ -222,22 +216,25 @@ class Arena:
     def _grow(self, size: int) -> None:
         pinned = self._serves_gpu and self.space == HOST
         slab = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
-        self.agent.register(Piece(slab.data_ptr(), size), self.space)
+        self.agent.register((slab.data_ptr(), size), self.space)
         self._slabs.append(slab)
         self._free.append(_Block(len(self._slabs) - 1, 0, size))
 
 
 Memory = HostMemory | Arena
-"""Where rows lie that a transport sends and receives; one for a process and its device, for all its links."""
+"""Memory of the rows that a transport sends and receives; one for a process and its device, for all its links."""
 
 
 def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
-    """Choose what carries this process's rows: an `Arena` means NIXL, `HostMemory` means TCP and says why.
+    """Make the memory of this process's rows: an `Arena` for NIXL, or `HostMemory` for TCP, with the reason.
 
     Args:
-        choice: AUTO takes NIXL where that needs no open port of UCX: with RDMA devices. ValueError where it cannot be.
-        device: where rows are computed with.
-        address: of the interface that UCX may listen on, where it must.
+        choice: AUTO takes NIXL where that needs no open port of UCX: with RDMA devices.
+        device: device that computes.
+        address: address of the interface on which UCX may listen, where it must.
+
+    Raises:
+        ValueError: NIXL was asked for and cannot be used.
     """
     if choice is Choice.TCP:
         return HostMemory(device)

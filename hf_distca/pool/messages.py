@@ -1,16 +1,15 @@
 """Messages between ranks, servers and the directory: plain structures, and a plan as raw tables.
 
 A message travels as JSON: its name, its fields and the number of bytes that follow. `decode` checks the types of all
-fields once. What a message says of sizes is compared with the plan before memory is allocated for it. Messages come
-only from peers that know the run's token, and nothing further is checked.
+fields once. Sizes are compared with the plan before memory is allocated. Messages come only from peers that know the
+run's token, and nothing further is checked.
 """
 
 import json
-import math
 import types
 import typing
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -18,16 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_distca.plan import SEGMENT, TASK, AttentionKind, Direction, Layout, NanoBatch, Plan
-from hf_distca.planner.chunks import layout_of_kind
+from hf_distca.planner.layout import layout_of_kind
 
 WORKERS = 2**17
-"""Ranks and servers of a plan, at most."""
+"""Most ranks and servers of a plan."""
 
 PLAN_BYTES = 2**28
-"""Tables of a plan, at most."""
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-"""Bytes of a number, by the name of its dtype."""
+"""Most bytes of a plan's tables."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +35,17 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class Process:
-    """A process that peers can tell from every other: number and start within a system's space of numbers."""
-
-    system: str
-    number: int
-    started: int
-
 
 @dataclass(frozen=True)
 class NixlPeer:
     """How a server reaches a rank over NIXL.
 
     Attributes:
-        name: of the rank's agent.
-        metadata: of the agent, in base64.
+        name: name of the rank's agent.
+        metadata: the agent's, in base64.
         probe: address of a few bytes that the server may read.
         memory: NIXL's name of the memory that holds the rank's rows.
         device: number of the GPU that has this memory.
-        process: the rank's.
     """
 
     name: str
@@ -72,47 +53,43 @@ class NixlPeer:
     probe: int
     memory: Literal["DRAM", "VRAM"]
     device: int
-    process: Process
-
-    def __post_init__(self) -> None:
-        _require(0 < self.probe < 2**63 and 0 <= self.device < 2**16, "the probe is at no address of a device")
 
 
 @dataclass(frozen=True)
 class Places:
     """Address and bytes of each tensor of a call (`rows`) and of its reply (`answer`) in a rank's memory.
 
-    `metadata` is that of the rank's agent, in base64, where it has registered more memory since; else empty.
+    `metadata` is that of the rank's agent, in base64, where the agent has registered more memory since; else empty.
     """
 
-    rows: tuple[tuple[int, ...], ...]
-    answer: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, int], ...]
+    answer: tuple[tuple[int, int], ...]
     metadata: str
-
-    def __post_init__(self) -> None:
-        for piece in (*self.rows, *self.answer):
-            _require(len(piece) == 2 and min(piece) > 0 and max(piece) < 2**63, f"{piece} is no address and size")
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """The first message of a rank to a server; `nixl` is None where the rank's rows travel over TCP."""
+    """The first message of a rank to a server.
+
+    Attributes:
+        nixl: None where the rank's rows travel over TCP.
+        why_tcp: the reason where they do.
+        required: whether rows may travel only over NIXL.
+    """
 
     rank: int
     ranks: int
     nixl: NixlPeer | None = None
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.rank < self.ranks <= WORKERS, f"rank {self.rank} of {self.ranks} is none")
+    why_tcp: str = ""
+    required: bool = False
 
 
 @dataclass(frozen=True)
 class RankWelcome:
-    """A server's answer to a rank: which transport it takes and why; `process` is the server's, for NIXL."""
+    """A server's answer to a rank: the transport and the reason for it."""
 
-    transport: Literal["tcp", "nixl"]
+    transport: Literal["TCP", "NIXL"]
     why: str
-    process: Process | None = None
 
 
 @dataclass(frozen=True)
@@ -123,10 +100,6 @@ class ServerHello:
     port: int
     device: str
     pairs_per_second: float
-
-    def __post_init__(self) -> None:
-        _require(0 < self.port < 65536, f"port {self.port} is none")
-        _require(0 < self.pairs_per_second < 1e30, f"{self.pairs_per_second} pairs a second are no speed")
 
 
 @dataclass(frozen=True)
@@ -145,12 +118,12 @@ class Refused:
 
 @dataclass(frozen=True)
 class Alive:
-    """A server's word to the directory, every two seconds."""
+    """Message of a server to the directory every two seconds."""
 
 
 @dataclass(frozen=True)
 class End:
-    """The directory's word to a server: training is over."""
+    """Message of the directory to a server: training is over."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +133,7 @@ class PlanTables:
     Attributes:
         plan_id: a later plan has a larger one.
         workers: number of workers, ranks first.
-        kinds: the fields of each `AttentionKind` that has tasks.
+        kinds: kinds of attention that have tasks.
         tables: for each nano-batch its numbers of documents, segments, and tasks of every kind of attention.
     """
 
@@ -168,64 +141,67 @@ class PlanTables:
     ranks: int
     workers: int
     worker: int
-    kinds: tuple[tuple[int | None, ...], ...]
+    kinds: tuple[AttentionKind, ...]
     tables: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        _require(0 < self.ranks <= self.worker < self.workers <= WORKERS, f"worker {self.worker} is no server")
-        _require(
-            all(len(counts) == 2 + len(self.kinds) and min(counts) >= 0 for counts in self.tables),
-            "each nano-batch has documents, segments and the tasks of every kind",
-        )
-        _require(self.bytes <= PLAN_BYTES, f"tables of {self.bytes} bytes are more than {PLAN_BYTES}")
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tables."""
-        return sum(count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts))
+        """Bytes of all tables; ValueError where the numbers make no plan."""
+        if not 0 < self.ranks <= self.worker < self.workers <= WORKERS:
+            raise ValueError(f"worker {self.worker} is no server of {self.ranks} ranks and {self.workers} workers")
+        total = sum(count * dtype.itemsize for counts in self.tables for count, dtype in self._each(counts))
+        if min((count for counts in self.tables for count in counts), default=-1) < 0 or total > PLAN_BYTES:
+            raise ValueError(f"tables of {total} bytes are not from 0 to {PLAN_BYTES}")
+        return total
 
-    def read(self, payload: bytearray) -> tuple[NanoBatch, ...]:
-        """Rebuild the nano-batches from their tables."""
-        kinds = [AttentionKind(*cast(tuple[Any, ...], numbers)) for numbers in self.kinds]
-        offset, nano_batches = 0, []
+    def read(self, payload: bytearray) -> Iterator[NanoBatch]:
+        """Rebuild the nano-batches from their tables; ValueError where the tables make no plan."""
+        offset = 0
         for counts in self.tables:
             found: list[NDArray[Any]] = []
             for count, dtype in self._each(counts):
                 found.append(np.frombuffer(payload, dtype, count, offset))
                 offset += found[-1].nbytes
             lengths, segments, *tasks = found
+            _check_rows("segments", lengths, segments, "rank", self.ranks)
             layout, plans = Layout(lengths, segments, self.ranks), {}
-            for kind, table in zip(kinds, tasks, strict=True):
-                plans[kind] = Plan(layout_of_kind(layout, kind), table, self.workers, kind.window)
-            nano_batches.append(NanoBatch(np.arange(len(lengths)), layout, plans))
-        return tuple(nano_batches)
+            for kind, table in zip(self.kinds, tasks, strict=True):
+                seen = layout_of_kind(layout, kind)
+                _check_rows("tasks", seen.lengths, table, "worker", self.workers)
+                plans[kind] = Plan(seen, table, self.workers, kind.window)
+            yield NanoBatch(np.arange(len(lengths)), layout, plans)
 
     def _each(self, counts: Sequence[int]) -> list[tuple[int, np.dtype[Any]]]:
         dtypes = (np.dtype(np.int64), SEGMENT, *(TASK for _ in self.kinds))
         return list(zip(counts, dtypes, strict=True))
 
 
+def _check_rows(name: str, lengths: NDArray[np.int64], table: NDArray[Any], holder: str, holders: int) -> None:
+    """Raise ValueError unless a table has as many rows as the documents, and only rows and workers that exist."""
+    document, start, stop, worker = (table[column] for column in ("document", "start", "stop", holder))
+    least = min(numbers.min(initial=0) for numbers in (lengths, document, start, worker))
+    exist = least == 0 and document.max(initial=-1) < len(lengths) and worker.max(initial=-1) < holders
+    if not exist or np.any(start >= stop) or np.any(stop > lengths[document]):
+        raise ValueError(f"the {name} of a plan have a document, rows or a {holder} that do not exist")
+    if np.sum(stop - start) != lengths.sum():
+        raise ValueError(f"the {name} of a plan do not cover its documents")
+
+
 def plan_tables(
     plan_id: int, worker: int, nano_batches: Sequence[NanoBatch]
 ) -> tuple[PlanTables, list[NDArray[np.uint8]]]:
-    """Return the message that tells a plan to one of its workers, and its tables as bytes.
+    """Return the message that sends a plan to one of its workers, and its tables as bytes.
 
     All nano-batches have the same kinds of attention.
     """
-    kinds = list(nano_batches[0].plans)
+    kinds = tuple(nano_batches[0].plans)
     plan = nano_batches[0].plans[kinds[0]]
     tables = [
         [nano.layout.lengths, nano.layout.segments, *(nano.plans[kind].tasks for kind in kinds)]
         for nano in nano_batches
     ]
-    message = PlanTables(
-        plan_id,
-        plan.layout.ranks,
-        plan.workers,
-        worker,
-        tuple(astuple(kind) for kind in kinds),
-        tuple(tuple(len(table) for table in row) for row in tables),
-    )
+    counts = tuple(tuple(map(len, row)) for row in tables)
+    message = PlanTables(plan_id, plan.layout.ranks, plan.workers, worker, kinds, counts)
     return message, [np.ascontiguousarray(table).view(np.uint8) for row in tables for table in row]
 
 
@@ -235,7 +211,7 @@ class Call:
 
     Forward: q, k, v go to the server, o and lse come back. Backward: q, do, o, lse, k, v go, dq, dk, dv come back.
     Each tensor travels whole. Rows of the queries' kind are in the order of `Routes.queries`, rows of the keys' kind
-    in that of `Routes.keys`. `AttentionParams` and `AttentionKind` describe the other fields.
+    in that of `Routes.keys`.
 
     Attributes:
         call_id: the same on every rank, larger for later calls.
@@ -247,22 +223,12 @@ class Call:
     plan_id: int
     call_id: int
     nano_batch: int
-    window: int | None
+    kind: AttentionKind
     direction: Direction
     scale: float
     softcap: float | None
-    q_heads: int
-    kv_heads: int
-    dim_qk: int
-    dim_v: int
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
-    chunk: int | None = None
     places: Places | None = field(default=None, compare=False)
-
-    @property
-    def kind(self) -> AttentionKind:
-        """The layer's kind of attention."""
-        return AttentionKind(self.window, self.q_heads, self.kv_heads, self.dim_qk, self.dim_v, self.chunk)
 
     def request(self) -> tuple[TensorSpec, ...]:
         """List the tensors that a rank sends."""
@@ -279,19 +245,19 @@ class Call:
         return tuple(TensorSpec(f"d{like.name}", like.rows, like.shape, like.dtype) for like in (q, k, v))
 
     def _tensors(self) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
-        wide = "float64" if self.dtype == "float64" else "float32"
+        kind, wide = self.kind, "float64" if self.dtype == "float64" else "float32"
         return (
-            TensorSpec("q", "queries", (self.q_heads, self.dim_qk), self.dtype),
-            TensorSpec("k", "keys", (self.kv_heads, self.dim_qk), self.dtype),
-            TensorSpec("v", "keys", (self.kv_heads, self.dim_v), self.dtype),
-            TensorSpec("o", "queries", (self.q_heads, self.dim_v), self.dtype),
-            TensorSpec("lse", "queries", (self.q_heads,), wide),
+            TensorSpec("q", "queries", (kind.q_heads, kind.dim_qk), self.dtype),
+            TensorSpec("k", "keys", (kind.kv_heads, kind.dim_qk), self.dtype),
+            TensorSpec("v", "keys", (kind.kv_heads, kind.dim_v), self.dtype),
+            TensorSpec("o", "queries", (kind.q_heads, kind.dim_v), self.dtype),
+            TensorSpec("lse", "queries", (kind.q_heads,), wide),
         )
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A server's word beside the results of a call: seconds by its clock and query-key pairs of the tasks."""
+    """Message beside the results of a call: seconds by the server's clock and query-key pairs of the tasks."""
 
     call_id: int
     seconds: float
@@ -309,17 +275,13 @@ def encode(message: Message, payload: int) -> bytes:
 
 
 def decode(text: bytes) -> tuple[Message, int]:
-    """Return a message that has come and the number of bytes that follow it; ValueError where it is none."""
+    """Return a received message and the number of bytes that follow it; ValueError where it is none."""
     try:
-        name, fields, payload = json.loads(text, parse_constant=_no_number)
+        name, fields, payload = json.loads(text)
         message: Message = _typed(_KINDS[name], fields)
         return message, int(_typed(int, payload))
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"a received message does not follow the protocol: {error}") from error
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not a number")
 
 
 def _typed(kind: Any, value: Any) -> Any:
@@ -332,7 +294,8 @@ def _typed(kind: Any, value: Any) -> Any:
     if origin is types.UnionType:
         return None if value is None and types.NoneType in inner else _typed(inner[0], value)
     if origin is tuple and isinstance(value, list):
-        return tuple(_typed(inner[0], each) for each in value)
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(_typed(*each) for each in zip(kinds, value, strict=True))
     if kind is float and type(value) is int:
         return float(value)
     if value in inner if origin is Literal else type(value) is kind:
@@ -343,8 +306,3 @@ def _typed(kind: Any, value: Any) -> Any:
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
-
-
-def _require(good: bool, otherwise: str) -> None:
-    if not good:
-        raise ValueError(otherwise)

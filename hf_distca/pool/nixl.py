@@ -2,9 +2,9 @@
 
 NIXL's helpers for descriptors pickle; here addresses and sizes are numbers and metadata is NIXL's own binary form.
 
-Ports that are open to strangers. Where a host has RDMA devices, UCX is told to do without TCP, and nothing listens.
-Elsewhere UCX listens on a TCP port of one interface, and its protocol has no proof of anything: who reaches that port
-can write to any address of this process. Such an agent is made only where NIXL was asked for by name.
+Ports that are open to strangers. Where a host has RDMA devices, UCX uses no TCP, and nothing listens. Elsewhere UCX
+listens on a TCP port of one interface without authentication: a peer that reaches the port can write to any address
+of this process. Such an agent is made only where NIXL was asked for by name.
 """
 
 import contextlib
@@ -15,20 +15,18 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from hf_distca.pool.messages import Process
 from hf_distca.pool.wire import LinkLost
 
 CHUNK_BYTES = 32 << 20
-"""Of one transfer, at most: longer ones are made one after another, each with its own time-out."""
+"""Most bytes of one transfer: longer ones are made one after another, each with its own time-out."""
 
 WAKE_US = 100_000
 """After so many microseconds without an event UCX's thread looks for itself."""
@@ -38,54 +36,32 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 _POLL_S = (0.0001, 0.002)
 _HUNG_UP_S = 0.05
 
-
-class Piece(NamedTuple):
-    """Memory: address and number of bytes."""
-
-    address: int
-    size: int
+Piece = tuple[int, int]
+"""Address and number of bytes."""
 
 
 class Space(NamedTuple):
     """A kind of memory, as NIXL names it: DRAM of a host, or VRAM of a GPU by its number."""
 
-    kind: str
+    kind: Literal["DRAM", "VRAM"]
     device: int
-
-
-class Region(NamedTuple):
-    """Pieces of one space."""
-
-    space: Space
-    pieces: Sequence[Piece]
 
 
 HOST = Space("DRAM", 0)
 
 
 def is_installed() -> bool:
-    """Whether this Python has NIXL."""
+    """Return whether this Python has NIXL."""
     return any(find_spec(name) for name in _MODULES)
 
 
 def has_rdma() -> bool:
-    """Whether this host has RDMA devices."""
+    """Return whether this host has RDMA devices."""
     return _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
 
 
-def interface_of(address: str) -> str:
-    """Return the name of the network interface that has an address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            return str(name)
-    raise ValueError(
-        f"no network interface of this host has the address {address}, to which NIXL binds its port; use an address "
-        "of an interface of this host"
-    )
-
-
 def address_towards(host: str, port: int) -> str:
-    """Return this host's own address on the way to another one; nothing is sent."""
+    """Return this host's address on the route to another one; nothing is sent."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((host, port or 1))
@@ -93,26 +69,33 @@ def address_towards(host: str, port: int) -> str:
 
 
 class NixlAgent:
-    """NIXL in this process, under a name that is never the same again. Several threads may call its methods.
+    """NIXL in this process, under a unique name. Several threads may call its methods.
 
     Args:
-        address: of the interface on which UCX may listen; of no use where there are RDMA devices.
+        address: address of the interface on which UCX may listen; of no use where there are RDMA devices.
+
+    Attributes:
+        listens_on: the interface; empty where UCX listens on none.
     """
 
     def __init__(self, address: str) -> None:
-        api = _api()
-        bindings = import_module(api.__name__.replace("._api", "._bindings"))
+        package = next(filter(find_spec, _MODULES), None)
+        if package is None:
+            raise ImportError("NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of PyTorch")
+        api, bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
+        if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent
+            logging.getLogger("nixl").setLevel(logging.WARNING)
         self.name = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._ends: Counter[str] = Counter()  # of each peer
-        self.listens_on = "" if has_rdma() else interface_of(address)
+        self.listens_on = "" if has_rdma() else _interface_of(address)
         config = f"NET_DEVICES={self.listens_on}" if self.listens_on else "TLS=^tcp"
-        self._errors = tuple(
-            one for one in vars(bindings).values() if isinstance(one, type) and issubclass(one, Exception)
-        )
+        found = vars(bindings).values()
+        self._errors = tuple(one for one in found if isinstance(one, type) and issubclass(one, Exception))
+        self._errors += (RuntimeError, TypeError)  # for numbers that are no addresses
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         self._agent = api.nixl_agent(self.name, api.nixl_agent_config(backends=[], sync_mode=sync))
-        # Of its own making it has a thread that asks for news without a pause, and takes a core from whoever computes.
+        # An agent's default thread asks for news without a pause, and takes a core from whoever computes.
         settings = bindings.nixlAgentConfig()
         settings.useProgThread, settings.syncMode, settings.pthrDelay = True, sync.value, WAKE_US
         self._agent.agent = bindings.nixlAgent(self.name, settings)
@@ -121,7 +104,7 @@ class NixlAgent:
 
     def register(self, memory: Piece, space: Space) -> None:
         """Let peers reach some memory of this process from now on."""
-        with self._failures(f"could not register {memory.size} bytes of {space.kind}"):
+        with self._failures(f"could not register {memory[1]} bytes of {space.kind}"):
             self._agent.register_memory([(*memory, space.device, "")], space.kind)
 
     def metadata(self) -> bytes:
@@ -129,7 +112,7 @@ class NixlAgent:
         return bytes(self._agent.get_agent_metadata())
 
     def meet(self, metadata: bytes, expected: str) -> None:
-        """Get to know a peer of this name until it is forgotten as often as it was met."""
+        """Get to know a peer of this name until the peer is forgotten as often as it was met."""
         with self._lock:
             self.learn(metadata, expected)
             self._ends[expected] += 1
@@ -142,7 +125,7 @@ class NixlAgent:
             raise LinkLost("the metadata and the peer have different names")
 
     def forget(self, peer: str) -> None:
-        """Make no more transfers with a peer that was met; without this one that was cut off cannot be met again."""
+        """Make no more transfers with a peer that was met; without this a lost peer cannot be met again."""
         with self._lock:
             self._ends[peer] -= 1
             if self._ends[peer] <= 0:
@@ -153,39 +136,41 @@ class NixlAgent:
     def transfer(
         self,
         operation: Literal["READ", "WRITE"],
-        local: Region,
-        remote: Region,
+        local: Sequence[Piece],
+        local_space: Space,
+        remote: Sequence[Piece],
+        remote_space: Space,
         peer: str,
         timeout_s: float,
         gone: Callable[[], bool],
     ) -> None:
-        """Read a peer's memory into that of this process, or write it there; returns when that is done.
+        """Read a peer's memory into that of this process, or write it there; return when that is done.
 
         Args:
-            operation: which of the two.
             local: registered here.
             remote: registered by the peer, the same sizes; NIXL refuses other memory.
-            peer: the name of its agent.
+            peer: name of the peer's agent.
             timeout_s: for each chunk.
             gone: whether the peer has left, asked now and then.
 
         Raises:
-            LinkLost: it failed. Rows may still arrive in the memory of both ends later: nobody may use it again.
+            LinkLost: the transfer failed. Rows may still arrive in the memory of both ends later: nobody may use that
+                memory again.
         """
-        for own, other in zip(_chunks(local.pieces), _chunks(remote.pieces), strict=True):
+        for own, other in zip(_chunks(local), _chunks(remote), strict=True):
             handle: Any = None
             try:
                 with self._failures(f"{operation.lower()} failed"):
                     handle = self._agent.initialize_xfer(
                         operation,
-                        self._agent.get_xfer_descs([(*own, local.space.device)], local.space.kind),
-                        self._agent.get_xfer_descs([(*other, remote.space.device)], remote.space.kind),
+                        self._agent.get_xfer_descs([(*own, local_space.device)], local_space.kind),
+                        self._agent.get_xfer_descs([(*other, remote_space.device)], remote_space.kind),
                         peer,
                     )
                     self._wait(handle, timeout_s, gone)
             finally:
                 if handle is not None:
-                    with contextlib.suppress(*self._errors):  # it is under way still: NIXL keeps it
+                    with contextlib.suppress(*self._errors):  # NIXL keeps a transfer that is still under way
                         self._agent.release_xfer_handle(handle)
 
     def _wait(self, handle: Any, timeout_s: float, gone: Callable[[], bool]) -> None:
@@ -207,56 +192,27 @@ class NixlAgent:
             raise LinkLost(f"NIXL: a transfer ended as {state}")
 
     @contextlib.contextmanager
-    def _failures(self, what: str) -> Any:
+    def _failures(self, what: str) -> Iterator[None]:
         try:
             yield
         except self._errors as error:
             raise LinkLost(f"NIXL {what}: {error}") from error
 
 
+def _interface_of(address: str) -> str:
+    """Return the name of the network interface that has an address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return str(name)
+    raise ValueError(
+        f"no network interface of this host has the address {address}, to which NIXL binds its port; use an address "
+        "of an interface of this host"
+    )
+
+
 def _chunks(pieces: Sequence[Piece]) -> list[Piece]:
     return [
-        Piece(piece.address + start, min(CHUNK_BYTES, piece.size - start))
-        for piece in pieces
-        for start in range(0, piece.size, CHUNK_BYTES)
+        (address + start, min(CHUNK_BYTES, size - start))
+        for address, size in pieces
+        for start in range(0, size, CHUNK_BYTES)
     ]
-
-
-def _api() -> ModuleType:
-    for name in _MODULES:
-        if find_spec(name):
-            api = import_module(f"{name}._api")
-            if "NIXL_LOG_LEVEL" not in os.environ:  # NIXL's own; else it prints a line for every agent
-                logging.getLogger("nixl").setLevel(logging.WARNING)
-            return api
-    raise ImportError("NIXL is not installed; install nixl-cu12 or nixl-cu13, for the CUDA version of PyTorch")
-
-
-# Processes: memory that a peer may write to is not used again before the peer's process has certainly ended
-
-
-def own_process() -> Process:
-    """Return this process."""
-    return Process(_system(), os.getpid(), _state_and_start(os.getpid())[1])
-
-
-def has_ended(process: Process) -> bool:
-    """Whether a process certainly does nothing any more; False where that cannot be seen from here."""
-    if process.system != _system():
-        return False
-    try:
-        state, started = _state_and_start(process.number)
-    except OSError:
-        return True
-    return state in "ZX" or started != process.started
-
-
-def _system() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _state_and_start(number: int) -> tuple[str, int]:
-    """Fields 3 and 22 of /proc/[pid]/stat, see proc(5); the name before them may hold anything."""
-    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[19])

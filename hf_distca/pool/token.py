@@ -9,31 +9,26 @@ from pathlib import Path
 TOKEN_BYTES = 32
 
 
-class TokenError(ValueError):
-    """A token that cannot be used."""
-
-
 def make_token() -> bytes:
     """Return a new random token."""
     return secrets.token_bytes(TOKEN_BYTES)
 
 
 def parse_token(text: str) -> bytes:
-    """Return the token that 64 hexadecimal digits write; a TokenError does not show other text."""
+    """Return the token of 64 hexadecimal digits, or raise a ValueError that does not show other text."""
     digits = text.strip()
     with contextlib.suppress(ValueError):
         token = bytes.fromhex(digits)
         if 2 * len(token) == len(digits) == 2 * TOKEN_BYTES:
             return token
-    raise TokenError(
+    raise ValueError(
         f"a token has {2 * TOKEN_BYTES} hexadecimal digits, got {len(digits)} characters that are not a token; use "
         "the token that the training run wrote"
     )
 
 
-def write_token(path: str | Path, token: bytes) -> None:
+def write_token(path: Path, token: bytes) -> None:
     """Write a token to a file that only its owner can read, replacing a file of that name."""
-    path = Path(path)
     # A new file, renamed: an old one might be open elsewhere, or be readable by others.
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -46,18 +41,18 @@ def write_token(path: str | Path, token: bytes) -> None:
 
 
 def read_token(path: str | Path) -> bytes:
-    """Read a token from a file that only its owner can read, or raise TokenError."""
+    """Read a token from a file that only its owner can read, or raise ValueError."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
-                raise TokenError(
+                raise ValueError(
                     f"{path} can be read or written by other users (mode {mode:04o}); restrict it with chmod 600, or "
                     "make a new token"
                 )
             return parse_token(file.read(4 * TOKEN_BYTES))
     except OSError as error:
-        raise TokenError(f"cannot read the token file {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read the token file {path}: {error.strerror}") from error
 
 
 def parse_address(text: str, least_port: int = 0, setting: str = "an address") -> tuple[str, int]:

@@ -1,9 +1,8 @@
-"""What carries the rows of a call between a rank and a server: TCP, or NIXL where both ends have it.
+"""Transports of a call's rows between a rank and a server: TCP, or NIXL where both ends have it.
 
-A message travels on the connection between the two (`wire`). The rows that belong to it are carried by a transport,
-which may use that connection, or put into the message where the rows lie. Over NIXL a rank's call says where its rows
-lie and where the reply's belong; the server reads the former, and writes the latter before it sends the reply. The
-rank's end moves nothing.
+A message travels on the connection between the two (`wire`). Over TCP its rows follow on the same connection. Over
+NIXL a rank's call names the places of its rows and of the reply's rows in the rank's memory: the server reads the
+former, and writes the latter before it sends the reply. The rank's end moves nothing.
 
 Shape suffixes: N rows; what follows a row's N is free.
 """
@@ -17,19 +16,19 @@ import torch
 from torch import Tensor
 
 from hf_distca.pool.memory import PROBE_BYTES, Arena, HostMemory, Memory
-from hf_distca.pool.messages import Call, NixlPeer, Places, Process, RankWelcome, Reply, TensorSpec
-from hf_distca.pool.nixl import Piece, Region, Space, own_process
-from hf_distca.pool.wire import Buffer, Channel, Frame, LinkLost, MismatchError, ProtocolError
+from hf_distca.pool.messages import Call, NixlPeer, Places, RankHello, RankWelcome, Reply, TensorSpec
+from hf_distca.pool.nixl import Piece, Space
+from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, ProtocolError
 
 PROBE_S = 5.0
 """For the first contact with a rank over NIXL, at most."""
 
 
 class TcpTransport:
-    """Rows that follow their message on its connection; either end, and what every transport is like.
+    """Either end of TCP, and the interface of every transport.
 
-    One thread may send while another receives. Every error leaves a transport unusable. Rows lie in a `Memory` of the
-    same make. The rank's end makes calls and the server's end answers them.
+    One thread may send while another receives. Every error leaves a transport unusable. The rank's end makes calls and
+    the server's end answers them. All rows lie in the `Memory` of the transport.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -43,22 +42,21 @@ class TcpTransport:
         Rows of a call must not change before its reply is received. LinkLost: the other end is gone, or stood still.
 
         Args:
-            message: to be sent.
             rows: [N, …] each, contiguous.
             timeout_s: nothing may move for so long.
             answer: [N, …] each, contiguous: what the rows of the reply to this call are received into.
         """
         self._channel.send(message, _buffers(rows), timeout_s)
 
-    def receive(self, frame: Frame, rows: Sequence[Tensor], timeout_s: float) -> None:
-        """Receive the rows that belong to the last message that has come, before the next one is received.
+    def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
+        """Receive the rows of the last received message, before the next one is received.
 
         Args:
-            frame: the message, a call or a reply. ProtocolError where it has another number of bytes than the rows.
+            size: bytes that follow the message. ProtocolError where the rows have another number of bytes.
             rows: [N, …] each, contiguous. After an error nobody writes to them any more.
             timeout_s: nothing may move for so long.
         """
-        _check_size(frame, frame.payload, rows)
+        _check_size(message, size, rows)
         self._channel.receive_payload(_buffers(rows), timeout_s)
 
     def close(self) -> None:
@@ -66,35 +64,34 @@ class TcpTransport:
 
 
 class NixlRankEnd:
-    """A rank's end of NIXL; `peer` is the server's process. See `TcpTransport`."""
+    """A rank's end of NIXL. See `TcpTransport`."""
 
-    def __init__(self, channel: Channel, memory: Arena, peer: Process | None) -> None:
+    def __init__(self, channel: Channel, memory: Arena) -> None:
         self._channel = channel
         self._memory = memory
-        self._peer = peer
-        self._told = memory.slabs  # with the hello
-        self._open: dict[int, list[Tensor]] = {}  # by id of the call; what a dict does is atomic
+        self._known_slabs = memory.slabs  # from the hello
+        self._open: dict[int, list[Tensor]] = {}  # by id of the call; single operations on a dict are atomic
 
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
     ) -> None:
         """See `TcpTransport.send`."""
         assert isinstance(message, Call)
-        more = self._told != (slabs := self._memory.slabs)
-        self._told = slabs
+        more = self._known_slabs != (slabs := self._memory.slabs)
+        self._known_slabs = slabs
         places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), _metadata(self._memory) if more else "")
         self._open[message.call_id] = [*rows, *answer]
         self._channel.send(replace(message, places=places), timeout_s=timeout_s)
 
-    def receive(self, frame: Frame, rows: Sequence[Tensor], timeout_s: float) -> None:
-        """See `TcpTransport.receive`: they are there before the message is."""
-        assert isinstance(frame.message, Reply)
-        self._open.pop(frame.message.call_id, None)
+    def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
+        """See `TcpTransport.receive`: the server has written the rows before it sent the message."""
+        assert isinstance(message, Reply)
+        self._open.pop(message.call_id, None)
 
     def close(self) -> None:
         """See `TcpTransport.close`."""
         for rows in self._open.values():
-            self._memory.keep(rows, self._peer)
+            self._memory.keep(rows)
         self._open.clear()
 
 
@@ -105,11 +102,11 @@ class NixlServerEnd:
         self._channel = channel
         self._memory = memory
         self._peer = peer
-        self._answers: dict[int, list[Piece]] = {}  # by id of the call; what a dict does is atomic
+        self._answers: dict[int, Sequence[Piece]] = {}  # by id of the call; single operations on a dict are atomic
         memory.agent.meet(_binary(peer.metadata), peer.name)
         probe = memory.empty(TensorSpec("probe", "keys", (PROBE_BYTES // 2,), "bfloat16"), 1)
         try:
-            self._move("READ", [probe], [Piece(peer.probe, PROBE_BYTES)], PROBE_S)
+            self._move("READ", [probe], [(peer.probe, PROBE_BYTES)], PROBE_S)
         except BaseException:
             self.close()
             raise
@@ -121,17 +118,17 @@ class NixlServerEnd:
         self._move("WRITE", rows, self._answers.pop(message.call_id, []), timeout_s)
         self._channel.send(message, timeout_s=timeout_s)
 
-    def receive(self, frame: Frame, rows: Sequence[Tensor], timeout_s: float) -> None:
+    def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
         """See `TcpTransport.receive`."""
-        assert isinstance(frame.message, Call)
-        call_id, places = frame.message.call_id, frame.message.places
+        assert isinstance(message, Call)
+        call_id, places = message.call_id, message.places
         if places is None:
             raise ProtocolError(f"call {call_id} does not name the memory of its rows")
-        _check_size(frame, sum(size for _, size in places.rows), rows)
+        _check_size(message, sum(size for _, size in places.rows), rows)
         if places.metadata:
             self._memory.agent.learn(_binary(places.metadata), self._peer.name)
-        self._answers[call_id] = [Piece(*piece) for piece in places.answer]
-        self._move("READ", rows, [Piece(*piece) for piece in places.rows], timeout_s)
+        self._answers[call_id] = places.answer
+        self._move("READ", rows, places.rows, timeout_s)
 
     def close(self) -> None:
         """See `TcpTransport.close`."""
@@ -142,62 +139,66 @@ class NixlServerEnd:
     ) -> None:
         """Read or write rows; `places` are addresses of the rank, which NIXL compares with what it has registered."""
         own = _pieces(rows)
-        if [piece.size for piece in own] != [piece.size for piece in places]:
+        if [size for _, size in own] != [size for _, size in places]:
             raise ProtocolError("the memory that the rank names differs in size from the tensors")
-        local, remote = Region(self._memory.space, own), Region(Space(self._peer.memory, self._peer.device), places)
+        memory, peer = self._memory, self._peer
+        remote = Space(peer.memory, peer.device)
         try:
-            self._memory.agent.transfer(operation, local, remote, self._peer.name, timeout_s, self._channel.hung_up)
+            memory.agent.transfer(
+                operation, own, memory.space, places, remote, peer.name, timeout_s, self._channel.hung_up
+            )
         except BaseException:
-            self._memory.keep(rows, self._peer.process)
+            memory.keep(rows)
             raise
 
 
 Transport = TcpTransport | NixlRankEnd | NixlServerEnd
 
 
-def offer(memory: Memory) -> NixlPeer | None:
-    """Return what a rank says of NIXL in its hello."""
-    if not isinstance(memory, Arena):
-        return None
-    agent, space = memory.agent, memory.space
-    kind: Literal["DRAM", "VRAM"] = "DRAM" if space.kind == "DRAM" else "VRAM"
-    return NixlPeer(agent.name, _metadata(memory), memory.probe.data_ptr(), kind, space.device, own_process())
+def rank_hello(rank: int, ranks: int, memory: Memory) -> RankHello:
+    """Return the hello of a rank whose rows lie in this memory."""
+    if isinstance(memory, HostMemory):
+        return RankHello(rank, ranks, why_tcp=memory.why)
+    agent, (kind, device) = memory.agent, memory.space
+    peer = NixlPeer(agent.name, _metadata(memory), memory.probe.data_ptr(), kind, device)
+    return RankHello(rank, ranks, peer, required=memory.required)
 
 
-def choose(channel: Channel, memory: Memory, peer: NixlPeer | None) -> tuple[Transport, RankWelcome]:
-    """Choose what carries rows to a rank, by what its hello says of NIXL: the server's end, and its welcome.
+def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transport, RankWelcome]:
+    """Choose the transport between a server and a rank: NIXL where both have it and it works, else TCP.
 
-    NIXL is tried, by reading a few bytes of the rank, where both ends have it. MismatchError: it was asked for at this
-    end and cannot be used.
+    Returns:
+        The server's end, and the welcome by which the rank makes its end with `rank_end`.
+
+    Raises:
+        MismatchError: one end uses NIXL only and the other cannot.
     """
-    try:
-        if isinstance(memory, HostMemory):
-            raise LinkLost(f"at the server: {memory.why}")
-        if peer is None:
-            raise LinkLost("the rank does not use NIXL")
-        return NixlServerEnd(channel, memory, peer), RankWelcome("nixl", "both ends have it", own_process())
-    except LinkLost as error:
-        if isinstance(memory, Arena) and memory.required:
-            raise MismatchError(
-                f"the server uses NIXL only, but this rank cannot: {error}; serve with --transport auto, or set "
-                "attention_server_transport='nixl'"
-            ) from error
-        return TcpTransport(channel), RankWelcome("tcp", str(error)[:1000])
-
-
-def chosen(channel: Channel, memory: Memory, welcome: RankWelcome) -> tuple[Transport, str]:
-    """Return the rank's end that fits a server's welcome, and for messages which it is and why.
-
-    MismatchError: NIXL was asked for at this end and the server does not take it.
-    """
-    if isinstance(memory, Arena) and welcome.transport == "nixl":
-        return NixlRankEnd(channel, memory, welcome.process), f"NIXL ({welcome.why})"
-    if isinstance(memory, Arena) and memory.required:
+    why = hello.why_tcp
+    if isinstance(memory, HostMemory):
+        why = why or f"at the server: {memory.why}"
+    elif hello.nixl is not None:
+        try:
+            return NixlServerEnd(channel, memory, hello.nixl), RankWelcome("NIXL", "both ends have it")
+        except LinkLost as error:
+            why = str(error)
+    if hello.required:
         raise MismatchError(
-            f"attention_server_transport='nixl' is set, but the server does not use NIXL: {welcome.why}; serve with "
+            f"attention_server_transport='nixl' is set, but the server does not use NIXL: {why}; serve with "
             "--transport nixl, or set attention_server_transport='auto'"
         )
-    return TcpTransport(channel), f"TCP ({memory.why if isinstance(memory, HostMemory) else welcome.why})"
+    if isinstance(memory, Arena) and memory.required:
+        raise MismatchError(
+            f"the server uses NIXL only, but this rank cannot: {why}; serve with --transport auto, or set "
+            "attention_server_transport='nixl'"
+        )
+    return TcpTransport(channel), RankWelcome("TCP", why[:1000])
+
+
+def rank_end(channel: Channel, memory: Memory, welcome: RankWelcome) -> Transport:
+    """Return the rank's end of the transport that a server has chosen."""
+    if isinstance(memory, Arena) and welcome.transport == "NIXL":
+        return NixlRankEnd(channel, memory)
+    return TcpTransport(channel)
 
 
 def _buffers(rows: Sequence[Tensor]) -> list[Buffer]:
@@ -206,15 +207,14 @@ def _buffers(rows: Sequence[Tensor]) -> list[Buffer]:
 
 
 def _pieces(rows: Sequence[Tensor]) -> list[Piece]:
-    """Where contiguous tensors lie, those without rows left out."""
-    return [Piece(x_N.data_ptr(), x_N.nbytes) for x_N in rows if x_N.numel()]
+    """Return where contiguous tensors lie, without those that have no rows."""
+    return [(x_N.data_ptr(), x_N.nbytes) for x_N in rows if x_N.numel()]
 
 
-def _check_size(frame: Frame, size: int, rows: Sequence[Tensor]) -> None:
+def _check_size(message: Call | Reply, size: int, rows: Sequence[Tensor]) -> None:
     expected = sum(x_N.nbytes for x_N in rows)
     if size != expected:
-        name = type(frame.message).__name__
-        raise ProtocolError(f"the rows of a {name} have {size} bytes, expected {expected}")
+        raise ProtocolError(f"the rows of a {type(message).__name__} have {size} bytes, expected {expected}")
 
 
 def _metadata(memory: Arena) -> str:

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import RowBytes, Workers, pairs
-from hf_distca.planner.counted import count_plan
+from hf_distca.planner.metrics import count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import KindCosts, StepCosts, Tasks
+from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.step import document_seconds, predict_step
-from hf_distca.planner.walk import Walked
-from hf_distca.planner.with_servers import plan_with_servers
+from hf_distca.planner.walk import Walked, document_seconds, predict_step
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.model import ModelShape
 

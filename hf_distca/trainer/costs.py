@@ -22,7 +22,7 @@ from hf_distca.models.shape import model_shape
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.step import predict_plan
+from hf_distca.planner.walk import predict_plan
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.strategies import Setup
 from hf_distca.units import AUTO

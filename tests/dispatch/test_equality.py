@@ -108,9 +108,9 @@ def run_case(
     model = small_model(model_type, **config)
     plan_head(model, CHUNK_BYTES)
     steps = []
-    for stage_rows, passes_on in steps_of(ranks):
+    for stage_rows, forwards in steps_of(ranks):
         model.zero_grad()
-        step_plan = in_nodes(in_stages(plan, stage_rows), settings.nodes if passes_on else None)
+        step_plan = in_nodes(in_stages(plan, stage_rows), settings.nodes if forwards else None)
         loss = planned_step(model, step_plan, dispatcher, random_documents(flat))
         steps.append((loss, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
     return steps
@@ -128,7 +128,7 @@ def steps_of(ranks: int, stage_rows: tuple[int | None, ...] = STAGE_ROWS) -> lis
     return list(itertools.product(stage_rows, (False, True) if ranks in NODES else (False,)))
 
 
-def passes_on(dispatcher: Dispatcher, plan: MicroBatchPlan) -> bool:
+def forwards(dispatcher: Dispatcher, plan: MicroBatchPlan) -> bool:
     """Whether some layer has rows that are passed on."""
     bound = dispatcher.bind(plan)
     return any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values())

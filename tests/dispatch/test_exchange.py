@@ -128,7 +128,7 @@ def test_a_stage_in_which_nothing_crosses_beside_others_that_are_passed_on():
     plan = Plan(layout, np.array(tasks, TASK), 3, window=2, stage_rows=4, nodes=NODES)
     for rank in range(3):
         stages = make_routes(plan, rank).stages
-        assert {(stage.keys.crossing, stage.passed_on.crossing) for stage in stages} == {(True, True), (False, False)}
+        assert {(stage.keys.crossing, stage.forwarded.crossing) for stage in stages} == {(True, True), (False, False)}
         exchange, bound = Exchange(Groups(CPU, 30)), BoundRoutes(plan, rank, "alone", IndexBuffer(CPU))
         for stage in bound.stages:
             # The first hop is an exchange in every stage, as all stages have the same memory.

@@ -18,9 +18,9 @@ from hf_distca.planner.schedule import Kept, KernelCall, Phase, Transfer
 CPU = torch.device("cpu")
 KIND = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
 PARAMS = AttentionParams(scale=0.5)
-OWN = KernelCall("own", "local", "local")
-VISITING = KernelCall("visiting", "received", "received")
-PREFIX = KernelCall("prefix", "local", "received", causal=False, first=False)
+OWN = KernelCall("local", "local", "local")
+VISITING = KernelCall("remote-query", "received", "received")
+PREFIX = KernelCall("remote-KV", "local", "received", causal=False, first=False)
 Q, KV = Transfer("queries", ("q",)), Transfer("keys", ("k", "v"))
 RESULTS = Transfer("queries", ("o", "lse"), back=True)
 ROUTE = Route([2], [2], True, slice(0, 2), forwarded=Route([1], [1], True, slice(1, 2)))
@@ -76,7 +76,7 @@ class RecordedBuffer:
 
 
 def attention_of(
-    recorded: Recorded, schedule: tuple[Phase, ...], groups: dict, *, passes_on: bool = False, kept: Kept = "nothing"
+    recorded: Recorded, schedule: tuple[Phase, ...], groups: dict, *, forwards: bool = False, kept: Kept = "nothing"
 ) -> CoreAttention:
     stage = SimpleNamespace(keys=ROUTE)
     routes = SimpleNamespace(
@@ -87,7 +87,7 @@ def attention_of(
         stages=(stage,) * 7,
         slots=(0, 1, 2, 3, 4, 0, 1),
         merges=False,
-        forwards=passes_on,
+        forwards=forwards,
         servers=(),
     )
     nano = SimpleNamespace(index=1, routes={KIND: routes})
@@ -114,7 +114,7 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
     )
 
     attention = attention_of(
-        recorded, schedule, {("own", 0): group(3), ("visiting", 0): group(2), ("prefix", 0): group(1)}
+        recorded, schedule, {("local", 0): group(3), ("remote-query", 0): group(2), ("remote-KV", 0): group(1)}
     )
     spans = attention.runtime.recorder.listen("phase", "kernel", "wait")
     passed = Forward(attention, torch.ones(3, 2, 8), torch.ones(3, 1, 8), torch.ones(3, 1, 8))
@@ -131,31 +131,31 @@ def test_a_schedule_written_by_hand_is_carried_out_phase_by_phase():
     found = [(span.kind, span.part, span.pairs) for span in spans.take() if span.work == (5, 1, "forward")]
     assert [part for kind, part, _ in found if kind == "phase"] == [
         "send k v, q",
-        "run own; send k v [1]",
-        "wait q, k v; run visiting, prefix; send o lse",
+        "run local; send k v [1]",
+        "wait q, k v; run remote-query, remote-KV; send o lse",
         "wait k v [1]",
         "wait o lse",
     ]
     assert [(part, pairs) for kind, part, pairs in found if kind == "kernel"] == [
-        ("own", 30),
-        ("visiting", 20),
-        ("prefix", 10),
+        ("local", 30),
+        ("remote-query", 20),
+        ("remote-KV", 10),
     ]
     assert [part for kind, part, _ in found if kind == "wait"] == ["q", "k v", "k v [1]", "o lse"]
 
 
 @pytest.mark.parametrize("kept", ["nothing", "received"])
-def test_keys_are_passed_on_when_they_have_come_and_read_when_all_are_there(kept):
+def test_keys_are_forwarded_when_they_have_come_and_read_when_all_are_there(kept):
     recorded = Recorded()
     keys = replace(KV, stage=6)  # in the memory of stage 1: five stages are in use at once
-    passed_on = replace(keys, rows="passed on")
+    forwarded = replace(keys, rows="forwarded")
     schedule = (
         Phase(send=(Q, keys), pause=True),
-        Phase(wait=(keys,), send=(passed_on,)),
-        Phase(wait=(Q, passed_on), run=(replace(VISITING, stage=6),), send=(RESULTS,), pause=True),
+        Phase(wait=(keys,), send=(forwarded,)),
+        Phase(wait=(Q, forwarded), run=(replace(VISITING, stage=6),), send=(RESULTS,), pause=True),
         Phase(wait=(RESULTS,)),
     )
-    attention = attention_of(recorded, schedule, {("visiting", 6): group(2, keys=3)}, passes_on=True, kept=kept)
+    attention = attention_of(recorded, schedule, {("remote-query", 6): group(2, keys=3)}, forwards=True, kept=kept)
     k_TGD = torch.tensor([1.0, 2.0, 5.0])[:, None, None].expand(3, 1, 8)
     passed = Forward(attention, torch.zeros(3, 2, 8), k_TGD, -k_TGD)
     passed.run_through()

@@ -194,5 +194,5 @@ def test_what_the_kernel_gives_to_the_bit(rank_pools, autocast, softcap):
     assert spans == [
         (kind, part, 3, 0, direction, pairs)
         for direction in ("forward", "backward")
-        for kind, part, pairs in (("kernel", "own", 20 * 21 // 2 + 11 * 12 // 2), ("phase", "run own", 0))
+        for kind, part, pairs in (("kernel", "local", 20 * 21 // 2 + 11 * 12 // 2), ("phase", "run local", 0))
     ]

@@ -13,7 +13,7 @@ from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import TASK, MicroBatchPlan, Plan
 from hf_distca.planner.build import plan_placed
 from hf_distca.planner.settings import PlanSettings
-from tests.dispatch.test_equality import NODES, passes_on, planned_step, steps_of
+from tests.dispatch.test_equality import NODES, forwards, planned_step, steps_of
 from tests.models_and_batches import (
     in_nodes,
     random_documents,
@@ -81,7 +81,7 @@ def _steps(model_type: str, keep_received: bool, checkpointing: bool, ping_pong:
         plan = cut_at_random(plan_placed(rows, settings), seed, stage_rows)
         plan = in_nodes(plan, settings.nodes if in_hops else None)
         assert len(plan.nano_batches) == 1 + ping_pong
-        assert passes_on(dispatcher, plan) == in_hops
+        assert forwards(dispatcher, plan) == in_hops
         model.zero_grad()
         loss = planned_step(model, plan, dispatcher, documents)
         results.append((loss, {name: p.grad.clone() for name, p in model.named_parameters()}))

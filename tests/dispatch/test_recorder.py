@@ -81,7 +81,7 @@ def test_spans_on_cuda_lie_on_one_clock_whatever_lies_within_whatever(stream):
     stream.now = 100
     with recorder.span("phase", "first", WORK):
         stream.now += 1
-        with recorder.span("kernel", "own", WORK, pairs=7):
+        with recorder.span("kernel", "local", WORK, pairs=7):
             stream.now += 2
         stream.now += 4
     stream.now += 8
@@ -90,7 +90,7 @@ def test_spans_on_cuda_lie_on_one_clock_whatever_lies_within_whatever(stream):
     first, second, third = recording.take()
     assert (second, first, third) == (
         Span("phase", "first", WORK, second.begin, second.begin + 7),
-        Span("kernel", "own", WORK, second.begin + 1, second.begin + 3, pairs=7),
+        Span("kernel", "local", WORK, second.begin + 1, second.begin + 3, pairs=7),
         Span("wait", "o lse", None, second.begin + 15, second.begin + 31),
     )
 
@@ -114,9 +114,9 @@ def test_listeners_get_what_they_asked_for():
     recorder = Recorder(CPU)
     kernels, everything = recorder.listen("kernel"), recorder.listen()
     recorder.add(Span("server", "3", WORK, 1.0, 2.0, pairs=5))
-    with recorder.span("kernel", "own", WORK, pairs=4):
+    with recorder.span("kernel", "local", WORK, pairs=4):
         pass
-    assert [(span.part, span.pairs) for span in kernels.take()] == [("own", 4)]
+    assert [(span.part, span.pairs) for span in kernels.take()] == [("local", 4)]
     assert [span.kind for span in everything.take()] == ["server", "kernel"]
     everything.stop()
     everything.stop()  # who closes twice has closed

@@ -18,12 +18,11 @@ from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.patches.layers import plan_layers
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
-from hf_distca.planner.lost import plan_lost, tasks_at_home
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
+from hf_distca.planner.servers import local_tasks, plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.with_servers import plan_with_servers
 from tests.dispatch.test_equality import planned_step
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_kinds, small_model
 
@@ -64,7 +63,7 @@ class PlanAtServers:
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
         workers = [plan.layout.ranks + server for server in lost]
         repaired = plan_lost(plan, workers, kind, self.settings, pairs_per_second=1e6)
-        self.owner.events.append(("repair", loads_of(tasks_at_home(plan, workers)).max(), loads_of(repaired).max()))
+        self.owner.events.append(("repair", loads_of(local_tasks(plan, workers)).max(), loads_of(repaired).max()))
         return repaired
 
     def start(
@@ -120,7 +119,7 @@ def compute(
     assert [len(rank["q"]) for rank in received] == counts["q"]
     assert [len(rank["k"]) for rank in received] == counts["k"]
     rows = {name: torch.cat([rank[name] for rank in received]) for name in received[0]}
-    group = routes.stages[0].visiting
+    group = routes.stages[0].remote_query
     shapes = TaskShapes.build(group.q_lens.tolist(), group.k_lens.tolist(), CPU)
     q_rows, k_rows = torch.from_numpy(group.q_rows), torch.from_numpy(group.k_rows)
     k, v, q = rows["k"][k_rows], rows["v"][k_rows], rows["q"][q_rows]

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.gpu.findings import Findings, StepResult, compare
 from benchmarks.gpu.kernels import calls_of, cases, check_kernel, deviation, side_by_side, why_missing
-from benchmarks.gpu.training import Watch, _check_logged, _check_memory, collate
+from benchmarks.gpu.training import Watch, _check_logged, _check_memory
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.kernels.versions import Version
 from tests.gpu.test_parts import SMALL
@@ -114,12 +114,3 @@ def test_memory_that_grows_and_losses_that_differ_are_found():
         "none",
         "none",
     ]
-
-
-def test_stock_batches_have_no_target_across_documents():
-    batch = {name: column.tolist() for name, column in collate([[[5, 6, 7], [8, 9]]]).items()}
-    assert batch == {
-        "input_ids": [[5, 6, 7, 8, 9]],
-        "position_ids": [[0, 1, 2, 0, 1]],
-        "labels": [[-100, 6, 7, -100, 9]],
-    }

@@ -110,15 +110,15 @@ def test_exchange_buffers_of_rows_that_are_passed_on():
     for rank in (1, 2):  # one of each node
         stages = make_routes(nano.plans[kind], rank).stages
         assert len(stages) > 2 * SLOTS_IN_HOPS
-        assert any(stage.passed_on.send_counts.any() for stage in stages)
+        assert any(stage.forwarded.send_counts.any() for stage in stages)
         parts = count_core_attention(plan, kind, torch.float32, rank, Use(FLASH), fake_tensors())
         # Rows of K and V of 128 bytes: what is sent, what is received from others or passed on by them, and what is
         # passed on to others, in memory of their own for each of five stages.
         rows = [
             (
                 stage.keys.send_counts.sum(),
-                stage.keys.recv_counts.sum() + stage.passed_on.recv_counts.sum(),
-                stage.passed_on.send_counts.sum(),
+                stage.keys.recv_counts.sum() + stage.forwarded.recv_counts.sum(),
+                stage.forwarded.send_counts.sum(),
             )
             for stage in stages
         ]

@@ -30,7 +30,7 @@ def messages_of(routes, stage, hop=1):
     """The messages of every worker: of queries, or of the keys of a stage in one of two hops."""
     if stage == "queries":
         return [mine.queries for mine in routes]
-    return [mine.stages[stage].keys if hop == 1 else mine.stages[stage].passed_on for mine in routes]
+    return [mine.stages[stage].keys if hop == 1 else mine.stages[stage].forwarded for mine in routes]
 
 
 def exchange(routes, stage, values):
@@ -97,12 +97,12 @@ def carried_out(plan):
         assert mine.local_rows == len(local[worker])
         # (rank, local row, value) of what the numbers of a group stand for; results go to that rank and row.
         held = {row: (worker, row, value) for row, value in local[worker].items()}
-        calls = [(mine.own, held, held, True)]
+        calls = [(mine.local, held, held, True)]
         for stage, theirs in zip(mine.stages, keys, strict=True):
             calls += [
-                (stage.prefix, held, theirs[worker], plan.window is not None),
-                (stage.visiting, queries[worker], theirs[worker], True),
-                (stage.visiting_prefix, queries[worker], theirs[worker], False),
+                (stage.remote_kv, held, theirs[worker], plan.window is not None),
+                (stage.remote_query, queries[worker], theirs[worker], True),
+                (stage.remote_query_prefix, queries[worker], theirs[worker], False),
             ]
         for group, asking, asked, causal in calls:
             for q_rows, k_rows, pairs in tasks_of(group):
@@ -117,10 +117,12 @@ def carried_out(plan):
         for group, *_ in calls:  # else results would be written to a row twice at once
             assert len(set(group.q_rows.tolist())) == len(group.q_rows)
         # Nothing travels that is not used, and nothing twice.
-        asking = {row for stage in mine.stages for row in (*stage.visiting.q_rows, *stage.visiting_prefix.q_rows)}
+        asking = {
+            row for stage in mine.stages for row in (*stage.remote_query.q_rows, *stage.remote_query_prefix.q_rows)
+        }
         assert asking == set(queries[worker])
         for stage, theirs in zip(mine.stages, keys, strict=True):
-            groups = (stage.visiting, stage.visiting_prefix, stage.prefix)
+            groups = (stage.remote_query, stage.remote_query_prefix, stage.remote_kv)
             assert {row for group in groups for row in group.k_rows.tolist()} == set(theirs[worker])
         for received in (queries, *keys):
             came = [(rank, row) for rank, row, _ in received[worker].values()]
@@ -135,7 +137,7 @@ def carried_out(plan):
 
 def _check_hops(plan, routes):
     """Where a plan knows of nodes, a K/V row crosses to a node once (in a stage, with a window), and all that ranks do
-    beyond that is to pass it on inside nodes."""
+    beyond that is to forward it inside nodes."""
     ranks, node = plan.layout.ranks, plan.nodes
     crossed = defaultdict(set)
     for stage in range(len(routes[0].stages)):
@@ -146,4 +148,4 @@ def _check_hops(plan, routes):
                 crossed[of_stage, node[target]].add((source, row))
         passed = list(sent_rows(messages_of(routes, stage, hop=2)))
         assert all(node[source] == node[target] and source != target < ranks for source, target, _ in passed)
-        assert {mine.stages[stage].passed_on.crossing for mine in routes} == {bool(passed)}
+        assert {mine.stages[stage].forwarded.crossing for mine in routes} == {bool(passed)}

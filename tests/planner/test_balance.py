@@ -3,12 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.plan import TASK
 from hf_distca.planner.balance import balance
 from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout, joint_layout
 from hf_distca.planner.metrics import loads_of, measure, query_rows_of
-from hf_distca.planner.shifted import merged
 from tests.planner.plan_checks import check_plan, loads_by_row
 
 
@@ -34,31 +32,6 @@ def test_a_moved_task_lies_where_it_costs_least():
     plan = balance(fixed_layout([[100000], [3000] * 10]), row_bytes=row_bytes)
     (moved,) = [task for task in tasks(plan) if task[0] == 0 and task[3] == 1]
     assert moved[2] / moved[1] == pytest.approx(2, abs=0.01)
-
-
-def test_tasks_that_touch_on_one_worker_are_one():
-    found = merged(np.array([(0, 5, 9, 1), (0, 0, 5, 1), (0, 9, 10, 0), (1, 0, 5, 1)], TASK))
-    assert found.tolist() == [(0, 9, 10, 0), (0, 0, 9, 1), (1, 0, 5, 1)]
-
-
-def test_dedicated_workers_take_their_share():
-    plan = balance(fixed_layout([[4096], [4096]]), workers=Workers.uniform(4))
-    loads = loads_of(plan)
-    assert loads.max() <= 1.01 * loads.mean()
-
-
-def test_base_loads_leave_the_pairs_to_the_server():
-    whole = 4096 * 4097 // 2
-    workers = Workers((1.0, 1.0), (float(whole), 0.0))
-    plan = balance(fixed_layout([[4096]]), workers=workers)
-    assert loads_of(plan)[0] <= 0.011 * whole
-
-
-def test_a_tolerance_saves_bytes():
-    layout = fixed_layout([[30000], [1000] * 30, [2000] * 15, [10000] * 3])
-    tight, loose = (measure(balance(layout, balance_tolerance=t)) for t in (0.01, 0.1))
-    assert tight.max_over_mean <= 1.01 < loose.max_over_mean <= 1.1
-    assert loose.bytes_total < tight.bytes_total
 
 
 @pytest.mark.parametrize("layout", ["fixed", "joint"])

@@ -1,8 +1,14 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly
+from hf_distca.collator.lengths import fit_documents
+from hf_distca.collator.sampler import GlobalBatchSampler
+from hf_distca.planner.bin_packing import pack_in_order, place_evenly, place_tightly, whole_documents
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
+from tests.planner.plan_checks import check_plan
 
 some_lengths = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 
@@ -27,10 +33,6 @@ def test_in_order_a_document_waits_for_sixteen_others_at_most():
     assert [bin_[0] for bin_ in bins] == list(range(41))
 
 
-def test_in_order_of_nothing():
-    assert packed([], 6) == []
-
-
 @given(some_lengths)
 def test_in_order_gives_each_document_once_and_never_overfills(lengths):
     bins = packed(lengths, 100)
@@ -41,11 +43,6 @@ def test_in_order_gives_each_document_once_and_never_overfills(lengths):
 def test_evenly_into_the_emptiest():
     assert place_evenly([5, 4, 3, 2], 2, 7) == [0, 1, 1, 0]
     assert place_evenly([5, 4, 3, 2], 2, 6) is None
-
-
-def test_tightly_into_the_fullest_that_has_room():
-    assert place_tightly([7, 6, 3, 3, 1], 10) == [0, 1, 0, 1, 1]
-    assert place_tightly([10, 10], 10) == [0, 1]
 
 
 @given(some_lengths, st.integers(100, 400))
@@ -61,3 +58,79 @@ def test_tightly_is_best_fit(lengths, capacity):
             assert rooms[chosen] == min(fitting)
         rooms[chosen] -= length
     assert np.min(rooms) >= 0
+
+
+def on_ranks(lengths, ranks, tokens_per_rank):
+    return [documents.tolist() for documents in whole_documents(np.array(lengths), ranks, tokens_per_rank)]
+
+
+def test_the_longest_first_to_the_rank_with_the_fewest_tokens():
+    # 7 | 5, then 4 to the second, 3 to the first, 1 to the second: 10 and 10; in halves 7 + 3 and 5 + (4, 1).
+    assert on_ranks([3, 7, 1, 5, 4], 2, 10) == [[1, 0], [3, 2, 4]]
+
+
+def test_where_even_filling_leaves_no_room_ranks_are_filled_tightly():
+    # 6 6 | 4 4 4: evenly 6 4 4 and 6 4 need 14; tightly 6 6 and 4 4 4.
+    assert on_ranks([6, 4, 6, 4, 4], 2, 12) == [[0, 2], [1, 4, 3]]
+
+
+def test_where_that_fails_too_ranks_are_filled_in_the_order_of_the_documents():
+    # Longest first, 2 is left over both ways: evenly 5 3 | 3 3 2, tightly 5 3 | 3 3 2.
+    assert on_ranks([5, 2, 2, 3, 3, 3], 2, 9) == [[0, 1, 2], [3, 5, 4]]
+
+
+def test_a_document_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"document 1 has 11 tokens.*holds 10; raise tokens_per_rank.*long_documents"):
+        on_ranks([3, 11], 2, 10)
+
+
+def test_documents_that_do_not_fit_together():
+    with pytest.raises(
+        ValueError, match="3 documents of 18 tokens do not fit on 2 ranks of 10 without cutting a document"
+    ):
+        on_ranks([6, 6, 6], 2, 10)
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_plan(ping_pong):
+    settings = PlanSettings(2, 100, document_layout="whole", balance_block_size=1, ping_pong=ping_pong)
+    plan = plan_micro_batch([90, 10, 30, 30, 20], settings)
+    held = [sorted(document for document, _, _ in plan.held_by(rank)) for rank in range(2)]
+    assert held == [[0], [1, 2, 3, 4]]
+    assert plan.tokens.tolist() == [90, 90]
+    assert len(plan.nano_batches) == 1  # the first rank's document is in one piece
+    assert plan.summary.packed_max_over_mean > 1.2 > 1.01 > plan.summary.max_over_mean
+
+
+def test_plan_with_two_nano_batches():
+    settings = PlanSettings(2, 100, document_layout="whole", balance_block_size=1, ping_pong=True)
+    plan = plan_micro_batch([60, 10, 30, 30, 20, 20], settings)
+    assert [nano.layout.tokens.tolist() for nano in plan.nano_batches] == [[60, 30], [30, 50]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    ranks=st.integers(1, 5),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_every_micro_batch_of_the_sampler_fits_and_none_is_cut(lengths, ranks, shuffle, epoch):
+    excerpts = fit_documents(np.array(lengths), 40, "error", "tokens_per_rank")
+    sampler = GlobalBatchSampler(excerpts, 40, shuffle=shuffle, seed=3, bins=ranks)
+    sampler.set_epoch(epoch)
+    batches = [batch for (batch,) in sampler]
+    assert len(batches) == len(sampler)
+    assert sorted(np.concatenate([batch.excerpts["document"] for batch in batches])) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch.lengths)
+        filled = batch.lengths.tolist() + [1] * (ranks - len(batch.lengths))
+        settings = PlanSettings(ranks, 40, document_layout="whole", balance_block_size=4, ping_pong=True)
+        plan = plan_micro_batch(filled, settings)
+        assert (plan.tokens <= 40).all()
+        assert (plan.tokens > 0).all()
+        for nano in plan.nano_batches:
+            segments, whole = nano.layout.segments, nano.layout.lengths
+            assert (segments["stop"] - segments["start"]).tolist() == whole[segments["document"]].tolist()
+            assert (nano.layout.tokens > 0).all()
+            for only in nano.plans.values():
+                check_plan(only)

@@ -5,18 +5,6 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes, Workers, as_lengths, pairs, pairs_at, row_reaching
 
 
-def test_pairs_of_full_attention():
-    assert pairs(0, 4) == 1 + 2 + 3 + 4
-    assert pairs(2, 4) == 3 + 4
-    assert pairs(3, 3) == 0
-
-
-def test_pairs_of_a_window_stop_growing_at_its_width():
-    assert pairs(0, 5, 3) == 1 + 2 + 3 + 3 + 3
-    assert pairs(4, 6, 3) == 6
-    assert pairs(0, 5, 1) == 5
-
-
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_pairs_of_arrays_are_those_of_numbers(window):
     starts, stops = np.array([0, 1, 5, 7]), np.array([0, 9, 8, 200])

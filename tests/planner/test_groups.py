@@ -10,7 +10,7 @@ from hf_distca.planner.groups import arrange, divide_evenly, partitions, place_i
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.step import document_seconds
+from hf_distca.planner.walk import document_seconds
 from tests.planner.plan_checks import check_plan
 
 KIND = AttentionKind(None, 4, 2, 8, 8)
@@ -131,7 +131,7 @@ def test_attention_is_balanced_inside_every_group():
 
 
 @pytest.mark.parametrize(("sizes", "nodes"), [((4, 4), (0, 0, 1, 1, 2, 2, 3, 3)), ((2, 2, 2, 2), None)])
-def test_rows_are_passed_on_where_groups_have_ranks_of_several_nodes(sizes, nodes):
+def test_rows_are_forwarded_where_groups_have_ranks_of_several_nodes(sizes, nodes):
     lengths = np.array([8, 8, 8, 8])
     of_plans = PlanSettings(8, 8, (KIND,), balance_block_size=1, ranks_per_node=2)
     found = arrange(

@@ -1,14 +1,12 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK
 from hf_distca.planner.intervals import (
     Intervals,
-    by_document,
     expand,
     grain,
     merge_touching,
@@ -33,45 +31,6 @@ def rows_in(some):
 def test_expand_counts_every_range_up():
     assert expand(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
     assert expand(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
-
-
-def test_tables_in_the_order_of_documents_and_rows():
-    table = np.array([(1, 0, 2, 0), (0, 4, 5, 1), (0, 0, 4, 2)], TASK)
-    assert by_document(table).tolist() == [(0, 0, 4, 2), (0, 4, 5, 1), (1, 0, 2, 0)]
-
-
-def test_intervals_are_cut_where_others_begin():
-    found = intervals((0, 2, 6), (1, 0, 1), (0, 0, 2)).overlaps(intervals((0, 0, 4), (0, 4, 7), (1, 0, 3)))
-    assert found.first.tolist() == [0, 0, 1, 2]
-    assert found.second.tolist() == [0, 1, 2, 0]
-    assert listed(found.rows) == [(0, 2, 4), (0, 4, 6), (1, 0, 1), (0, 0, 2)]
-
-
-def test_a_union_has_every_row_once_an_owner():
-    owner = np.array([1, 0, 0, 1, 0, 0])
-    owners, rows = union(owner, intervals((0, 0, 4), (0, 1, 3), (0, 2, 5), (1, 0, 2), (1, 1, 1), (0, 2, 3)))
-    assert owners.tolist() == [0, 0, 1, 1]
-    assert listed(rows) == [(0, 1, 3), (0, 3, 5), (0, 0, 4), (1, 0, 2)]
-
-
-@pytest.mark.parametrize(
-    ("some", "lengths", "covered"),
-    [
-        (intervals((1, 0, 2), (0, 1, 3), (0, 0, 1)), [3, 2], True),
-        (intervals(), [], True),
-        (intervals(), [1], False),
-        (intervals((0, 0, 1)), [1, 1], False),  # a document is missing
-        (intervals((0, 0, 1), (0, 2, 3)), [3], False),  # a row is missing
-        (intervals((0, 0, 2), (0, 1, 3)), [3], False),  # a row is there twice
-        (intervals((0, 0, 2)), [3], False),
-        (intervals((0, 0, 4)), [3], False),
-        (intervals((0, 0, 3), (0, 3, 3)), [3], False),  # one has no row
-        (intervals((0, 0, 3), (1, 0, 1)), [3], False),  # there is no document 1
-        (intervals((-1, 0, 1), (0, 0, 3)), [3], False),
-    ],
-)
-def test_covering_every_row_once(some, lengths, covered):
-    assert some.covers_once(np.array(lengths, np.int64)) is covered
 
 
 def test_touching_rows_of_one_worker_are_made_one():
@@ -118,7 +77,6 @@ def test_overlaps_are_those_of_sets(data):
         document = data.draw(st.integers(0, len(lengths) - 1))
         start = data.draw(st.integers(0, lengths[document] - 1))
         drawn.append((document, start, data.draw(st.integers(start + 1, lengths[document]))))
-    assert intervals(*ordered).covers_once(np.array(lengths))
     found = intervals(*drawn).overlaps(intervals(*ordered))
     wanted = []
     for first, (document, start, stop) in enumerate(drawn):

@@ -1,9 +1,21 @@
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_distca.planner.layout import fixed_layout, joint_layout, packed_layout
-from tests.planner.plan_checks import check_layout
+from hf_distca.plan import AttentionKind
+from hf_distca.planner.layout import (
+    SMALLEST_SHARE,
+    fixed_layout,
+    joint_layout,
+    layout_of_kind,
+    mirrored,
+    split_documents,
+    split_placed,
+)
+from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.settings import PlanSettings
+from tests.planner.plan_checks import check_layout, check_plan
 
 
 def segments(layout):
@@ -17,30 +29,10 @@ def test_fixed_layout_keeps_every_row_on_its_rank():
     assert segments(layout) == [(0, 0, 3, 0, 0), (1, 0, 2, 0, 3), (2, 0, 4, 2, 0)]
 
 
-def test_fixed_layout_cuts_a_row_that_spans_ranks_where_a_rank_is_full():
-    layout = fixed_layout([[3, 5], [8]], 4)
-    assert segments(layout) == [
-        (0, 0, 3, 0, 0), (1, 0, 1, 0, 3), (1, 1, 5, 1, 0), (2, 0, 4, 2, 0), (2, 4, 8, 3, 0)
-    ]  # fmt: skip
-
-
 def test_fixed_layout_divides_a_row_evenly():
     layout = fixed_layout([[], [1], [8]], 9)
     assert layout.tokens.tolist() == [0, 0, 0, 1, 0, 0, 3, 3, 2]
     assert segments(layout) == [(0, 0, 1, 3, 0), (1, 0, 3, 6, 0), (1, 3, 6, 7, 0), (1, 6, 8, 8, 0)]
-
-
-def test_fixed_layout_fills_the_ranks_of_a_row_in_turn():
-    layout = fixed_layout([[1], [8]], 6, tokens_per_rank=4)
-    assert segments(layout) == [(0, 0, 1, 0, 0), (1, 0, 4, 3, 0), (1, 4, 8, 4, 0)]
-
-
-def test_packed_layout_fills_rank_after_rank():
-    layout = packed_layout([3, 5, 1], 4, 4)
-    assert segments(layout) == [
-        (0, 0, 3, 0, 0), (1, 0, 1, 0, 3), (1, 1, 5, 1, 0), (2, 0, 1, 2, 0)
-    ]  # fmt: skip
-    assert layout.tokens.tolist() == [4, 4, 1, 0]
 
 
 def test_joint_layout_of_equal_documents_cuts_nothing():
@@ -58,18 +50,12 @@ def test_joint_layout_cuts_the_end_of_one_long_document():
     assert all(row[1] % 128 == 0 for row in cut)
 
 
-def test_joint_layout_of_nothing():
-    assert joint_layout([], 3, 4).tokens.tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: fixed_layout([]), "got 0 rows of documents"),
         (lambda: fixed_layout([[1], [1]], 3), "got 2 rows of documents for 3 ranks"),
-        (lambda: fixed_layout([[5]], tokens_per_rank=4), "row 0 holds 5 tokens"),
         (lambda: fixed_layout([[1, 0]]), "document 1 has length 0"),
-        (lambda: packed_layout([9], 2, 4), "1 documents hold 9 tokens"),
         (lambda: joint_layout([9], 2, 4), "1 documents hold 9 tokens, but 2 ranks of 4 take 8"),
         (lambda: joint_layout([1], 0, 4), "must be positive"),
         (lambda: joint_layout([1], 1, 4, balance_tolerance=-0.1), "balance_tolerance must be 0 or more"),
@@ -139,18 +125,12 @@ def test_joint_layouts_on_nodes_hold_every_row_once_with_tokens_equal(lengths, s
 
 
 @settings(max_examples=60)
-@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4), st.none() | st.integers(0, 9))
-def test_fixed_layouts_hold_every_row_once(rows, span, spare):
-    full = None if spare is None else max(1, *(-(-sum(row) // span) for row in rows)) + spare
-    layout = fixed_layout(rows, len(rows) * span, tokens_per_rank=full)
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 4))
+def test_fixed_layouts_hold_every_row_once(rows, span):
+    layout = fixed_layout(rows, len(rows) * span)
     check_layout(layout)
-    expected = []
-    for row in rows:
-        share, extra = divmod(sum(row), span)
-        for rank in range(span):
-            in_turn = full and min(full, max(sum(row) - rank * full, 0))
-            expected.append(share + (rank < extra) if full is None else in_turn)
-    assert layout.tokens.tolist() == expected
+    shares = [divmod(sum(row), span) for row in rows]
+    assert layout.tokens.tolist() == [share + (rank < extra) for share, extra in shares for rank in range(span)]
     # Row after row, documents lie in their order.
     placed = [(document, start) for document, start, *_ in segments(layout)]
     assert placed == sorted(placed)
@@ -161,3 +141,94 @@ def test_joint_layout_of_documents_cut_at_both_ends():
     layout = joint_layout([1, 1, 1, 3, 7, 41, 56, 56], 8, 21, balance_block_size=16)
     check_layout(layout)
     assert layout.tokens.tolist() == [21] * 6 + [20] * 2
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 70))
+def test_chunks_are_documents_whose_rows_stay_where_they_are(lengths, ranks, chunk):
+    layout = fixed_layout([lengths], ranks)
+    chunked = layout_of_kind(layout, AttentionKind(chunk=chunk))
+    check_layout(chunked)
+    numbers = {}  # of each chunk, in the order of its document and of its rows
+    for document, length in enumerate(lengths):
+        for row in range(length):
+            numbers.setdefault((document, row // chunk), len(numbers))
+    assert chunked.lengths.sum() == sum(lengths)
+    assert len(chunked.lengths) == len(numbers)
+    assert rows_of(chunked) == {
+        (rank, offset): (numbers[document, row // chunk], row % chunk)
+        for (rank, offset), (document, row) in rows_of(layout).items()
+    }
+
+
+def rows_of(layout):
+    """The document and the row in it that lie at each place of each rank."""
+    return {
+        (rank, offset + row - start): (document, row)
+        for document, start, stop, rank, offset in layout.segments.tolist()
+        for row in range(start, stop)
+    }
+
+
+@pytest.mark.parametrize("chunk", [16, 96])
+def test_chunks_are_planned_beside_whole_documents(chunk):
+    kinds = (AttentionKind(chunk=chunk), AttentionKind())
+    settings = PlanSettings(2, 200, kinds, balance_block_size=8, ping_pong=True)
+    assert settings.dominant_kind == AttentionKind()
+    plan = plan_micro_batch([150, 100, 90, 7, 1], settings)
+    for nano in plan.nano_batches:
+        for kind in kinds:
+            check_plan(nano.plans[kind])
+            assert np.array_equal(nano.plans[kind].layout.tokens, nano.layout.tokens)
+        assert nano.plans[kinds[0]].layout.lengths.max() == min(chunk, nano.layout.lengths.max())
+        assert nano.plans[kinds[1]].layout is nano.layout
+
+
+def test_layers_of_chunks_alone_are_balanced():
+    settings = PlanSettings(2, 300, (AttentionKind(chunk=64),), balance_block_size=8)
+    assert plan_micro_batch([400, 5, 80, 15], settings).summary.max_over_mean < 1.06
+
+
+def documents_split(lengths, ranks=1):
+    groups = split_documents(np.array(lengths, np.int64), ranks)
+    return groups and [group.tolist() for group in groups]
+
+
+def test_documents_go_to_the_smaller_group_longest_first():
+    assert documents_split([5, 4, 3, 2]) == [[0, 3], [1, 2]]
+    assert documents_split([2, 3, 4, 5]) == [[0, 3], [1, 2]]
+    assert documents_split([1, 1, 1]) == [[0, 2], [1]]
+
+
+@given(LENGTHS, st.integers(1, 9))
+def test_every_document_is_in_one_group_of_a_quarter_or_more(lengths, ranks):
+    groups = documents_split(lengths, ranks)
+    total = sum(lengths)
+    if groups is None:
+        # Groups of at least a quarter would have sufficed.
+        assert len(lengths) < 2 or 2 * max(lengths) > total or total < 4 * ranks
+        return
+    assert sorted(groups[0] + groups[1]) == list(range(len(lengths)))
+    assert all(group == sorted(group) for group in groups)
+    assert all(sum(lengths[document] for document in group) >= max(ranks, total / 4) for group in groups)
+
+
+@given(st.lists(LENGTHS, max_size=4))
+def test_rows_are_cut_where_both_parts_have_their_share(rows):
+    def parts(row, cut):
+        return sum(row[:cut]), sum(row[cut:])
+
+    cuts = split_placed(rows)
+    if cuts is None:
+        assert any(all(min(parts(row, cut)) < SMALLEST_SHARE * sum(row) for cut in range(1, len(row))) for row in rows)
+        return
+    for row, cut in zip(rows, cuts, strict=True):
+        assert min(parts(row, cut)) == max(min(parts(row, other)) for other in range(1, len(row)))
+        assert min(parts(row, cut)) >= SMALLEST_SHARE * sum(row)
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(1, 3))
+def test_mirrored_twice_is_the_layout(rows, span):
+    layout = fixed_layout(rows, len(rows) * span)
+    check_layout(mirrored(layout))
+    assert mirrored(layout).tokens.tolist() == layout.tokens.tolist()[::-1]
+    assert mirrored(mirrored(layout)).segments.tolist() == layout.segments.tolist()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, AttentionKind, Plan
 from hf_distca.planner.layout import fixed_layout
-from hf_distca.planner.lost import plan_lost, seconds_of, tasks_at_home
 from hf_distca.planner.metrics import loads_of
+from hf_distca.planner.servers import local_tasks, plan_lost, seconds_of
 from hf_distca.planner.settings import PlanSettings
 from tests.planner.carried_out import carried_out, local_rows
 from tests.planner.drawn_plans import plans_of_all_kinds
@@ -34,16 +34,16 @@ def test_a_document_s_end_is_spread_over_the_ranks():
     layout = fixed_layout([[16], [1], [1], [1]])
     tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (2, 0, 1, 2), (3, 0, 1, 3), (0, 8, 16, 4)], TASK)
     plan, settings = Plan(layout, tasks, 5), settings_of(4, 2)
-    home = lost_server(plan, FAST, settings)
-    assert home.tasks.tolist() == [(0, 8, 16, 0)]
-    assert loads_of(home).tolist() == [100, 0, 0, 0]
+    local = lost_server(plan, FAST, settings)
+    assert local.tasks.tolist() == [(0, 8, 16, 0)]
+    assert loads_of(local).tolist() == [100, 0, 0, 0]
     spread = lost_server(plan, SLOW, settings)
     assert spread.tasks.tolist() == [(0, 14, 16, 0), (0, 8, 10, 1), (0, 10, 12, 2), (0, 12, 14, 3)]
     assert loads_of(spread).tolist() == [31, 19, 23, 27]
 
 
 def test_seconds_are_those_of_the_busiest_rank_and_of_its_bytes_there_and_back():
-    # Rank 1 computes rows 2 and 3 of a document of rank 0: 7 pairs, and 3 pairs are computed at home.
+    # Rank 1 computes rows 2 and 3 of a document of rank 0: 7 pairs, and 3 pairs are computed locally.
     tasks = np.array([(0, 0, 2, 0), (0, 2, 4, 1)], TASK)
     plan, settings = Plan(fixed_layout([[4], []]), tasks, 2), settings_of(2, 2, row_overhead=5)
     # Forward: 2 rows of Q and 4 of K and V go there. Backward: Q, O and dO, K and V go there.
@@ -57,19 +57,11 @@ def test_with_nodes_tasks_may_be_spread_inside_them_alone():
     layout = fixed_layout([[16], [1], [1], [1]])
     tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (2, 0, 1, 2), (3, 0, 1, 3), (0, 8, 16, 4)], TASK)
     plan, settings = Plan(layout, tasks, 5, nodes=(0, 0, 1, 1, 2)), settings_of(4, 2, ranks_per_node=2)
-    over_all, inside, home = (lost_server(plan, rate, settings) for rate in (SLOW, 1e10, FAST))
+    over_all, inside, local = (lost_server(plan, rate, settings) for rate in (SLOW, 1e10, FAST))
     assert over_all.tasks.tolist() == [(0, 14, 16, 0), (0, 8, 10, 1), (0, 10, 12, 2), (0, 12, 14, 3)]
     assert inside.tasks.tolist() == [(0, 12, 16, 0), (0, 8, 12, 1)]
-    assert home.tasks.tolist() == [(0, 8, 16, 0)]
-    assert over_all.nodes == inside.nodes == home.nodes == (0, 0, 1, 1)
-
-
-def test_rows_of_a_window_are_spread():
-    # Each row but the first two sees 3 keys: 24 pairs of rows 8 to 15.
-    layout = fixed_layout([[16], [1]])
-    tasks = np.array([(0, 0, 8, 0), (1, 0, 1, 1), (0, 8, 16, 2)], TASK)
-    spread = lost_server(Plan(layout, tasks, 3, window=3), SLOW, settings_of(2, 2))
-    assert spread.tasks.tolist() == [(0, 12, 16, 0), (0, 8, 12, 1)]
+    assert local.tasks.tolist() == [(0, 8, 16, 0)]
+    assert over_all.nodes == inside.nodes == local.nodes == (0, 0, 1, 1)
 
 
 def test_what_a_repair_exchanges_travels_in_the_stages_that_it_needs():
@@ -77,8 +69,8 @@ def test_what_a_repair_exchanges_travels_in_the_stages_that_it_needs():
     # In the plan nothing was exchanged between ranks.
     layout = fixed_layout([[16]], 2)
     plan = Plan(layout, np.array([(0, 0, 8, 0), (0, 8, 16, 2)], TASK), 3)
-    home = lost_server(plan, FAST, settings_of(2, 8, exchange_buffer_bytes=4 * 32))
-    assert (home.tasks.tolist(), home.stage_rows) == ([(0, 8, 16, 1)], 4)
+    local = lost_server(plan, FAST, settings_of(2, 8, exchange_buffer_bytes=4 * 32))
+    assert (local.tasks.tolist(), local.stage_rows) == ([(0, 8, 16, 1)], 4)
     assert lost_server(plan, FAST, settings_of(2, 8)).stage_rows is None
 
 
@@ -88,16 +80,16 @@ def rows_of(tasks):
 
 
 @given(plans_of_all_kinds())
-def test_tasks_at_home_are_at_the_ranks_that_hold_their_rows(plan):
+def test_local_tasks_are_at_the_ranks_that_hold_their_rows(plan):
     lost = range(plan.layout.ranks, plan.workers)
-    home = tasks_at_home(plan, lost)
-    assert (home.workers, home.window, home.stage_rows) == (plan.layout.ranks, plan.window, None)
-    assert home.nodes == (plan.nodes and plan.nodes[: plan.layout.ranks])
-    tasks = home.tasks.tolist()
+    local = local_tasks(plan, lost)
+    assert (local.workers, local.window, local.stage_rows) == (plan.layout.ranks, plan.window, None)
+    assert local.nodes == (plan.nodes and plan.nodes[: plan.layout.ranks])
+    tasks = local.tasks.tolist()
     assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
-    assert sorted(rows_of(home.tasks)) == sorted(rows_of(plan.tasks[plan.tasks["worker"] >= plan.layout.ranks]))
+    assert sorted(rows_of(local.tasks)) == sorted(rows_of(plan.tasks[plan.tasks["worker"] >= plan.layout.ranks]))
     for rank in range(plan.layout.ranks):
-        mine = rows_of(home.tasks[home.tasks["worker"] == rank])
+        mine = rows_of(local.tasks[local.tasks["worker"] == rank])
         assert set(mine) <= set(local_rows(plan, rank).values())
 
 
@@ -108,7 +100,7 @@ def test_tasks_at_home_are_at_the_ranks_that_hold_their_rows(plan):
     st.integers(1, 12),
     st.sampled_from([SLOW, 1e10, FAST]),
 )
-def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_than_at_home(
+def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_than_local(
     plan, block, row_overhead, buffer_rows, pairs_per_second
 ):
     ranks = plan.layout.ranks
@@ -129,12 +121,12 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
     )
     lost = range(ranks, plan.workers)
     repair = plan_lost(plan, lost, kind, settings, pairs_per_second)
-    home = tasks_at_home(plan, lost)
-    assert sorted(rows_of(repair.tasks)) == sorted(rows_of(home.tasks))
-    assert seconds_of(repair, kind, settings, pairs_per_second) <= seconds_of(home, kind, settings, pairs_per_second)
+    local = local_tasks(plan, lost)
+    assert sorted(rows_of(repair.tasks)) == sorted(rows_of(local.tasks))
+    assert seconds_of(repair, kind, settings, pairs_per_second) <= seconds_of(local, kind, settings, pairs_per_second)
     tasks = repair.tasks.tolist()
     assert tasks == sorted(tasks, key=lambda task: (task[3], task[0], task[1]))
-    borders = {(document, row) for document, *span, _ in home.tasks.tolist() for row in span}
+    borders = {(document, row) for document, *span, _ in local.tasks.tolist() for row in span}
     assert {row % block for document, *span, _ in tasks for row in span if (document, row) not in borders} <= {0}
     # Carried out, each of these rows sees its keys once, and other rows see nothing.
     window = plan.window or int(plan.layout.lengths.max(initial=0))
@@ -143,5 +135,5 @@ def test_every_lost_row_is_computed_once_and_the_busiest_rank_is_never_later_tha
     by_row = {held[rank][number]: Counter(keys) for rank in range(ranks) for number, keys in seen[rank].items()}
     assert by_row == {
         (document, row): Counter((document, key) for key in range(max(row - window + 1, 0), row + 1))
-        for document, row in rows_of(home.tasks)
+        for document, row in rows_of(local.tasks)
     }

@@ -12,6 +12,7 @@ from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import (
     BETWEEN,
     WITHIN,
+    RowsMoved,
     bytes_by_link,
     bytes_moved,
     exchange_figures,
@@ -20,7 +21,7 @@ from hf_distca.planner.metrics import (
     measure,
     query_rows_of,
 )
-from tests.planner.drawn_plans import drawn_plans
+from tests.planner.drawn_plans import drawn_plans, drawn_with_nodes
 from tests.planner.plan_checks import bytes_by_row, loads_by_row
 
 BYTES = RowBytes(q=100, kv=10, o=1000)
@@ -41,17 +42,6 @@ def test_one_moved_task():
     assert metrics.tokens_max_over_mean == pytest.approx(4 / 2.5)
     assert (metrics.tasks, metrics.min_rows) == (3, 1)
     assert (metrics.tasks_below_block, metrics.tasks_cut_below_block) == (1, 0)
-
-
-def test_a_kv_row_counts_once_per_worker_and_not_where_it_lives():
-    # The document lies on ranks 0 and 1; rank 1 computes all of it but needs only the K/V rows of rank 0.
-    plan = plan_of([[4]], [(0, 0, 1, 0), (0, 1, 4, 1)], 2, ranks=2)
-    assert bytes_moved(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
-
-
-def test_a_window_needs_only_the_rows_it_reaches():
-    plan = plan_of([[6], []], [(0, 0, 5, 0), (0, 5, 6, 1)], 2, window=2)
-    assert bytes_moved(plan, BYTES).tolist() == [[100 + 20, 1000], [1000, 100 + 20]]
 
 
 def test_nothing_costs_nothing():
@@ -82,24 +72,24 @@ def test_bytes_within_and_between_nodes():
     moved = bytes_by_link(plan, BYTES, nodes)
     assert moved[WITHIN].tolist() == [[0] * 4, [0] * 4]
     assert moved[BETWEEN].tolist() == [[200 + 30 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 40]]
-    # Rows 0 to 2 are read by both: they go to rank 2 once, which passes them on.
-    passed_on = bytes_by_link(replace(plan, nodes=nodes), BYTES, nodes)
-    assert passed_on[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
-    assert passed_on[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]
+    # Rows 0 to 2 are read by both: they go to rank 2 once, which forwards them.
+    forwarded = bytes_by_link(replace(plan, nodes=nodes), BYTES, nodes)
+    assert forwarded[WITHIN].tolist() == [[0, 0, 30, 0], [0, 0, 0, 30]]
+    assert forwarded[BETWEEN].tolist() == [[200 + 40, 0, 1000, 1000], [2000, 0, 100 + 30, 100 + 10]]
     # 30 bytes at 1e-9 GB/s, 2000 at 100 times as much.
-    assert link_seconds(passed_on, 1e-9, 1e-7) == pytest.approx(30)
-    assert link_seconds(passed_on, 1e-9, 1e-9) == pytest.approx(2000)
+    assert link_seconds(forwarded, 1e-9, 1e-7) == pytest.approx(30)
+    assert link_seconds(forwarded, 1e-9, 1e-9) == pytest.approx(2000)
 
 
 def test_figures_of_exchanges_add_up_nano_batches_before_they_look_for_the_busiest():
     nodes = (0, 0, 1, 1)
     rows, others = [[4], [], [], []], [[], [4], [], []]
-    passed_on = replace(plan_of(rows, [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)], 4), nodes=nodes)  # as above
+    forwarded = replace(plan_of(rows, [(0, 0, 2, 0), (0, 2, 3, 2), (0, 3, 4, 3)], 4), nodes=nodes)  # as above
     within = plan_of(rows, [(0, 0, 2, 0), (0, 2, 4, 1)], 4)
     between = plan_of(others, [(0, 0, 2, 1), (0, 2, 4, 3)], 4)
     # Within nodes workers send 240, 2000, 30, 0 and receive 2000, 240, 0, 30;
     # between them they send 240, 240, 1000, 3000 and receive 2000, 2000, 130, 350.
-    figures = exchange_figures([passed_on, within, between], BYTES, nodes)
+    figures = exchange_figures([forwarded, within, between], BYTES, nodes)
     assert figures == ExchangeFigures(
         bytes_total=6750,
         bytes_bottleneck=4000,
@@ -135,3 +125,14 @@ def test_rows_cross_to_a_node_once_and_every_worker_receives_what_it_did(plan, d
                 node = nodes[worker] if worker < plan.layout.ranks else ("server", worker)
                 readers[(d, row), node].add(worker)
     assert moved[BETWEEN, 0].sum() == between + len(readers) * BYTES.kv
+
+
+@settings(max_examples=100)
+@given(drawn_with_nodes())
+def test_counts_without_hops_differ_only_in_who_is_the_gateway(plan):
+    hops, shares = (RowsMoved.of(plan, plan.nodes, exact=exact) for exact in (True, False))
+    assert hops.queries.tolist() == shares.queries.tolist()
+    # Shares of a row are rounded on every worker.
+    assert np.abs(hops.keys.sum(axis=2) - shares.keys.sum(axis=2)).max() <= plan.workers
+    assert np.abs(hops.keys[:, 1].sum(axis=0) - shares.keys[:, 1].sum(axis=0)).max() <= 1
+    assert (hops.keys[BETWEEN, 0] == shares.keys[BETWEEN, 0]).all()

@@ -37,13 +37,6 @@ def test_what_is_mirrored_has_its_nodes_in_the_reverse_order():
         assert of_rank[0].isdisjoint(of_rank[1] | of_rank[2] | of_rank[3])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_document_beyond_half_of_the_tokens_leaves_one_nano_batch(layout):
-    plan = halves([5, 3], 2, 4, layout)
-    assert [nano.documents.tolist() for nano in plan.nano_batches] == [[0, 1]]
-    assert plan.tokens.tolist() == [4, 4]
-
-
 def test_the_summary_counts_both_nano_batches():
     # Packed in order, ranks have rows of 3 | 2 and 1 | 1 and 2: 6, 3 + 1 and 2 + 3 pairs.
     summary = halves([3, 2, 2, 2], 3, 3, "fixed").summary

@@ -7,15 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import TASK, Plan
+from hf_distca.planner.build import local_plan
 from hf_distca.planner.cost import RowBytes
 from hf_distca.planner.intervals import Intervals
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.routes import TaskGroup, make_routes, nothing_moves
+from hf_distca.planner.routes.forwarded import forward_inside_nodes, hops_by_stage
 from hf_distca.planner.routes.moves import Moves, any_key_crosses, any_query_crosses
-from hf_distca.planner.routes.passed_on import pass_on
-from hf_distca.planner.routes.passed_on_stages import hops_by_stage
-from hf_distca.planner.tasks import at_home
 from tests.planner.carried_out import messages_of, routes_of
 from tests.planner.drawn_plans import plans_of_all_kinds
 
@@ -64,16 +63,6 @@ def test_a_task_in_the_middle_is_cut_into_its_first_queries_with_their_keys_and_
     assert (second.q_lens.tolist(), second.k_lens.tolist()) == ([2], [4])
 
 
-def test_split_gives_every_task_its_rows():
-    before, after = group([2, 1, 3], [2, 4, 3]).split(1)
-    assert (before.q_lens.tolist(), before.k_lens.tolist()) == ([2], [2])
-    assert (before.q_rows.tolist(), before.k_rows.tolist()) == ([0, 1], [0, 1])
-    assert (after.q_lens.tolist(), after.k_lens.tolist()) == ([1, 3], [4, 3])
-    assert (after.q_rows.tolist(), after.k_rows.tolist()) == ([2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8])
-    assert (before.task_pairs.tolist(), before.pairs) == ([3], 3)
-    assert (after.task_pairs.tolist(), after.pairs) == ([4, 6], 10)
-
-
 @pytest.mark.parametrize(
     ("lengths", "ranks", "tasks", "workers", "expected"),
     [
@@ -102,26 +91,15 @@ def test_nothing_moves(lengths, ranks, tasks, workers, expected):
 )
 @settings(deadline=None)
 def test_where_nothing_moves_each_rank_computes_its_rows_and_nothing_crosses(placed, window):
-    plan = at_home(fixed_layout(placed), window)
+    plan = local_plan(fixed_layout(placed), window)
     assert nothing_moves(plan)
     assert not any_key_crosses(plan)
     assert not any_query_crosses(plan)
     for rank, lengths in enumerate(placed):
         routes = make_routes(plan, rank)
-        assert routes.own.q_lens.tolist() == routes.own.k_lens.tolist() == lengths
-        assert routes.own.q_rows.tolist() == list(range(sum(lengths)))
-        assert [len(stage.prefix.q_lens) + len(stage.visiting.q_lens) for stage in routes.stages] == [0]
-
-
-def test_a_window_needs_the_rows_that_it_reaches_and_no_more():
-    # Row 5 of six is computed on rank 1, and needs rows 4 and 5.
-    plan = Plan(fixed_layout([[6], []]), np.array([(0, 0, 5, 0), (0, 5, 6, 1)], TASK), 2, 2)
-    giver, taker = routes_of(plan)
-    assert giver.queries.send_rows.tolist() == [5]
-    assert giver.stages[0].keys.send_rows.tolist() == [4, 5]
-    assert taker.stages[0].keys.recv_counts.tolist() == [2, 0]
-    assert taker.stages[0].visiting.k_lens.tolist() == [2]
-    assert giver.own.k_lens.tolist() == [5]
+        assert routes.local.q_lens.tolist() == routes.local.k_lens.tolist() == lengths
+        assert routes.local.q_rows.tolist() == list(range(sum(lengths)))
+        assert [len(stage.remote_kv.q_lens) + len(stage.remote_query.q_lens) for stage in routes.stages] == [0]
 
 
 @settings(max_examples=150)
@@ -149,7 +127,7 @@ def test_routes_carry_the_bytes_that_are_counted(plan, stage_rows):
 def test_stages_hold_so_many_rows_and_servers_have_one(plan, stage_rows):
     whole, routes = routes_of(plan), routes_of(replace(plan, stage_rows=stage_rows))
     most_received = stage_rows if plan.window is None else max(stage_rows, 2 * plan.window - 1)
-    readers = max(np.bincount(plan.nodes or [0])) - 1  # of a row that is passed on
+    readers = max(np.bincount(plan.nodes or [0])) - 1  # of a row that is forwarded
     for rank, mine in enumerate(routes):
         received = [hop_rows(stage, "recv_counts") for stage in mine.stages]
         total = hop_rows(whole[rank].stages[0], "recv_counts")
@@ -165,7 +143,7 @@ def test_stages_hold_so_many_rows_and_servers_have_one(plan, stage_rows):
 
 def hop_rows(stage, counts, workers=None):
     """K/V rows of a stage in both hops: sent to so many workers, or received."""
-    return sum(int(getattr(messages, counts)[:workers].sum()) for messages in (stage.keys, stage.passed_on))
+    return sum(int(getattr(messages, counts)[:workers].sum()) for messages in (stage.keys, stage.forwarded))
 
 
 def test_rows_that_go_the_same_way_are_spread_over_the_stages():
@@ -175,7 +153,7 @@ def test_rows_that_go_the_same_way_are_spread_over_the_stages():
     *_, last = routes_of(plan)
     # Rows 64 to 111 come directly from its own node; a quarter of the others cross to it, and the rest to its peers.
     assert last.stages[0].keys.recv_counts.tolist() == [0, 0, 0, 16, 16, 16, 16, 0]
-    assert last.stages[0].passed_on.recv_counts.tolist() == [0, 0, 0, 0, 16, 16, 16, 0]
+    assert last.stages[0].forwarded.recv_counts.tolist() == [0, 0, 0, 0, 16, 16, 16, 0]
     *_, last = routes_of(replace(plan, stage_rows=30))
     assert [hop_rows(stage, "recv_counts") for stage in last.stages] == [28, 28, 28, 28]
 
@@ -190,16 +168,6 @@ def test_of_all_that_goes_from_rank_to_rank_as_much_goes_in_each_stage():
     # Where there is no room for all, the next rank comes before others.
     first, *_ = routes_of(Plan(layout, tasks, 4, stage_rows=8))
     assert [stage.keys.send_counts.tolist() for stage in first.stages] == [[0, 3, 3, 2], [0, 3, 3, 2], [0, 2, 2, 4]]
-
-
-def test_keys_of_one_query_in_two_stages():
-    # Rank 1 computes row 3, whose keys all lie on rank 0: two a stage, the second with the query's own.
-    plan = Plan(fixed_layout([[4], []]), np.array([(0, 0, 3, 0), (0, 3, 4, 1)], TASK), 2, stage_rows=2)
-    first, second = routes_of(plan)[1].stages
-    assert (first.visiting_prefix.q_lens.tolist(), first.visiting_prefix.k_lens.tolist()) == ([1], [2])
-    assert (len(first.visiting.q_lens), len(second.visiting_prefix.q_lens)) == (0, 0)
-    assert (second.visiting.q_lens.tolist(), second.visiting.k_lens.tolist()) == ([1], [2])
-    assert (first.visiting_prefix.pairs, second.visiting.pairs) == (2, 2)
 
 
 def crossing(rows, readers):
@@ -223,12 +191,12 @@ def ways(moves):
     ],
 )
 def test_rows_that_two_ranks_read_cross_to_both_of_them(rows, first, second):
-    hops = pass_on(crossing(rows, 2), (0, 1, 1), 3)
+    hops = forward_inside_nodes(crossing(rows, 2), (0, 1, 1), 3)
     assert (ways(hops.first), ways(hops.second)) == (first, second)
 
 
 def test_a_row_goes_on_to_all_its_readers_in_its_stage_even_if_they_are_more_than_the_rows_of_a_stage():
-    hops = pass_on(crossing(2, 4), (0, 1, 1, 1, 1), 5)
+    hops = forward_inside_nodes(crossing(2, 4), (0, 1, 1, 1, 1), 5)
     stages = hops_by_stage(hops, 1, 5)
     assert [ways(stage.first) for stage in stages] == [[(0, 1, 0, 1)], [(0, 1, 1, 2)]]
     assert [ways(stage.second) for stage in stages] == [
@@ -237,13 +205,13 @@ def test_a_row_goes_on_to_all_its_readers_in_its_stage_even_if_they_are_more_tha
     ]
 
 
-def test_rows_are_passed_on_whatever_the_number_of_documents_and_nodes():
+def test_rows_are_forwarded_whatever_the_number_of_documents_and_nodes():
     nodes = [rank // 8 for rank in range(4096)]
     ends = {}
     for document in (0, 50_000):  # times nodes, and behind them rows: more than 63 bits
         rows = Intervals(np.full(4, document), np.zeros(4, np.int64), np.full(4, 100))
         moves = Moves(rows, np.zeros(4, np.int64), np.array([8, 9, 4088, 4089]), np.zeros(4, np.int64))
-        hops = pass_on(moves, nodes, 4096)
+        hops = forward_inside_nodes(moves, nodes, 4096)
         ends[document] = [
             (each.source.tolist(), each.target.tolist(), each.rows.start.tolist(), each.rows.stop.tolist())
             for each in (hops.first, hops.second)

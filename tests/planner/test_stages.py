@@ -29,8 +29,8 @@ def test_rows_by_stage():
     assert rows_by_stage(replace(quarters(32), stage_rows=12)).tolist() == [halves, halves]
 
 
-def test_rows_that_are_passed_on_are_sent_and_received_once_more():
-    # Ranks 2 and 3 read all 16 rows of node 0, and each passes on half of them.
+def test_rows_that_are_forwarded_are_sent_and_received_once_more():
+    # Ranks 2 and 3 read all 16 rows of node 0, and each forwards half of them.
     plan = replace(quarters(32), nodes=(0, 0, 1, 1))
     assert rows_by_stage(plan).tolist() == [[[16, 8, 16, 8], [0, 8, 16, 24]]]
 
@@ -58,7 +58,7 @@ def test_no_rank_sends_or_receives_more_than_fits(plan, buffer_rows):
     rows, whole = rows_by_stage(staged), rows_by_stage(plan)
     assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
     if plan.window is None:
-        # A row that is passed on to more ranks travels nevertheless.
+        # A row that is forwarded to more ranks travels nevertheless.
         most_readers = max(np.bincount(plan.nodes)) - 1 if plan.nodes else 0
         assert rows.max(initial=0) <= max(buffer_rows, most_readers)
         assert rows.sum(0).tolist() == whole.sum(0).tolist()

@@ -7,13 +7,12 @@ import pytest
 
 from hf_distca.plan import AttentionKind
 from hf_distca.planner.cost import RowBytes
-from hf_distca.planner.counted import CountedPlan, RowsMoved, count_plan, stages_of
-from hf_distca.planner.metrics import bytes_by_link
+from hf_distca.planner.metrics import CountedPlan, RowsMoved, bytes_by_link, count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.walk import LayerCosts, walk_layer
+from hf_distca.planner.walk import walk_layer
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
 
@@ -23,15 +22,15 @@ def tasks(*pairs: float) -> Tasks:
     return Tasks(amount, amount, amount, (amount > 0).astype(float))
 
 
-def counted(own: tuple[float, float], visiting: tuple[float, float] = (0, 0), rows: int = 0) -> CountedPlan:
+def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 0), rows: int = 0) -> CountedPlan:
     """Rank 0 sends so many rows of Q to rank 1."""
     queries = NOWHERE.copy()
     queries[0, 0, 0] = queries[0, 1, 1] = rows
     moved = RowsMoved(queries, NOWHERE)
     return CountedPlan(
-        tasks(*own),
+        tasks(*local),
         tasks(0, 0),
-        tasks(*visiting),
+        tasks(*remote_query),
         moved,
         RowsMoved(NOWHERE, NOWHERE),
         RowBytes(1, 1, 1),
@@ -42,38 +41,34 @@ def counted(own: tuple[float, float], visiting: tuple[float, float] = (0, 0), ro
     )
 
 
-def costs(before: float = 0.0, after: float = 0.0, bandwidth: float = np.inf, nano_batches: int = 1) -> LayerCosts:
+def walk(nano_batches, direction="forward", before: float = 0.0, after: float = 0.0, bandwidth: float = np.inf):
     """A pair takes a second, in the backward two; a row that travels 1 / bandwidth."""
-    return LayerCosts(
-        forward=KernelCost(0, 0, 0, 1.0),
-        backward=KernelCost(0, 0, 0, 2.0),
-        before=[np.full(2, before)] * nano_batches,
-        after=[np.full(2, after)] * nano_batches,
-        backward_factor=3.0,
-        exchange=Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth)),
-    )
+    kernel = KernelCost(0, 0, 0, 1.0 if direction == "forward" else 2.0)
+    links = Links(LinkCost(0.0, bandwidth), LinkCost(0.0, bandwidth))
+    parts = ([np.full(2, seconds)] * len(nano_batches) for seconds in (before, after))
+    return walk_layer(nano_batches, kernel, *parts, links, direction)
 
 
 def test_without_an_exchange_the_slowest_rank_is_the_step():
-    walked = walk_layer([counted(own=(5, 7))], costs(before=1, after=2), "forward")
+    walked = walk([counted(local=(5, 7))], before=1, after=2)
     assert walked.seconds == 10
     assert walked.attention.tolist() == [5, 7]
     assert walked.other.tolist() == [3, 3]
-    backward = walk_layer([counted(own=(5, 7))], costs(before=1, after=2), "backward")
+    backward = walk([counted(local=(5, 7))], "backward", before=6, after=3)
     assert backward.seconds == 14 + 9
 
 
 @pytest.mark.parametrize(
     ("bandwidth", "seconds"),
     [
-        (np.inf, 6),  # 4 own and 2 visiting
-        (1.0, 4 + 2 + 2),  # rows are there before own tasks are done; results take two seconds more
-        (0.25, 8 + 2 + 8),  # own tasks take half of the way there
+        (np.inf, 6),  # 4 local and 2 remote-query
+        (1.0, 4 + 2 + 2),  # rows are there before local tasks are done; results take two seconds more
+        (0.25, 8 + 2 + 8),  # local tasks take half of the way there
     ],
 )
-def test_own_tasks_hide_the_way_there(bandwidth, seconds):
+def test_local_tasks_hide_the_way_there(bandwidth, seconds):
     """Rank 1 computes two rows of rank 0, who waits for the results."""
-    walked = walk_layer([counted(own=(4, 4), visiting=(0, 2), rows=2)], costs(bandwidth=bandwidth), "forward")
+    walked = walk([counted(local=(4, 4), remote_query=(0, 2), rows=2)], bandwidth=bandwidth)
     # In the middle of a model rank 1 begins the next layer while rank 0 still waits.
     assert walked.seconds == seconds
     assert walked.attention.tolist() == [4, 6]
@@ -83,22 +78,15 @@ def test_transfers_of_a_link_follow_each_other():
     """Rank 1 computes two rows of rank 0, whose keys come behind the queries."""
     keys = NOWHERE.copy()
     keys[0, 0, 0] = keys[0, 1, 1] = 2
-    plan = counted(own=(0, 0), visiting=(0, 2), rows=2)
+    plan = counted(local=(0, 0), remote_query=(0, 2), rows=2)
     plan = replace(plan, among_ranks=RowsMoved(plan.among_ranks.queries, keys))
-    assert walk_layer([plan], costs(bandwidth=1.0), "forward").seconds == 2 + 2 + 2 + 2
-
-
-@pytest.mark.parametrize(("stage_rows", "stages"), [(None, 1), (7, 1), (6, 2), (2, 4)])
-def test_stages_are_full(stage_rows, stages):
-    keys = NOWHERE.copy()
-    keys[:, 1, 0] = 3, 4
-    assert stages_of(RowsMoved(NOWHERE, keys), stage_rows) == stages
+    assert walk([plan], bandwidth=1.0).seconds == 2 + 2 + 2 + 2
 
 
 def test_two_nano_batches_hide_each_others_exchange():
-    alone = walk_layer([counted((8, 8), (0, 4), 4)], costs(1, 1, bandwidth=1.0), "forward")
+    alone = walk([counted((8, 8), (0, 4), 4)], "forward", 1, 1, bandwidth=1.0)
     halves = [counted((4, 4), (0, 2), 2), counted((4, 4), (0, 2), 2)]
-    in_turns = walk_layer(halves, costs(0.5, 0.5, bandwidth=1.0, nano_batches=2), "forward")
+    in_turns = walk(halves, "forward", 0.5, 0.5, bandwidth=1.0)
     assert in_turns.seconds < alone.seconds
     assert in_turns.attention.tolist() == alone.attention.tolist()
     assert in_turns.waited.max() < alone.waited.max()
@@ -114,15 +102,16 @@ def test_what_is_counted_of_a_plan_is_what_its_routes_carry(layout, window):
     found = count_plan(plan, kind, 2)
     for rank in range(3):
         routes = make_routes(plan, rank)
-        visiting = [group for stage in routes.stages for group in (stage.visiting, stage.visiting_prefix)]
-        here = [routes.own, *(stage.prefix for stage in routes.stages)]
+        remote_query = [group for stage in routes.stages for group in (stage.remote_query, stage.remote_query_prefix)]
+        here = [routes.local, *(stage.remote_kv for stage in routes.stages)]
         if window is None:
-            assert found.own.pairs[rank] == routes.own.pairs
-        assert found.own.pairs[rank] + found.prefix.pairs[rank] == sum(group.pairs for group in here)
-        assert found.visiting.pairs[rank] == sum(group.pairs for group in visiting)
+            assert found.local.pairs[rank] == routes.local.pairs
+        assert found.local.pairs[rank] + found.remote_kv.pairs[rank] == sum(group.pairs for group in here)
+        assert found.remote_query.pairs[rank] == sum(group.pairs for group in remote_query)
         keys = sum(stage.keys.send_counts[np.arange(3) != rank].sum() for stage in routes.stages)
         assert found.among_ranks.keys[0, 0, rank] == keys
         assert found.among_ranks.queries[0, 1, rank] == routes.queries.recv_counts.sum()
     row, moved = found.row_bytes, found.among_ranks
     total = moved.queries * row.q + moved.queries[:, ::-1] * row.o + moved.keys * row.kv
     assert np.array_equal(total, bytes_by_link(plan, row, (0, 0, 0)))
+    assert count_plan(replace(plan, stage_rows=moved.most_keys // 2), kind, 2).stages == 2 + moved.most_keys % 2

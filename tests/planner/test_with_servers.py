@@ -8,8 +8,8 @@ from hf_distca.planner.cost import RowBytes, Workers
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import loads_of, query_rows_of
 from hf_distca.planner.micro_batch import plan_micro_batch
+from hf_distca.planner.servers import _without_ranks, balance_with_servers, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.with_servers import _without_ranks, balance_with_servers, plan_with_servers
 from tests.planner.plan_checks import bytes_by_row, check_plan, loads_by_row
 
 ROWS = [[3000, 500], [700] * 5]
@@ -23,17 +23,6 @@ def test_ranks_and_servers_finish_together():
     finishing = workers.finishing(loads_of(plan))
     assert finishing.max() <= 1.01 * workers.ideal(int(loads_of(plan).sum()))
     assert (loads_of(plan) > 0).all()
-
-
-@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 1.0), (1.0, 3.0)])
-def test_ranks_that_do_not_serve_compute_nothing(speeds):
-    workers = Workers((1.0, 1.0, *speeds), (0.0,) * (2 + len(speeds)))
-    plan = balance_with_servers(fixed_layout(ROWS), AttentionKind(), workers, SETTINGS, ranks_serve=False)
-    check_plan(plan)
-    loads = loads_by_row(plan)
-    assert loads[:2] == [0, 0]
-    times = np.array(loads[2:]) / speeds
-    assert times.max() <= 1.02 * sum(loads) / sum(speeds)
 
 
 @given(st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=2, max_size=2), st.integers(1, 3))

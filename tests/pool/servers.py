@@ -52,17 +52,19 @@ class Fault:
         """Whether a server that fails by itself has done so."""
         if not self._done.exists() or not (pid := self._done.read_text()):
             return False
-        if self.kind == "cut off":
-            return True
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        return state in "TZX"
+        return self.kind == "cut off" or state_of(int(pid)) in "TZX"
 
     @property
     def _done(self) -> Path:
         return self.trigger.with_name(self.trigger.name + ".done")
+
+
+def state_of(pid: int | str) -> str:
+    """The letter that ps shows of a process, or a task of one; X where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
 
 
 def cut_off() -> None:
@@ -118,11 +120,6 @@ class ServerProcess:
     ) -> None:
         self._process = forkserver().Process(target=_serve, args=(port, fault, join_when, transport), daemon=True)
         self._process.start()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
 
     def exit_code(self, timeout_s: float) -> int | None:
         """Its exit code, None if it has not ended in time."""

@@ -8,12 +8,12 @@ from collections import deque
 
 from hf_distca.pool.messages import encode
 from hf_distca.pool.token import make_token
-from hf_distca.pool.wire import LinkLost, connect
+from hf_distca.pool.wire import VERSION, LinkLost, connect
 
 
 def framed(text):
     """A message's bytes as they travel."""
-    return struct.pack("!i", len(text)) + text
+    return struct.pack("!I", len(text)) + text
 
 
 def message(message, payload=b"", payload_bytes=None):
@@ -39,15 +39,15 @@ class Strangers:
         self.random = random.Random(seed)
         self.open = deque()
         self.kinds = [
-            self.garbage,
+            lambda: self.raw(self.random.randbytes(self.random.choice([1, 10, 100, 5000]))),
             self.part_of_a_handshake,
-            self.another_token,
+            lambda: connect("127.0.0.1", self.port, make_token(), self.service, 5),
             self.garbage_after_the_handshake,
             self.part_of_a_message,
             self.changed_message,
             self.changed_fields,
             self.oversized,
-            self.silence,
+            lambda: self.random.choice([self.raw, self.authenticated])(b""),
         ]
 
     def __call__(self):
@@ -75,15 +75,10 @@ class Strangers:
         channel._sock.sendall(data)
         return channel
 
-    def garbage(self):
-        return self.raw(self.random.randbytes(self.random.choice([1, 10, 100, 5000])))
-
     def part_of_a_handshake(self):
-        whole = framed(b"hf_distca 3 " + self.random.randbytes(32)) + framed(self.random.randbytes(32))
+        greeting = b"hf_distca %d " % VERSION
+        whole = framed(greeting + self.random.randbytes(32)) + framed(self.random.randbytes(32))
         return self.raw(whole[: self.random.randint(0, len(whole))])
-
-    def another_token(self):
-        return connect("127.0.0.1", self.port, make_token(), self.service, 5)
 
     def garbage_after_the_handshake(self):
         start = self.random.choice([b"", self.hello])
@@ -102,7 +97,7 @@ class Strangers:
 
     def changed_fields(self):
         whole = self.random.choice(self.valid)
-        (size,) = struct.unpack("!i", whole[:4])
+        (size,) = struct.unpack("!I", whole[:4])
         name, fields, payload = json.loads(whole[4 : 4 + size])
         value = self.random.choice([None, True, 0, -1, 2**62, 10**400, 0.5, "x" * 3000, [], [[1]], {"x": 1}])
         field = self.random.choice([*fields, "x"])
@@ -110,10 +105,5 @@ class Strangers:
         return self.authenticated(self.hello + framed(changed) + whole[4 + size :])
 
     def oversized(self):
-        size = 2 ** self.random.randint(16, 31) - 1
         start = self.random.choice([b"", self.hello])
-        head = self.random.choice([struct.pack("!i", size), struct.pack("!iQ", -1, size << 30)])
-        return self.authenticated(start + head + bytes(1000))
-
-    def silence(self):
-        return self.random.choice([self.raw, self.authenticated])(b"")
+        return self.authenticated(start + struct.pack("!I", 2 ** self.random.randint(17, 32) - 1) + bytes(1000))

@@ -1,16 +1,15 @@
-import socket
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from hf_distca.pool.directory import SERVICE, Directory, Membership, ServerInfo, server_info
+from hf_distca.pool import directory as directories
+from hf_distca.pool.directory import Directory, Membership, ServerInfo, server_info
 from hf_distca.pool.messages import Alive, End, Refused, Reply, ServerHello, ServerWelcome
 from hf_distca.pool.token import make_token
-from hf_distca.pool.wire import AuthenticationError, LinkLost, MismatchError, ProtocolError, connect
+from hf_distca.pool.wire import DIRECTORY, AuthenticationError, LinkLost, MismatchError, ProtocolError, connect
 from tests.pool.servers import wait_until
-from tests.pool.strangers import Strangers, message
+from tests.ranks import free_port
 
 HELLO = ServerHello(host="", port=4000, device="cpu", pairs_per_second=1e9)
 
@@ -27,65 +26,62 @@ def directory(token):
     directory.close()
 
 
-def join(directory, token, **info):
-    return Membership.join("127.0.0.1", directory.port, token, replace(HELLO, **info), wait_s=30)
+@pytest.fixture
+def join(directory, token):
+    """Joins; the member leaves after the test."""
+    members = []
+
+    def join(**info):
+        members.append(Membership.join("127.0.0.1", directory.port, token, replace(HELLO, **info), wait_s=30))
+        return members[-1]
+
+    yield join
+    for member in members:
+        member.close()
 
 
-def test_servers_join_and_leave_and_ids_are_not_used_again(directory, token):
-    first = join(directory, token)
-    second = join(directory, token, host="10.0.0.7", port=4001, device="cuda:0")
+def test_servers_join_and_leave_and_ids_are_not_used_again(directory, join):
+    first = join()
+    second = join(host="10.0.0.7", port=4001, device="cuda:0")
     assert directory.members() == (
         ServerInfo(first.id, "127.0.0.1", 4000, "cpu", 1e9),
         ServerInfo(second.id, "10.0.0.7", 4001, "cuda:0", 1e9),
     )
     first.close()
     wait_until(lambda: [info.id for info in directory.members()] == [second.id])
-    third = join(directory, token)
-    assert len({first.id, second.id, third.id}) == 3
-    assert third.poll(0) is None
-    second.close()
-    third.close()
+    assert join().id not in (first.id, second.id)
 
 
-def test_the_end_is_told_to_members_and_to_those_that_come_later(directory, token):
-    member = join(directory, token)
+def test_the_end_reaches_members_and_later_ones_and_then_the_directory_is_gone(directory, join):
+    member = join()
     assert member.poll(0.05) is None
     directory.end()
-    late = join(directory, token)
+    late = join()
     assert member.poll(60) == End()
     assert late.poll(60) == End()
-    member.close()
-    late.close()
+    directory.close()
+    with pytest.raises(LinkLost):
+        member.poll(60)
 
 
-def test_a_dropped_server_notices_and_can_come_back_unless_it_is_told_why_not(directory, token):
-    member = join(directory, token)
+def test_a_dropped_server_can_come_back_unless_it_is_refused(directory, join):
+    member = join()
     directory.drop(member.id)
     assert directory.members() == ()
     directory.drop(member.id)
     with pytest.raises(LinkLost):
         member.poll(60)
-    again = join(directory, token)
+    again = join()
     assert again.id != member.id
     directory.drop(again.id, "it cannot be used")
     assert again.poll(60) == Refused("it cannot be used")
-    member.close()
-    again.close()
-
-
-def test_a_directory_that_is_gone_is_noticed(directory, token):
-    member = join(directory, token)
-    directory.close()
-    with pytest.raises(LinkLost):
-        member.poll(60)
-    member.close()
 
 
 def test_a_silent_member_is_dropped_and_one_that_is_polled_is_not(token, monkeypatch):
-    monkeypatch.setattr("hf_distca.pool.directory.ALIVE_S", 0.1)
-    directory = Directory("127.0.0.1", 0, token, silence_s=3)
+    monkeypatch.setattr(directories, "ALIVE_S", 0.1)
+    directory = Directory("127.0.0.1", 0, token, silence_s=1.5)
     # Were it taken for silent, the older member would go first.
-    alive, silent = join(directory, token), join(directory, token)
+    alive, silent = (Membership.join("127.0.0.1", directory.port, token, HELLO, 30) for _ in range(2))
     wait_until(lambda: alive.poll(0.05) is not None or len(directory.members()) < 2)
     assert [info.id for info in directory.members()] == [alive.id]
     with pytest.raises(LinkLost):
@@ -96,24 +92,8 @@ def test_a_silent_member_is_dropped_and_one_that_is_polled_is_not(token, monkeyp
     directory.close()
 
 
-def test_a_member_says_now_and_then_that_it_is_alive(directory, token, monkeypatch):
-    member = join(directory, token)
-    now = member._said_alive
-    monkeypatch.setattr("hf_distca.pool.directory.time", SimpleNamespace(monotonic=lambda: now))
-    sent = []
-    monkeypatch.setattr(member._channel, "send", lambda message, timeout_s: sent.append((now, message)))
-    begin = now
-    for _ in range(9):
-        assert member.poll(0) is None
-        now += 0.75
-    assert sent == [(begin + after, Alive()) for after in (2.25, 4.5)]
-    member.close()
-
-
 def test_a_server_may_come_before_the_directory(token):
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        port = there.getsockname()[1]
-    members, tried = [], threading.Event()
+    port, members, tried = free_port(), [], threading.Event()
 
     def come():
         members.append(Membership.join("127.0.0.1", port, token, HELLO, 60, give_up=tried.set))
@@ -129,13 +109,11 @@ def test_a_server_may_come_before_the_directory(token):
 
 
 def test_waiting_for_a_directory_ends(token):
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        port = there.getsockname()[1]
-    with pytest.raises(LinkLost, match="no training run answered within 1 s; the last error: cannot connect"):
-        Membership.join("127.0.0.1", port, token, HELLO, 1)
-    answers = iter([False, True])
-    with pytest.raises(LinkLost, match="no training run answered within 6000 s; the last error: cannot connect"):
-        Membership.join("127.0.0.1", port, token, HELLO, 6000, give_up=lambda: next(answers))
+    for wait_s, answers in ((0, [False]), (6000, [False, True])):
+        left = iter(answers)
+        expected = f"no training run answered within {wait_s} s; the last error: cannot connect"
+        with pytest.raises(LinkLost, match=expected):
+            Membership.join("127.0.0.1", free_port(), token, HELLO, wait_s, give_up=lambda left=left: next(left))
 
 
 def test_a_wrong_token_is_not_tried_again(directory):
@@ -143,53 +121,19 @@ def test_a_wrong_token_is_not_tried_again(directory):
         Membership.join("127.0.0.1", directory.port, make_token(), HELLO, 60)
 
 
-def test_a_server_that_ranks_could_not_reach_is_told_so():
+def test_a_server_that_ranks_could_not_reach_is_refused():
     with pytest.raises(MismatchError, match=r"such as 10\.0\.0\.7"):
         server_info(replace(HELLO, host="127.0.0.1"), 0, "10.0.0.7")
     assert server_info(HELLO, 0, "10.0.0.7").host == "10.0.0.7"
     assert server_info(replace(HELLO, host="::1"), 0, "::1").host == "::1"
+    with pytest.raises(ProtocolError, match="a server begins with its hello, got Alive"):
+        server_info(Alive(), 0, "10.0.0.7")
 
 
 def test_a_member_that_sends_something_else_is_dropped(directory, token):
-    with pytest.raises(ProtocolError, match="a server begins with its hello, got Alive"):
-        server_info(Alive(), 0, "10.0.0.7")
-    channel = connect("127.0.0.1", directory.port, token, SERVICE, 60)
+    channel = connect("127.0.0.1", directory.port, token, DIRECTORY, 60)
     channel.ask(HELLO, ServerWelcome, 60)
     channel.send(Reply(0, 0.0, 0))
-    assert channel.receive().message.reason == "a member sends nothing but Alive, got Reply"
+    assert channel.receive()[0].reason == "a member sends nothing but Alive, got Reply"
     wait_until(lambda: directory.members() == ())
     channel.close()
-
-
-def test_strangers_do_not_disturb_the_members(token, caplog):
-    directory = Directory("127.0.0.1", 0, token)
-    member = join(directory, token)
-    hello = message(replace(HELLO, port=4007))
-    valid = [
-        message(Alive()),
-        message(Alive(), bytes(8)),
-        message(Alive(), payload_bytes=2**50),
-        message(End()),
-        hello,
-    ]
-    strangers = Strangers(directory.port, token, SERVICE, hello, valid, seed=0)
-    threads = threading.active_count()
-    for _ in range(2_000):
-        strangers()
-        member.poll(0)
-    # Some joined for a while: they know the token and say nothing wrong.
-    assert all(info.port == 4007 for info in directory.members() if info.id != member.id)
-    strangers.close()
-    wait_until(lambda: [info.id for info in directory.members()] == [member.id])
-    wait_until(lambda: threading.active_count() == threads)
-    late = join(directory, token, port=4001)
-    directory.end()
-    assert member.poll(60) == End()
-    assert late.poll(60) == End()
-    member.close()
-    late.close()
-    directory.close()
-    assert "refused" in caplog.text
-    assert "refusals so far" in caplog.text
-    assert "Traceback" not in caplog.text
-    assert len(caplog.text) < 100_000

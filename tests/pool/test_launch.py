@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -115,53 +114,40 @@ class Served:
 
 
 def test_servers_that_come_and_go(expected, tmp_path):
-    names = ("token", "both", "killed", "alone", "again")
-    port, (token_file, both, killed, alone, again) = free_port(), (tmp_path / name for name in names)
+    port, token_file = free_port(), tmp_path / "token"
+    joined, killed, alone, again = (tmp_path / name for name in ("joined", "killed", "alone", "again"))
     write_token(token_file, make_token())
     arguments = ARGUMENTS | {
         "attention_servers": "external",
         "attention_server_address": f"127.0.0.1:{port}",
         "attention_server_token_file": str(token_file),
     }
-    options = {
-        "lengths": LENGTHS,
-        "arguments": arguments,
-        "pauses": {1: str(both), 3: str(killed), 4: str(alone), STEPS // 2: str(again)},
-    }
-    first, second = Served(port, token_file), Served(port, token_file)
-    third, results = second, []
-    training = threading.Thread(target=lambda: results.append(launch("ddp", SCRIPT, options, tmp_path)))
+    pauses = {1: str(joined), 3: str(killed), 4: str(alone), STEPS // 2: str(again)}
+    options = {"lengths": LENGTHS, "arguments": arguments, "pauses": pauses}
+    servers = [Served(port, token_file)]
     try:
-        training.start()
-        for server in (first, second):
-            server.wait_for("joined")
-        both.touch()
-        first.wait_for("ranks;")  # it serves
-        wait_until(killed.with_suffix(".reached").exists, 100)
-        first.process.kill()
-        killed.touch()
-        wait_until(alone.with_suffix(".reached").exists, 100)
-        alone.touch()
-        third = Served(port, token_file)
-        third.wait_for("joined")
-        again.touch()
-        training.join()
-        (result,) = results
+        with ThreadPoolExecutor(1) as beside:
+            training = beside.submit(launch, "ddp", SCRIPT, options, tmp_path)
+            servers[0].wait_for("joined")
+            joined.touch()
+            servers[0].wait_for("ranks;")  # it serves
+            wait_until(killed.with_suffix(".reached").exists, 100)
+            servers[0].process.kill()
+            killed.touch()
+            wait_until(alone.with_suffix(".reached").exists, 100)
+            alone.touch()
+            servers.append(Served(port, token_file))
+            servers[1].wait_for("joined")
+            again.touch()
+            result = training.result()
         assert result["losses"] == pytest.approx(expected, rel=2e-5)
         numbers = attention_servers(result)
-        assert (numbers[1:4], numbers[-1]) == ([2, 2, 1], 2)
-        for server in (second, third):
-            server.wait_for("training has ended")
-            assert server.process.wait(60) == 0
+        assert (numbers[1:4], numbers[-1]) == ([1, 1, 0], 1)
+        servers[1].wait_for("training has ended")
+        assert servers[1].process.wait(60) == 0
     finally:
-        for server in (first, second, third):
+        for server in servers:
             server.process.kill()
-
-
-def test_more_servers_than_processes(tmp_path):
-    arguments = ARGUMENTS | {"attention_servers": 2}
-    result = launch("ddp", SCRIPT, {"lengths": LENGTHS, "arguments": arguments}, tmp_path)
-    assert "attention_servers=2 of 2 processes leaves no rank" in result["error"]
 
 
 def opened_where_rank_1_lacks_nixl(port: int) -> str | None:
@@ -207,7 +193,10 @@ def processes(monkeypatch):
     return run
 
 
-def test_a_server_without_a_gpu_is_refused_on_every_process(processes):
+def test_a_launch_without_a_rank_or_a_server_without_a_gpu_is_refused_on_every_process(processes):
+    for rank in range(2):
+        with pytest.raises(ValueError, match="attention_servers=2 of 2 processes leaves no rank"):
+            processes(rank, 2, 2, gpus=2)
     for rank in (3, 0, 1, 2):  # the server first: the others wait for its word
         with pytest.raises(ValueError, match="server of rank 3 would compute on cuda:3, but its host has 3 GPUs"):
             processes(rank, 4, 1, gpus=3)
@@ -224,9 +213,19 @@ def test_a_server_takes_the_gpu_of_its_number(processes, cpu, gpus, device):
 
 def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_serve(tmp_path, monkeypatch):
     served = []
+
+    class Child:
+        def __init__(self, command, text, has_ended):
+            self._asked = dict(zip(command[4::2], command[5::2], strict=True))
+
+        def run(self):
+            served.append(self._asked)
+
     launch = Launch(1, dist.HashStore(), "cpu")
+    for name, value in (("address", "10.0.0.1:1"), ("token", "00"), ("transport", "tcp")):
+        launch.store.set(name, value)
     monkeypatch.setattr("hf_distca.trainer.arguments.split_launch", lambda servers, cpu: launch)
-    monkeypatch.setattr(launches, "_serve", lambda store, timeout_s, device: served.append((timeout_s, device)))
+    monkeypatch.setattr(launches, "ChildServer", Child)
     arguments = DistCATrainingArguments(str(tmp_path), attention_servers=1, attention_server_timeout=7.0)
     assert served == []
     with pytest.raises(SystemExit):
@@ -234,13 +233,11 @@ def test_arguments_are_made_in_a_server_and_whoever_asks_for_its_device_lets_it_
     for ask in (lambda: arguments.device, lambda: arguments.process_index, lambda: arguments.n_gpu):
         with pytest.raises(SystemExit):
             ask()
-    assert served == [(7.0, "cpu")] * 4
-
-
-def test_a_rank_does_not_serve(monkeypatch):
-    monkeypatch.setattr(launches, "_serve", lambda *args: pytest.fail("it served"))
-    serve_if_server(None, 60)
+    asked = {"--join": "10.0.0.1:1", "--token-file": "-", "--device": "cpu", "--wait": "7", "--transport": "tcp"}
+    assert served == [asked] * 4
+    serve_if_server(None, 60)  # a rank does not serve
     serve_if_server(Launch(1, dist.HashStore()), 60)
+    assert len(served) == 4
 
 
 def test_settings_reach_the_pool(tmp_path):
@@ -249,7 +246,7 @@ def test_settings_reach_the_pool(tmp_path):
     )
     try:
         assert trainer.pool is trainer.dispatcher.remote
-        assert (trainer.pool.ranks_serve, trainer.pool.members.timeout_s) == (False, 7.0)
+        assert (trainer.pool.ranks_serve, trainer.pool.timeout_s) == (False, 7.0)
         assert (tmp_path / TOKEN_FILE).exists()
     finally:
         trainer.pool.close()

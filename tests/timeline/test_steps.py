@@ -22,7 +22,7 @@ def piece(rank: int, name: str, category: str, begin: int, end: int) -> dict:
 def test_a_step_of_a_rank():
     events = [
         piece(0, "step 1", "step", 0, 9), piece(0, "step 2", "step", 10, 70), piece(0, "forward", "section", 10, 40),
-        piece(0, "run own", "phase", 15, 40), piece(0, "own", "kernel", 20, 35),
+        piece(0, "run local", "phase", 15, 40), piece(0, "local", "kernel", 20, 35),
         piece(0, "between", "section", 40, 45),
         piece(0, "forward", "section", 45, 70), piece(0, "q", "wait", 50, 60), piece(0, "late", "wait", 71, 80),
     ]  # fmt: skip

@@ -186,12 +186,12 @@ def test_what_a_rank_sees():
     """Two layers of two phases each, forward and backward; a kernel call lies within its phase."""
     forward, backward = Work(0, 0, "forward"), Work(0, 0, "backward")
     spans = [
-        Span("kernel", "own", forward, 1.0, 3.0),
+        Span("kernel", "local", forward, 1.0, 3.0),
         Span("phase", "", forward, 0.5, 3.5),
         Span("wait", "", forward, 4.0, 5.0),
         Span("phase", "", forward, 4.0, 5.5),
         Span("phase", "", forward, 9.5, 10.0),
-        Span("kernel", "own", backward, 21.0, 24.0),
+        Span("kernel", "local", backward, 21.0, 24.0),
         Span("phase", "", backward, 20.0, 25.0),
         Span("phase", "", forward, 30.0, 31.0),  # of the next micro-batch
     ]

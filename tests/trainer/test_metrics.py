@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from hf_distca import DistCAConfig
 from hf_distca.models.settings import plan_settings
-from hf_distca.plan import Choice, ExchangeFigures, PlanSummary
+from hf_distca.plan import ExchangeFigures, PlanChoice, PlanSummary
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.trainer.metrics import AttentionTime, EvaluationLoss, ModelFlops, Remedies, StepMeter
 from tests.models_and_batches import small_model
@@ -126,7 +126,7 @@ def test_figures_of_devices(monkeypatch, clock, peak, mfu):
 def test_figures_of_plans_that_were_chosen(clock):
     # Bytes in all, the busiest worker's, and inside nodes three times; then between nodes.
     moved = [[0] * 9, [7, 7, 7, 7, 7, 0, 0, 0, 0], *[[7, 7, 4, 4, 4, 3, 3, 3, 0]] * 2]
-    choice = Choice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
+    choice = PlanChoice(1, 1, 0.01, 0.25, (0.1, 0.1), packed_seconds=0.3)
     figures = meter_of(clock, 2, moved, choice=choice, costs=SimpleNamespace(besides=0.5)).figures()
     assert (figures["step_ms"], figures["step_ms_predicted"]) == (2000.0, 1000.0)
     assert figures["gain_predicted"] == pytest.approx(1.2)
@@ -159,7 +159,9 @@ def test_predicted_attention_time():
     assert predicted(plans, [7.0, 4.0]) == pytest.approx((7.0 + 4.0) * busiest / (busiest + other))
     # Plans that were chosen carry their prediction; the busiest rank is that of all micro-batches together.
     attention = ((5.0, 1.0), (1.0, 6.0))
-    chosen = [replace(plan, choice=Choice(1, 1, 0.01, 9.0, each)) for plan, each in zip(plans, attention, strict=True)]
+    chosen = [
+        replace(plan, choice=PlanChoice(1, 1, 0.01, 9.0, each)) for plan, each in zip(plans, attention, strict=True)
+    ]
     assert predicted(chosen, [100.0, 100.0]) == 7.0
 
 

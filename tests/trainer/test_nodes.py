@@ -28,12 +28,12 @@ RUN: dict[str, Any] = {
 
 def _train(folder: str, strategy: str) -> tuple[dict[str, Any], list[bool]]:
     """The result of the run, and for each of its plans whether ranks pass rows on."""
-    passes_on: list[bool] = []
+    forwards: list[bool] = []
     bind = Dispatcher.bind
 
     def recorded_bind(self: Dispatcher, plan: Any) -> Any:
         bound = bind(self, plan)
-        passes_on.append(any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()))
+        forwards.append(any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values()))
         return bound
 
     with pytest.MonkeyPatch.context() as patch:
@@ -45,16 +45,16 @@ def _train(folder: str, strategy: str) -> tuple[dict[str, Any], list[bool]]:
         run = {**RUN, "arguments": {**RUN["arguments"], "output_dir": folder}}
         result = train_script.train(train_script.make_model(RUN), run, Path(folder))
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    return result, passes_on
+    return result, forwards
 
 
 @pytest.mark.parametrize(("strategy", "within"), [("ddp", 2e-4), ("fsdp2", 8e-3)])  # as in test_launch.py
 def test_ranks_on_nodes_train_as_one_process(rank_pools, tmp_path, strategy, within):
     of_two_ranks = {**RUN["arguments"], "tokens_per_rank": TOKENS_PER_RANK}  # as many tokens as four have here
     expected = reference_run({**RUN, "arguments": of_two_ranks})["losses"]
-    for result, passes_on in rank_pools[4].run(_train, str(tmp_path), strategy):
+    for result, forwards in rank_pools[4].run(_train, str(tmp_path), strategy):
         assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}[strategy] in result["distributed_type"]
-        assert sum(passes_on) > STEPS
+        assert sum(forwards) > STEPS
         history = result["history"]
         assert max(entry.get("distca/ping_pong_share", 0.0) for entry in history) > 0.0
         assert max(entry.get("distca/exchange_stages", 0.0) for entry in history) > 1.0

@@ -60,19 +60,22 @@ def _divide_heads(placement: Placement, most_room: int) -> None:
     block = placement.limits.block
     most = max((start for _, start, _, _ in placement.cuts), default=0)
     readers = Counter(index for index, *_ in placement.cuts)
-    for index in [*readers, *(index for index, cost in enumerate(placement.abroad) if cost and index not in readers)]:
+    for index in [
+        *readers,
+        *(index for index, cost in enumerate(placement.inter_node) if cost and index not in readers),
+    ]:
         start, stop = placement.starts[index], placement.stops[index]
         stretches = -(-(stop - start) * readers[index] // max(most, 1))
-        if placement.abroad[index]:
-            sent = (stop - start) * placement.abroad[index] / max(most_room, 1)
+        if placement.inter_node[index]:
+            sent = (stop - start) * placement.inter_node[index] / max(most_room, 1)
             stretches = max(stretches, min(math.ceil(sent), placement.limits.ranks))
         stretches = min(stretches, (stop - start) // block)
         for before in range(stretches - 1, 0, -1):
             cut = start + (stop - start) * before // (before + 1) // block * block
             placement.documents.append(placement.documents[index])
-            placement.home.append(-1)
+            placement.rank_of.append(-1)
             placement.lengths.append(placement.lengths[index])
-            placement.abroad.append(placement.abroad[index])
+            placement.inter_node.append(placement.inter_node[index])
             placement.starts.append(cut)
             placement.stops.append(stop)
             stop = cut
@@ -113,7 +116,7 @@ class _Cutting:
     def __init__(self, placement: Placement) -> None:
         self.limits: Limits = placement.limits
         self.room, self.need = placement.room, placement.need
-        self.starts, self.stops, self.abroad = placement.starts, placement.stops, placement.abroad
+        self.starts, self.stops, self.inter_node = placement.starts, placement.stops, placement.inter_node
         self.most_room, self.most_need = max(self.room), max(self.need)
         rows = placement.uncut_rows()
         costs = pairs(np.array(self.starts, np.int64), np.array(self.stops, np.int64), self.limits.window)
@@ -144,8 +147,10 @@ class _Cutting:
             chains.setdefault(cut[0], []).append(cut)
         for index, chain in chains.items():
             head = min(start for _, start, _, _ in chain) - self.starts[index]
-            cost = len(chain) + self.abroad[index]
-            sent = [(stop - start) * (later + self.abroad[index]) for later, (_, start, stop, _) in enumerate(chain)]
+            cost = len(chain) + self.inter_node[index]
+            sent = [
+                (stop - start) * (later + self.inter_node[index]) for later, (_, start, stop, _) in enumerate(chain)
+            ]
             level = max(_level(sorted([*sent, *[0.0] * left]), head * cost), most)
             given = head * cost - left * level
             for (*_, rank), amount in sorted(zip(chain, sent, strict=True), key=lambda each: each[1]):

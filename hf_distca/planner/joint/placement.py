@@ -70,8 +70,8 @@ class Placement:
         documents: [indices] document of the rows.
         starts: [indices] first row that is not cut off.
         stops: [indices] one past the last row that is not cut off.
-        home: [indices] rank of these rows; -1 if no rows are left or they are not placed yet.
-        abroad: [indices] inter-node cost of a row, in intra-node rows.
+        rank_of: [indices] rank of these rows; -1 if no rows are left or they are not placed yet.
+        inter_node: [indices] inter-node cost of a row, in intra-node rows.
     """
 
     limits: Limits
@@ -81,8 +81,8 @@ class Placement:
     documents: list[int]
     starts: list[int]
     stops: list[int]
-    home: list[int]
-    abroad: list[float]
+    rank_of: list[int]
+    inter_node: list[float]
     cuts: list[Segment] = field(default_factory=list)
 
     @classmethod
@@ -93,14 +93,14 @@ class Placement:
         limits: Limits,
         room: list[int],
         need: list[float],
-        abroad: list[float] | None = None,
+        inter_node: list[float] | None = None,
     ) -> "Placement":
         """Return a placement with nothing cut and nothing placed.
 
         Args:
             room: [ranks] rows that each rank takes.
             need: [ranks] pairs that each rank should get.
-            abroad: [pieces] as in the attribute; None if no other node reads the pieces.
+            inter_node: [pieces] as in the attribute; None if no other node reads the pieces.
         """
         return cls(
             limits,
@@ -110,8 +110,8 @@ class Placement:
             documents=pieces.document.tolist(),
             starts=pieces.start.tolist(),
             stops=pieces.stop.tolist(),
-            home=[-1] * len(pieces),
-            abroad=abroad or [0.0] * len(pieces),
+            rank_of=[-1] * len(pieces),
+            inter_node=inter_node or [0.0] * len(pieces),
         )
 
     def uncut_rows(self) -> NDArray[np.int64]:
@@ -121,14 +121,14 @@ class Placement:
     def hold(self, item: Item, rank: int) -> None:
         """Place uncut rows on a rank."""
         index, rows, cost = item
-        self.home[index] = rank
+        self.rank_of[index] = rank
         self.room[rank] -= rows
         self.need[rank] -= cost
 
     def segments(self) -> NDArray[np.int64]:
         """Return [segments, 4] int64: (document, start, stop, rank) of all rows that are placed."""
         documents = np.array(self.documents, np.int64)
-        uncut = np.array([documents, self.starts, self.stops, self.home], np.int64).T
+        uncut = np.array([documents, self.starts, self.stops, self.rank_of], np.int64).T
         cut = np.array(self.cuts, np.int64).reshape(-1, 4)
         cut[:, 0] = documents[cut[:, 0]]
         return np.concatenate([uncut[uncut[:, 3] >= 0], cut])

@@ -8,18 +8,9 @@ from numpy.typing import NDArray
 from hf_distca.plan import Plan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.intervals import expand
-from hf_distca.planner.routes.arrivals import Arrivals
-from hf_distca.planner.routes.cut_tasks import Reads
 from hf_distca.planner.routes.moves import Moves, Received, any_key_crosses, any_query_crosses
-from hf_distca.planner.routes.tables import (
-    IntArray,
-    LocalRows,
-    Messages,
-    ReceivedRows,
-    Routes,
-    Stage,
-    TaskGroup,
-)
+from hf_distca.planner.routes.reads import Arrivals, Reads
+from hf_distca.planner.routes.tables import ExchangedRows, IntArray, LocalRows, ReceivedRows, Routes, Stage, TaskGroup
 
 
 def make_routes(plan: Plan, rank: int) -> Routes:
@@ -32,43 +23,45 @@ def make_routes(plan: Plan, rank: int) -> Routes:
     #    the K/V rows that move for them, each row once per worker that reads it.
     alone = plan.stage_rows is None and plan.nodes is None
     arrivals = Arrivals.of(plan, _tasks_concerning(plan, rank) if alone else plan.tasks)
-    tasks, keys = arrivals.tasks, arrivals.keys
+    tasks = arrivals.tasks
 
-    # 2. The tasks of this worker: own tasks read keys in the segment of their queries, prefix tasks are own queries on
-    #    received keys, and visiting tasks are received queries, in the order of their arrival.
+    # 2. The tasks of this worker: local tasks read keys in the segment of their queries. Remote-KV tasks are local
+    #    queries on received keys. Remote-query tasks are received queries, in the order of their arrival.
     here = tasks.queries.target == rank
-    own = np.flatnonzero(here & keys.local)
-    prefix = np.flatnonzero(here & tasks.at_home & keys.brought)
-    visiting = np.flatnonzero(here & ~tasks.at_home)
-    visitors = tasks.queries[visiting]
-    visiting = visiting[np.lexsort((visitors.rows.start, visitors.rows.document, visitors.source))]
-    visitors = tasks.queries[visiting]
-    received_queries = np.cumsum(visitors.rows.lengths) - visitors.rows.lengths
+    local = np.flatnonzero(here & tasks.keys_local)
+    remote_kv = np.flatnonzero(here & tasks.queries_local & (tasks.received.lengths > 0))
+    remote_query = np.flatnonzero(here & ~tasks.queries_local)
+    received_query = tasks.queries[remote_query]
+    remote_query = remote_query[
+        np.lexsort((received_query.rows.start, received_query.rows.document, received_query.source))
+    ]
+    received_query = tasks.queries[remote_query]
+    received_queries = np.cumsum(received_query.rows.lengths) - received_query.rows.lengths
 
     # 3. For each stage: the rows that arrive, and the kernel calls on them.
     stages = []
-    at_home = tasks.queries[prefix]
-    for hops, of_home, of_visitors in zip(
-        arrivals.stages, arrivals.reads(prefix, rank), arrivals.reads(visiting, rank), strict=True
+    local_query = tasks.queries[remote_kv]
+    for hops, of_local, of_received in zip(
+        arrivals.stages, arrivals.reads(remote_kv, rank), arrivals.reads(remote_query, rank), strict=True
     ):
         received = Received(hops.arriving(rank))
-        home_up_to, home_before = of_home
-        visiting_up_to, visiting_before = of_visitors
+        local_up_to, local_before = of_local
+        received_up_to, received_before = of_received
         stages.append(
             Stage(
-                keys=hops.first.messages(rank, plan.workers, _crosses(plan, hops.first)),
-                passed_on=_passed_on(hops.second, rank, plan.workers, received),
-                prefix=_group(home_before, at_home, at_home.local, received, causal=False)
+                keys=hops.first.exchanged(rank, plan.workers, _crosses(plan, hops.first)),
+                forwarded=_forwarded(hops.second, rank, plan.workers, received),
+                remote_kv=_group(local_before, local_query, local_query.local, received, causal=False)
                 if plan.window is None
-                else _group(home_up_to, at_home, at_home.local, received),
-                visiting=_group(visiting_up_to, visitors, received_queries, received),
-                visiting_prefix=_group(visiting_before, visitors, received_queries, received, causal=False),
+                else _group(local_up_to, local_query, local_query.local, received),
+                remote_query=_group(received_up_to, received_query, received_queries, received),
+                remote_query_prefix=_group(received_before, received_query, received_queries, received, causal=False),
             )
         )
     return Routes(
         local_rows=int(plan.layout.tokens[rank]) if rank < plan.layout.ranks else 0,
-        queries=tasks.queries[~tasks.at_home].messages(rank, plan.workers, any_query_crosses(plan)),
-        own=_own(tasks.queries[own], keys.local_first[own], plan.window),
+        queries=tasks.queries[~tasks.queries_local].exchanged(rank, plan.workers, any_query_crosses(plan)),
+        local=_local(tasks.queries[local], tasks.local_first[local], plan.window),
         stages=tuple(stages),
     )
 
@@ -89,14 +82,14 @@ def _crosses(plan: Plan, moves: Moves) -> bool:
     return bool(np.any((moves.source != moves.target) & (moves.target < plan.layout.ranks)))
 
 
-def _passed_on(moves: Moves, rank: int, workers: int, received: Received) -> Messages:
+def _forwarded(moves: Moves, rank: int, workers: int, received: Received) -> ExchangedRows:
     """Return the rows that one rank forwards, and the rows forwarded to it."""
-    messages = moves.messages(rank, workers, crossing=bool(len(moves.source)))
+    rows = moves.exchanged(rank, workers, crossing=bool(len(moves.source)))
     sent = moves[moves.source == rank]
-    return replace(messages, send_rows=received.find(sent.ordered(sent.target).rows))
+    return replace(rows, send_rows=received.find(sent.ordered(sent.target).rows))
 
 
-def _own(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
+def _local(queries: Moves, first: IntArray, window: int | None) -> TaskGroup:
     """Return the tasks that read keys in the segment of their queries.
 
     Args:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import Plan
 from hf_distca.planner.intervals import Intervals, by_document, expand
-from hf_distca.planner.routes.tables import IntArray, LocalRows, Messages, ReceivedRows
+from hf_distca.planner.routes.tables import ExchangedRows, IntArray, LocalRows, ReceivedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,10 +63,10 @@ class Moves:
         return Moves(Intervals(document, start, stop), source, target, local)
 
     def ordered(self, peer: IntArray) -> "Moves":
-        """Sort the moves by (peer, document, start), as both ends order the rows of a message."""
+        """Sort the moves by (peer, document, start), as both ends order the rows of an exchange."""
         return self[np.lexsort((self.rows.start, self.rows.document, peer))]
 
-    def messages(self, rank: int, workers: int, crossing: bool) -> Messages:
+    def exchanged(self, rank: int, workers: int, crossing: bool) -> ExchangedRows:
         """Return what one rank or server sends and receives of these rows."""
         sent, came = self[self.source == rank], self[self.target == rank]
         sent = sent.ordered(sent.target)
@@ -74,7 +74,7 @@ class Moves:
         def per_worker(peer: IntArray, rows: Intervals) -> IntArray:
             return np.bincount(peer, weights=rows.lengths, minlength=workers).astype(np.int64)
 
-        return Messages(
+        return ExchangedRows(
             send_rows=expand(sent.local, sent.rows.lengths),
             send_counts=per_worker(sent.target, sent.rows),
             recv_counts=per_worker(came.source, came.rows),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_distca.planner.intervals import Intervals, expand
-from hf_distca.planner.routes.cut_tasks import CutTasks, KeysRead
 from hf_distca.planner.routes.moves import Moves
 from hf_distca.planner.routes.tables import IntArray
 
@@ -98,35 +97,34 @@ def _nonzero(stages: Sequence[IntArray]) -> tuple[IntArray, IntArray, IntArray, 
     return target, source, np.repeat(np.arange(len(stages)), [len(where[0]) for where in found]), rows
 
 
-def tasks_by_stage(
-    tasks: CutTasks, keys: KeysRead, stage_rows: int, window: int, ranks: int
-) -> tuple[CutTasks, IntArray]:
+def pieces_of_windows(
+    queries: Moves, received: Intervals, stage_rows: int, window: int, ranks: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Cut tasks of windowed attention so that each has all its keys in one stage.
 
     Rows within reach of the windows of two stages travel in both.
 
     Args:
+        queries: [n] query rows of each task, by (worker, document, start).
+        received: [n] K/V rows that are sent for each task.
         stage_rows: the most rows of a stage that a rank receives, or two windows if that is more.
         ranks: number of ranks; later workers are servers.
 
     Returns:
-        The tasks, and the stage of each; 0 for tasks that receive no rows.
+        The task of each piece, its first and last query row counted from the task's first (see `Moves.pieces`), and
+        the stage of its keys; 0 if it receives no rows.
     """
-    rows = tasks.queries.rows
-    order = np.lexsort((rows.start, rows.document, tasks.queries.target))
-    tasks, brought, is_brought = tasks[order], keys.brought_rows[order], keys.brought[order]
-    rows, target = tasks.queries.rows, tasks.queries.target
+    rows, target = queries.rows, queries.target
     # The place of a query is that of its own key among the rows sent to the worker, one task after another.
-    before = np.cumsum(brought.lengths) - brought.lengths
-    place = before - before[np.searchsorted(target, target)] + rows.start - brought.start
+    before = np.cumsum(received.lengths) - received.lengths
+    place = before - before[np.searchsorted(target, target)] + rows.start - received.start
     # The windows of a stage's first queries reach into the previous stage.
-    size = np.where(is_brought & (target < ranks), max(stage_rows - window + 1, window), _WHOLE)
+    size = np.where((received.lengths > 0) & (target < ranks), max(stage_rows - window + 1, window), _WHOLE)
     first_stage, last_stage = place // size, (place + rows.lengths - 1) // size
     counts = last_stage - first_stage + 1
     which, stage = np.repeat(np.arange(len(place)), counts), expand(first_stage, counts)
     begin = stage * size[which] - place[which]
-    first, last = np.maximum(begin, 0), np.minimum(begin + size[which], rows.lengths[which])
-    return tasks.pieces(which, first, last), stage
+    return which, np.maximum(begin, 0), np.minimum(begin + size[which], rows.lengths[which]), stage
 
 
 def stage_intervals(arriving: Sequence[Moves]) -> tuple[IntArray, Intervals]:

@@ -1,4 +1,4 @@
-"""Elements of routes: groups of tasks, messages between workers, and the routes of one rank."""
+"""Elements of routes: groups of tasks, rows exchanged between workers, and the routes of one rank."""
 
 from dataclasses import dataclass
 
@@ -84,7 +84,7 @@ class TaskGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
+class ExchangedRows:
     """Rows of one kind, Q or K and V, that this rank sends and receives.
 
     Attributes:
@@ -106,20 +106,20 @@ class Stage:
     """K/V rows that travel in one exchange, and the tasks that see them.
 
     Attributes:
-        passed_on: exchange of forwarded rows inside nodes; they come last among the received rows.
-        prefix: remote-KV tasks: q_rows are local, k_rows received. With full attention the keys lie before the segment
-            and are all visible; the result is merged with that of `own`. With a window a task has its whole window,
-            bottom-right causal.
-        visiting: remote-query tasks: q_rows are received query rows, k_rows received key rows, bottom-right causal.
-        visiting_prefix: received queries against keys before them, all of them visible; empty with one stage or a
+        forwarded: exchange of forwarded rows inside nodes; they come last among the received rows.
+        remote_kv: q_rows are local, k_rows received. With full attention the keys lie before the segment and are all
+            visible; results are merged with those of `local`. With a window a task has its whole window, bottom-right
+            causal.
+        remote_query: q_rows are received query rows, k_rows received key rows, bottom-right causal.
+        remote_query_prefix: received queries against keys before them, all of them visible; empty with one stage or a
             window.
     """
 
-    keys: Messages
-    passed_on: Messages
-    prefix: TaskGroup
-    visiting: TaskGroup
-    visiting_prefix: TaskGroup
+    keys: ExchangedRows
+    forwarded: ExchangedRows
+    remote_kv: TaskGroup
+    remote_query: TaskGroup
+    remote_query_prefix: TaskGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,12 +128,12 @@ class Routes:
 
     Attributes:
         queries: exchange of Q rows, and of O, dO and dQ rows; never to the rank itself.
-        own: local tasks, whose queries and keys lie in one segment of this rank; q_rows and k_rows are local.
+        local: local tasks, whose queries and keys lie in one segment of this rank; q_rows and k_rows are local.
         stages: exchanges of K/V rows, in order, with the tasks of each. Received key rows of each stage are counted
             apart. Servers receive theirs in the first stage.
     """
 
     local_rows: int
-    queries: Messages
-    own: TaskGroup
+    queries: ExchangedRows
+    local: TaskGroup
     stages: tuple[Stage, ...]

@@ -1,8 +1,8 @@
 """The pool of dedicated attention servers, as ranks see it.
 
 A server is a worker of the plan that holds no rows. Ranks send it query and K/V rows over one link per pair of rank
-and server, and collect the results after their own tasks. After every collection they tell one another which servers
-they lost: all of them go on without these, and compute what was lost.
+and server, and collect the results after their local tasks. After every collection ranks agree on the servers that
+some rank has lost: all of them go on without these, and compute what was lost.
 
 Shape suffixes: T local rows, H query heads, G key/value heads, D head dim of queries and keys, E head dim of values, N
 rows; what follows a row's N is free.
@@ -12,77 +12,142 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups
-from hf_distca.dispatch.recorder import Recorder, Span, Work
+from hf_distca.dispatch.recorder import Span, Work
 from hf_distca.dispatch.remote import ServerRows
 from hf_distca.dispatch.rows import take
 from hf_distca.kernels import AttentionParams
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.plan import AttentionKind, MicroBatchPlan, Plan
 from hf_distca.planner.cost import Workers
-from hf_distca.planner.lost import plan_lost
+from hf_distca.planner.servers import plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.with_servers import plan_with_servers
-from hf_distca.pool.directory import Directory
+from hf_distca.pool.directory import Directory, ServerInfo
 from hf_distca.pool.memory import Memory
 from hf_distca.pool.messages import Call, plan_tables
-from hf_distca.pool.rank.members import Members, PendingReply
+from hf_distca.pool.rank.link import Answer, ServerLink
 from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
-from hf_distca.pool.wire import LinkLost
+from hf_distca.pool.transport import rank_hello
+from hf_distca.pool.wire import LinkLost, MismatchError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 10.0
+"""For connecting to a server that has joined, at most."""
 
 POLL_S = 0.2
 SPANS = 1 << 16
-"""Kept until speeds are corrected, at most: a long evaluation goes by without that."""
+"""Most spans that are kept until speeds are corrected: a long evaluation goes by without that."""
+
+
+class Member(NamedTuple):
+    """A server that takes part.
+
+    Attributes:
+        name: for messages.
+        link: this rank's.
+        rank_beside: the first rank on the server's host; None where there is no rank.
+    """
+
+    name: str
+    link: ServerLink
+    rank_beside: int | None
 
 
 class Pool:
-    """The servers that are there, and how fast they are: what a `Dispatcher` has as `remote`.
+    """The servers that take part, and how fast they are: what a `Dispatcher` has as `remote`.
 
     Every rank makes one at the same point and calls `refresh` and `close` when every other does.
 
     Args:
-        groups: the ranks.
-        members: who takes part.
-        recorder: of this rank's time.
-        own_speed: of this rank's kernel as `measure_speed` gives it, in pairs per second.
+        dispatcher: whose micro-batches servers work on.
+        directory: where servers join; on rank 0 only.
+        memory: where rows are sent from and received.
         ranks_serve: whether ranks compute core attention too while there are servers.
+        timeout_s: a server that does not answer for so long is lost.
     """
 
     def __init__(
-        self, groups: Groups, members: Members, recorder: Recorder, own_speed: float, *, ranks_serve: bool = True
+        self,
+        dispatcher: Dispatcher,
+        token: bytes,
+        directory: Directory | None,
+        memory: Memory,
+        *,
+        ranks_serve: bool = True,
+        timeout_s: float = 60.0,
     ) -> None:
-        self.members = members
-        self.ranks_serve = ranks_serve
-        self.recorder = recorder
-        self.speeds = Speeds(float(np.mean(groups.all_gather(own_speed))))
+        self.ranks_serve, self.timeout_s, self.memory = ranks_serve, timeout_s, memory
+        self.recorder, self._groups = dispatcher.recorder, dispatcher.groups
+        own_speed = measure_speed(dispatcher.kernel, dispatcher.device)
+        self.speeds = Speeds(float(np.mean(self._groups.all_gather(own_speed))))
         self.call_ids = itertools.count()  # the same on every rank
         self._plan_ids = itertools.count()
-        self._groups = groups
-        self._recording = recorder.listen(*OBSERVED, most=SPANS)
+        self._token, self._directory = token, directory
+        self._members: dict[int, Member] = {}
+        self._recording = self.recorder.listen(*OBSERVED, most=SPANS)
 
     @property
     def servers(self) -> tuple[int, ...]:
         """Ids of the servers that take part."""
-        return self.members.ids
+        return tuple(sorted(self._members))
+
+    def link(self, server: int) -> ServerLink | None:
+        """Return the link to a server; None where the server takes no part any more."""
+        return self._members[server].link if server in self._members else None
+
+    # Between steps
 
     def refresh(self) -> None:
         """Let servers that have joined take part from now on, without those that left. A collective."""
-        told = self._groups.all_gather((self.members.news(), observe(self._recording.take())))
-        self.speeds.learn([observed for _, observed in told])
-        for info in self.members.update([news for news, _ in told]):
-            speed, link = self.speeds.joined(info.id, info.pairs_per_second), self.members.link(info.id)
-            assert link is not None
-            name = self.members.name(info.id)
-            self.members.tell(
-                f"attention server {name} takes part: speed {speed:.2f}, rows travel over {link.carried_by}"
-            )
+        listed = self._directory.members() if self._directory is not None else ()
+        failed = {server for server, member in self._members.items() if member.link.lost}
+        seen = self._groups.all_gather((listed, failed, observe(self._recording.take())))
+        self.speeds.learn([observed for _, _, observed in seen])
+        lost = set().union(*(failed for _, failed, _ in seen))
+        present = {info.id: info for info in seen[0][0] if info.id not in lost}  # it may come back as a new member
+        self._lose(lost, "between steps; no call was running")
+        self._lose(set(self._members) - set(present), "it left the directory")
+        joined = [info for server, info in sorted(present.items()) if server not in self._members]
+        if joined:
+            self._connect(joined)
+
+    def _connect(self, joined: Sequence[ServerInfo]) -> None:
+        """Connect to servers; those to which every rank has a link take part. A collective."""
+        links: dict[int, ServerLink] = {}
+        failures: dict[int, tuple[str, bool]] = {}
+        hello = rank_hello(self._groups.rank, self._groups.ranks, self.memory)
+        connect_s = min(CONNECT_S, self.timeout_s)
+        for info in joined:
+            try:
+                links[info.id] = ServerLink(
+                    info.host, info.port, self._token, hello, connect_s, self.timeout_s, self.memory
+                )
+            except LinkLost as error:
+                failures[info.id] = str(error), isinstance(error, MismatchError)
+        seen = self._groups.all_gather((failures, {server for server, link in links.items() if link.within_host}))
+        for info in joined:
+            reasons = [failures[info.id] for failures, _ in seen if info.id in failures]
+            name = f"attention server {info.id} ({info.host}:{info.port}, {info.device})"
+            if not reasons:
+                beside = next((rank for rank, (_, here) in enumerate(seen) if info.id in here), None)
+                self._members[info.id] = Member(name, links[info.id], beside)
+                speed = self.speeds.joined(info.id, info.pairs_per_second)
+                self._log(f"{name} takes part: speed {speed:.2f}, rows travel over {links[info.id].carried_by}")
+                continue
+            if info.id in links:
+                links[info.id].close()
+            self._log(f"{name} cannot take part: {reasons[0][0]}", logging.WARNING)
+            if self._directory is not None:
+                self._directory.drop(info.id, reasons[0][0] if any(final for _, final in reasons) else "")
 
     def wait_for(self, servers: int, timeout_s: float) -> None:
         """Refresh until so many servers take part, or go on without the rest. A collective."""
@@ -90,15 +155,16 @@ class Pool:
         while True:
             self.refresh()
             late = self._groups.any_of([time.monotonic() > deadline])[0]
-            if len(self.servers) >= servers or late:
+            if len(self._members) >= servers:
+                return
+            if late:
                 break
             time.sleep(POLL_S)
-        if len(self.servers) < servers:
-            self.members.tell(
-                f"{len(self.servers)} of {servers} attention servers joined within {timeout_s:g} s; training begins "
-                "without the rest, which may join later",
-                logging.WARNING,
-            )
+        self._log(
+            f"{len(self._members)} of {servers} attention servers joined within {timeout_s:g} s; training begins "
+            "without the rest, which may join later",
+            logging.WARNING,
+        )
 
     def workers(self, nano_batches: int) -> Workers:
         """Return speeds and base loads of the ranks and, after them, of `servers`, for so many nano-batches."""
@@ -109,68 +175,74 @@ class Pool:
 
         Servers are the plan's workers behind the ranks, in the order of `servers`.
         """
-        servers = self.servers
+        servers, nodes = self.servers, settings.nodes
         if not servers:
             return plan, None
+        server_nodes = None
+        if nodes is not None:
+            beside = [self._members[server].rank_beside for server in servers]
+            server_nodes = [None if rank is None else nodes[rank] for rank in beside]
         plan = plan_with_servers(
             plan,
             self.workers(len(plan.nano_batches)),
             settings,
             ranks_serve=self.ranks_serve,
-            server_nodes=self._nodes(servers, settings.nodes),
+            server_nodes=server_nodes,
         )
         plan_id = next(self._plan_ids)
         if self._groups.rank == 0:
             for index, server in enumerate(servers):
                 message, tables = plan_tables(plan_id, self._groups.ranks + index, plan.nano_batches)
-                link = self.members.link(server)
-                assert link is not None  # nobody is lost between two collectives
                 with suppress(LinkLost):  # noticed by all ranks when its results are collected
-                    link.send(message, [table.data for table in tables])
+                    self._members[server].link.send(message, [table.data for table in tables])
         return plan, PlanAtServers(self, plan_id, servers, settings)
 
-    def _nodes(self, servers: Sequence[int], nodes: Sequence[int] | None) -> list[int | None] | None:
-        """[servers] the node of the ranks that share a server's host; None for a server on a host of its own.
+    # In a step
+
+    def without_lost(self, servers: Sequence[int]) -> frozenset[int]:
+        """Agree on the servers that some rank has lost, and go on without them. A collective where any takes part.
 
         Args:
-            servers: their ids.
-            nodes: [ranks] the node of each rank; None where all links are alike.
+            servers: ids of those that had something to do; the same on every rank.
+
+        Returns:
+            Those of them that take no part any more.
         """
-        if nodes is None:
-            return None
-        beside = [self.members.rank_beside(server) for server in servers]
-        return [None if rank is None else nodes[rank] for rank in beside]
+        here = [server for server in servers if server in self._members]
+        if here:  # the same on every rank
+            failed = self._groups.any_of([bool(self._members[server].link.lost) for server in here])
+            self._lose(
+                {server for server, lost in zip(here, failed, strict=True) if lost},
+                "its tasks of this micro-batch are computed by the ranks",
+            )
+        return frozenset(server for server in servers if server not in self._members)
 
     def close(self) -> None:
-        """Let go of all servers, and tell them that training is over."""
+        """Close all links, and end training at the directory."""
         self._recording.stop()
-        self.members.close()
+        for member in self._members.values():
+            member.link.close()
+        self._members.clear()
+        if self._directory is not None:
+            self._directory.end()
+            self._directory.close()
 
+    def _lose(self, servers: set[int], what: str) -> None:
+        """Go on without servers, the same on every rank; `what` becomes of their tasks, for the warning."""
+        for server in sorted(servers & set(self._members)):
+            member = self._members.pop(server)
+            reason = member.link.lost or "another rank lost it"
+            member.link.close()
+            if self._directory is not None:
+                self._directory.drop(server)
+            count = len(self._members)
+            left = f"{count} servers left" if count else "no server left, so ranks compute all tasks"
+            self._log(f"lost {member.name} ({reason}): {what}; {left}", logging.WARNING)
 
-def use_servers(
-    dispatcher: Dispatcher,
-    token: bytes,
-    directory: Directory | None,
-    memory: Memory,
-    *,
-    ranks_serve: bool = True,
-    timeout_s: float = 60.0,
-) -> Pool:
-    """Let dedicated servers take part in what a dispatcher binds from now on, whenever there are any. A collective.
-
-    Args:
-        dispatcher: whose micro-batches they are to work on.
-        token: the run's token.
-        directory: where servers join; on rank 0 only.
-        memory: where rows are sent from and received.
-        ranks_serve: whether ranks compute core attention too while there are servers.
-        timeout_s: a server that does not answer for so long is lost.
-    """
-    members = Members(dispatcher.groups, memory, token, directory, timeout_s)
-    own_speed = measure_speed(dispatcher.kernel, dispatcher.device)
-    pool = Pool(dispatcher.groups, members, dispatcher.recorder, own_speed, ranks_serve=ranks_serve)
-    dispatcher.remote = pool
-    return pool
+    def _log(self, message: str, level: int = logging.INFO) -> None:
+        """Log on rank 0."""
+        if self._groups.rank == 0:
+            logger.log(level, message)
 
 
 class PlanAtServers:
@@ -191,26 +263,24 @@ class PlanAtServers:
         rows: Mapping[str, Tensor],
     ) -> "CallAtServers":
         """See `hf_distca.dispatch.remote.RemotePlan.start`."""
-        q_THD, k_TGD, v_TGE = rows["q"], rows["k"], rows["v"]
-        dtype = str(q_THD.dtype).removeprefix("torch.")
+        pool, memory, device = self._pool, self._pool.memory, rows["q"].device
+        dtype: Any = str(rows["q"].dtype).removeprefix("torch.")  # the server refuses others than it knows
+        direction = work.direction
         call = Call(
-            plan_id=self._plan_id,
-            call_id=next(self._pool.call_ids),
-            nano_batch=work.nano_batch,
-            window=params.window,
-            direction=work.direction,
-            scale=params.scale,
-            softcap=params.softcap,
-            q_heads=q_THD.shape[1],
-            kv_heads=k_TGD.shape[1],
-            dim_qk=q_THD.shape[2],
-            dim_v=v_TGE.shape[2],
-            dtype=dtype,  # type: ignore[arg-type]  # the server refuses others
-            chunk=kind.chunk,
+            self._plan_id, next(pool.call_ids), work.nano_batch, kind, direction, params.scale, params.softcap, dtype
         )
-        under_way = CallAtServers(self._pool, self._servers, servers, work, q_THD.device)
+        under_way = CallAtServers(pool, work, device, {asked.server: self._servers[asked.server] for asked in servers})
         for asked in servers:
-            under_way.ask(asked, call, rows)
+            link = pool.link(self._servers[asked.server])
+            if link is None or not asked.q_count + asked.k_count:
+                continue  # the server is lost, or needs no rows of this rank
+            index = {"queries": asked.q_rows, "keys": asked.k_rows}
+            counts = {"queries": asked.q_count, "keys": asked.k_count}
+            staged, ready = memory.stage([take(rows[spec.name], index[spec.rows]) for spec in call.request()])
+            results = {spec.name: memory.empty(spec, counts[spec.rows]) for spec in call.reply()}
+            with suppress(LinkLost):  # the collection will find the link lost
+                answer = link.call(call, staged, list(results.values()), ready)
+                under_way.asked[asked.server] = link, answer, results
         return under_way
 
     def repair(self, plan: Plan, kind: AttentionKind, lost: frozenset[int]) -> Plan:
@@ -220,52 +290,33 @@ class PlanAtServers:
 
 
 class CallAtServers:
-    """One core attention's tasks at the servers, from the sending of rows to the collection of results.
+    """One core attention's tasks at the servers.
 
     Args:
-        pool: the rank's.
-        ids: of the plan's servers.
-        servers: those that have tasks of it.
-        work: which core attention.
-        device: the rank's.
+        ids: of the servers that have tasks of it, by their index in the plan.
+
+    Attributes:
+        asked: by server index, the link, the answer and the tensors of the results by name.
     """
 
-    def __init__(
-        self, pool: Pool, ids: Sequence[int], servers: Sequence[ServerRows], work: Work, device: torch.device
-    ) -> None:
-        self._members, self._recorder = pool.members, pool.recorder
-        self._ids = {asked.server: ids[asked.server] for asked in servers}
-        self._work = work
-        self._device = device
-        self._replies: dict[int, tuple[PendingReply, dict[str, Tensor]]] = {}  # by server index
-
-    def ask(self, asked: ServerRows, call: Call, rows: Mapping[str, Tensor]) -> None:
-        """Send a server its part of all local rows, if it takes part and this rank has any for it."""
-        link = self._members.link(self._ids[asked.server])
-        if link is None or not asked.q_count + asked.k_count:
-            return
-        memory = self._members.memory
-        index = {"queries": asked.q_rows, "keys": asked.k_rows}
-        counts = {"queries": asked.q_count, "keys": asked.k_count}
-        staged, ready = memory.stage([take(rows[spec.name], index[spec.rows]) for spec in call.request()])
-        results = {spec.name: memory.empty(spec, counts[spec.rows]) for spec in call.reply()}
-        with suppress(LinkLost):  # the collection will find the link lost
-            self._replies[asked.server] = link.call(call, staged, list(results.values()), ready), results
+    def __init__(self, pool: Pool, work: Work, device: torch.device, ids: Mapping[int, int]) -> None:
+        self._pool, self._work, self._device, self._ids = pool, work, device, ids
+        self.asked: dict[int, tuple[ServerLink, Future[Answer], dict[str, Tensor]]] = {}
 
     def collect(self) -> tuple[dict[int, dict[str, Tensor]], frozenset[int]]:
         """See `hf_distca.dispatch.remote.RemoteCall.collect`."""
-        for server, (reply, _) in self._replies.items():
+        recorder, work = self._pool.recorder, self._work
+        for server, (link, answer, _) in self.asked.items():
             with suppress(LinkLost):
-                said = reply.wait(self._members.timeout_s)
+                reply, departed, arrived = link.wait(answer, self._pool.timeout_s)
                 name = str(self._ids[server])
-                self._recorder.add(Span("call", name, self._work, reply.departed, reply.arrived))
-                begin = reply.arrived - said.seconds
-                self._recorder.add(Span("server", name, self._work, begin, reply.arrived, said.pairs))
-        lost_ids = self._members.without_lost(list(self._ids.values()))
+                recorder.add(Span("call", name, work, departed, arrived))
+                recorder.add(Span("server", name, work, arrived - reply.seconds, arrived, reply.pairs))
+        lost_ids = self._pool.without_lost(list(self._ids.values()))
         lost = frozenset(server for server, id in self._ids.items() if id in lost_ids)
         results = {
             server: {name: rows_N.to(self._device, non_blocking=True) for name, rows_N in columns.items()}
-            for server, (_, columns) in self._replies.items()
+            for server, (_, _, columns) in self.asked.items()
             if server not in lost
         }
         return results, lost

@@ -8,11 +8,14 @@ from hf_distca.planner.cost import Workers
 from hf_distca.planner.schedule import FROM_SERVERS, TO_SERVERS
 
 SMOOTHING = 0.5
-"""Share of a new observation in a speed, a base load or a way."""
+"""Share of a new observation in a speed, a base load or a travel time."""
 FADING = 0.1
-"""Share of a way that is forgotten in a step whose plan gave the server nothing to do: it is tried again some day."""
+"""Share of a travel time that is forgotten in a step in which the server had no tasks: it is tried again some day."""
 DIRECTIONS = 2
 """A measured speed counts a pair once for its forward and backward, an observed one in each of them."""
+
+OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "server")
+"""Kinds of spans that `observe` reads."""
 
 
 @dataclass(order=True)
@@ -23,22 +26,22 @@ class Served:
         pairs: query-key pairs of their tasks.
         seconds: time of the server's kernel.
         alone: calls of core attentions whose calls never began while the rank had another one under way.
-        way_s: of these, the time from the call to its results without the kernel's: rows on their way there and back.
+        travel_s: time of the calls that were alone without the kernel's: rows travel there and back.
     """
 
     pairs: int = 0
     seconds: float = 0.0
     alone: int = 0
-    way_s: float = 0.0
+    travel_s: float = 0.0
 
 
 @dataclass
 class Observed:
-    """What a rank saw of the time that attention takes, since the speeds were last corrected.
+    """Times of attention that a rank saw since the speeds were last corrected.
 
     Attributes:
         calls: attentions of a nano-batch that servers took part in.
-        pairs: query-key pairs of this rank's own tasks.
+        pairs: query-key pairs of the tasks that this rank computed.
         seconds: time of its kernel.
         between_s: time that it worked outside of attention while servers computed.
         servers: calls by server id.
@@ -51,17 +54,26 @@ class Observed:
     servers: dict[int, Served] = field(default_factory=dict)
 
 
-OBSERVED: tuple[Kind, ...] = ("phase", "kernel", "call", "server")
-"""Spans that `observe` reads."""
-
-
 def observe(spans: Sequence[Span]) -> Observed:
-    """Return what one rank's spans of `OBSERVED`, in the order of recording, say of the time that attention takes.
+    """Return the times of attention in one rank's spans of `OBSERVED`, which are in the order of recording.
 
-    Calls are on the host's clock and phases on the device's: they are told apart by what they were for.
+    Calls are on the host's clock and phases on the device's: their core attentions tell which belong together.
     """
-    phases = sorted((span for span in spans if span.kind == "phase"), key=lambda span: span.begin)
-    observed, shared = _observe_phases(phases)
+    observed = Observed()
+    shared = set[Work | None]()  # core attentions whose calls began while others were under way
+    under_way, until = 0, None
+    # Phases of a repair lie within another one.
+    for phase in sorted((span for span in spans if span.kind == "phase"), key=lambda span: span.begin):
+        if under_way and until is not None:
+            observed.between_s += max(phase.begin - until, 0.0)
+        until = phase.end if until is None else max(until, phase.end)
+        if TO_SERVERS in phase.part:
+            if under_way:
+                shared.add(phase.work)
+            under_way += 1
+        if FROM_SERVERS in phase.part:
+            observed.calls += 1
+            under_way = max(under_way - 1, 0)
     calls: dict[str, Span] = {}  # the latest by server
     for span in spans:
         if span.kind == "kernel":
@@ -77,49 +89,28 @@ def observe(spans: Sequence[Span]) -> Observed:
             if call is not None and span.work not in shared:
                 served.alone += 1
                 # The clocks of two hosts need not run alike.
-                served.way_s += max((call.end - call.begin) - (span.end - span.begin), 0.0)
+                served.travel_s += max((call.end - call.begin) - (span.end - span.begin), 0.0)
     return observed
 
 
-def _observe_phases(phases: Sequence[Span]) -> tuple[Observed, set[Work | None]]:
-    """Return calls, time between phases while calls run, and core attentions whose calls overlapped.
-
-    Phases are in the order of their beginnings; those of a repair lie within another one.
-    """
-    observed, shared = Observed(), set[Work | None]()
-    under_way, until = 0, None
-    for phase in phases:
-        if under_way and until is not None:
-            observed.between_s += max(phase.begin - until, 0.0)
-        until = phase.end if until is None else max(until, phase.end)
-        if TO_SERVERS in phase.part:
-            if under_way:
-                shared.add(phase.work)
-            under_way += 1
-        if FROM_SERVERS in phase.part:
-            observed.calls += 1
-            under_way = max(under_way - 1, 0)
-    return observed, shared
-
-
 class Speeds:
-    """What is known of the speeds, the same on every rank; `own` is the ranks' mean of `measure_speed`."""
+    """Speeds of ranks and servers, the same on every rank; `own` is the ranks' mean of `measure_speed`."""
 
     def __init__(self, own: float) -> None:
         self._own = DIRECTIONS * own  # as observed
-        self._base_load = 0.0  # of a rank, in pairs of its own, for one attention of a nano-batch
+        self._base_load = 0.0  # of a rank, in pairs that it computes, for one attention of a nano-batch
         self._relative: dict[int, float] = {}  # of servers, to the ranks' mean
-        self._ways: dict[int, float] = {}  # to servers and back, in pairs of a rank, for one attention
+        self._travel: dict[int, float] = {}  # of rows to servers and back, in pairs of a rank, for one attention
 
     @property
     def pairs_per_second(self) -> float:
-        """Of the ranks in the mean, as `measure_speed` counts pairs: once for forward and backward together."""
+        """Mean speed of the ranks, as `measure_speed` counts pairs: once for forward and backward together."""
         return self._own / DIRECTIONS
 
     def joined(self, server: int, measured: float) -> float:
         """Note a server that takes part, by its `measure_speed`, and return its speed relative to a rank."""
         self._relative[server] = DIRECTIONS * measured / self._own
-        self._ways[server] = 0.0
+        self._travel[server] = 0.0
         return self._relative[server]
 
     def learn(self, observed: Sequence[Observed]) -> None:
@@ -139,11 +130,11 @@ class Speeds:
             if most.seconds > 0:
                 self._relative[server] = _smoothed(self._relative[server], most.pairs / most.seconds / own)
             # Who sends first waits for the other ranks' rows; the shortest is that of the rank that sent last.
-            ways = [part.way_s / part.alone for part in parts if part.alone]
-            if ways:
-                self._ways[server] = _smoothed(self._ways[server], min(ways) * own)
+            travel = [part.travel_s / part.alone for part in parts if part.alone]
+            if travel:
+                self._travel[server] = _smoothed(self._travel[server], min(travel) * own)
             elif not parts:
-                self._ways[server] *= 1 - FADING
+                self._travel[server] *= 1 - FADING
 
     def workers(self, ranks: int, servers: Sequence[int], takes_turns: bool) -> Workers:
         """Return speeds and base loads of the ranks and of servers behind them.
@@ -153,7 +144,7 @@ class Speeds:
         """
         base_load = (self._base_load,) * ranks + (0.0,) * len(servers)
         if not takes_turns:
-            base_load = (0.0,) * ranks + tuple(self._ways[server] for server in servers)
+            base_load = (0.0,) * ranks + tuple(self._travel[server] for server in servers)
         return Workers((1.0,) * ranks + tuple(self._relative[server] for server in servers), base_load)
 
 

@@ -6,7 +6,7 @@ G key/value heads, D head dim of queries and keys, E head dim of values; N rows 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,13 +27,7 @@ from hf_distca.pool.transport import choose
 from hf_distca.pool.wire import Channel, LinkLost, ProtocolError
 
 KEPT = 8
-"""So many of the latest plans are kept: more than ranks have in use at once."""
-
-IN_FLIGHT = 4
-"""Calls of one rank that are received, computed or replied to at once; further ones wait in the network.
-
-Ranks issue calls in one order, so the oldest call can always be completed: no rank's later calls hold up its rows.
-"""
+"""Number of the latest plans that are kept: more than ranks have in use at once."""
 
 _FLUSH_S = 1.0
 
@@ -44,16 +38,16 @@ class ServedTasks:
     Attributes:
         group: the tasks, as index tensors.
         key_sums: how dK and dV of received rows are added up.
-        rows: for each kind of rows ("queries", "keys") and each rank, which of the received rows are its own.
+        rows: for each kind of rows ("queries", "keys") and each rank, the rank's slice of the received rows.
         totals: for each kind, how many rows come from all ranks.
-        ranks: those that have rows here.
+        ranks: ranks that have rows here.
         pairs: query-key pairs of all tasks.
     """
 
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
         stage = routes.stages[0]
-        self.group = BoundGroup(stage.visiting, buffer)
+        self.group = BoundGroup(stage.remote_query, buffer)
         self.rows: dict[str, list[slice]] = {}
         self.totals: dict[str, int] = {}
         for kind, messages in (("queries", routes.queries), ("keys", stage.keys)):
@@ -61,14 +55,11 @@ class ServedTasks:
             stops = np.cumsum(counts)
             self.rows[kind] = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
             self.totals[kind] = int(counts.sum())
-        self.key_sums = RowSum({"tasks": stage.visiting.k_rows}, self.totals["keys"], buffer)
-        self.ranks = frozenset(
-            rank
-            for rank, parts in enumerate(zip(self.rows["queries"], self.rows["keys"], strict=True))
-            if any(part.stop > part.start for part in parts)
-        )
+        self.key_sums = RowSum({"tasks": stage.remote_query.k_rows}, self.totals["keys"], buffer)
+        received = (routes.queries.recv_counts + stage.keys.recv_counts)[: plan.layout.ranks]
+        self.ranks = frozenset(np.flatnonzero(received).tolist())
         # Counted from a task's first key on; with a window that is where the first row's window begins.
-        q_lens, k_lens = stage.visiting.q_lens, stage.visiting.k_lens
+        q_lens, k_lens = stage.remote_query.q_lens, stage.remote_query.k_lens
         self.pairs = int(np.sum(pairs(k_lens - q_lens, k_lens, plan.window)))
 
 
@@ -77,7 +68,7 @@ ServedPlan = dict[tuple[int, AttentionKind], ServedTasks]
 
 
 def served_plan(message: PlanTables, tables: bytearray, device: torch.device) -> ServedPlan:
-    """Make this server's tasks of a plan that has come."""
+    """Make this server's tasks of a received plan."""
     buffer = IndexBuffer(device)
     plan = {
         (nano_batch, kind): ServedTasks(plan, message.worker, buffer)
@@ -89,51 +80,48 @@ def served_plan(message: PlanTables, tables: bytearray, device: torch.device) ->
 
 
 class RankLink:
-    """The server's end of the connection to one rank; rows may stand still on their way for `rows_s`."""
+    """The server's end of the connection to one rank; travelling rows may stand still for `rows_s`."""
 
     def __init__(self, channel: Channel, hello: RankHello, rows_s: float, memory: Memory) -> None:
         self.rank = hello.rank
         self.channel = channel
         self.rows_s = rows_s
-        self.transport, self._welcome = choose(channel, memory, hello.nixl)
-        self.in_flight = 0  # calls that have begun and whose replies are not sent; guarded by `Calls`
-        self.gone = False  # nothing that comes from it counts any more
-        self._outbox = Outbox(channel)
+        self.transport, self.welcome = choose(channel, memory, hello)
+        self.gone = False  # nothing from this rank counts any more
+        self.outbox = Outbox(channel)
 
-    def welcome(self) -> None:
-        """Tell the rank that it is connected."""
-        self._outbox.put(partial(self.channel.send, self._welcome))
-
-    def reply(self, reply: Reply, rows: Sequence[Tensor], sent: Callable[[], None]) -> None:
-        """Queue a reply; `sent` is called when it has left, or never will."""
-        self._outbox.put(partial(self.transport.send, reply, rows, self.rows_s), sent)
+    def reply(self, reply: Reply, rows: Sequence[Tensor]) -> None:
+        """Queue a reply."""
+        self.outbox.put(partial(self.transport.send, reply, rows, self.rows_s))
 
     def refuse(self, reason: str) -> None:
-        """Tell the rank why, then end the connection; its own thread notices."""
+        """Send the rank the reason, then end the connection; its own thread notices."""
         self.gone = True
-        self._outbox.put(partial(self.channel.refuse, reason), self.channel.shut_down)
-
-    def is_gone(self) -> bool:
-        """Whether the rank has left or was refused."""
-        return self.gone or self.channel.hung_up()
+        self.outbox.put(partial(self.channel.refuse, reason))
+        self.outbox.put(self.channel.shut_down)
 
     def finish(self) -> None:
         """Send what is queued, within reason, and end the connection."""
         self.gone = True
-        self._outbox.finish(_FLUSH_S)
+        self.outbox.finish(_FLUSH_S)
         self.transport.close()
 
 
 @dataclass(eq=False)
 class Assembly:
-    """The rows of one call."""
+    """The rows of one call.
+
+    Attributes:
+        received: the tensors of call.request() by name: rows of all ranks.
+        missing: ranks whose rows are not complete.
+        links: links of the ranks that send rows, by rank.
+    """
 
     call: Call
     tasks: ServedTasks
-    received: dict[str, Tensor]  # the tensors of call.request() by name: rows of all ranks
-    missing: set[int]  # ranks whose rows are not complete
-    links: dict[int, RankLink] = field(default_factory=dict)  # who sends rows, by rank
-    lost: bool = False  # a rank that has rows for it is gone
+    received: dict[str, Tensor]
+    missing: set[int]
+    links: dict[int, RankLink] = field(default_factory=dict)
 
     def rows_of(self, rank: int) -> list[Tensor]:
         """Return the slices that one rank's rows go into, in the order in which it sends them."""
@@ -144,7 +132,8 @@ class Assembly:
 class Calls:
     """The latest plans, and the calls that are made of them: puts calls together and hands out the complete ones.
 
-    Used by all ranks' threads and the computing one. Rows are received in `memory`.
+    All ranks' threads and the computing one use it. Rows are received in `memory`. A rank has at most two calls in
+    flight, one of each nano-batch: nothing else limits them here.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -162,7 +151,7 @@ class Calls:
         return len(self._links)
 
     def join(self, link: RankLink) -> None:
-        """Take in a rank that has connected; an older connection of it is ended."""
+        """Take in a rank that has connected; an older connection of the rank is ended."""
         with self._changed:
             older = self._links.get(link.rank)
             if older is not None:
@@ -170,7 +159,13 @@ class Calls:
                 older.refuse("the rank has connected again")
             self._links[link.rank] = link
             if link.rank == 0:
-                self._plans.clear()  # it may begin anew
+                self._plans.clear()  # rank 0 may begin anew
+
+    def leave(self, link: RankLink) -> None:
+        """Give up the calls that miss rows of a rank that is gone, and refuse the others in them."""
+        with self._changed:
+            self._remove(link)
+            self._changed.notify_all()
 
     def add_plan(self, plan_id: int, plan: ServedPlan) -> None:
         """Add a plan and forget the oldest."""
@@ -180,61 +175,49 @@ class Calls:
                 del self._plans[min(self._plans)]
             self._changed.notify_all()
 
-    def plan(self, plan_id: int, timeout_s: float, give_up: Callable[[], bool]) -> ServedPlan:
-        """Return a plan, which a rank's call may overtake: wait for it, and ask `give_up` twice a second.
+    def begin(self, link: RankLink, call: Call, plan_wait_s: float) -> Assembly:
+        """Make room for the rows of a call that a rank begins to send, once its plan is here.
 
-        ProtocolError: it is not kept any more, or does not come.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while plan_id not in self._plans:
-                if plan_id < min(self._plans, default=0):
-                    raise ProtocolError(f"plan {plan_id} is no longer kept; the latest is {max(self._plans)}")
-                if time.monotonic() > deadline or give_up():
-                    raise ProtocolError(f"plan {plan_id} did not arrive within {timeout_s:g} s")
-                self._changed.wait(0.5)
-            return self._plans[plan_id]
-
-    def leave(self, link: RankLink) -> None:
-        """Give up the calls that miss rows of a rank that is gone, and tell the others in them."""
-        with self._changed:
-            self._remove(link)
-            self._changed.notify_all()
-
-    def begin(self, link: RankLink, call: Call, tasks: ServedTasks) -> Assembly:
-        """Make room for the rows of a call that a rank begins to send.
+        A call may overtake its plan, and wait for the plan so long at most.
 
         Raises:
-            ProtocolError: it is not what other ranks say of the call.
+            ProtocolError: the plan is not kept any more or does not come, or the call does not fit it.
             LinkLost: the rank, or another one that has rows for the call, is not connected.
         """
+        deadline = time.monotonic() + plan_wait_s
+        number = call.plan_id
         with self._changed:
-            while link.in_flight >= IN_FLIGHT:
-                if link.is_gone():
-                    raise LinkLost("the rank left")
+            while number not in self._plans:
+                if number < min(self._plans, default=0):
+                    raise ProtocolError(f"plan {number} is no longer kept; the latest is {max(self._plans)}")
+                if time.monotonic() > deadline or link.gone or link.channel.hung_up():
+                    raise ProtocolError(f"plan {number} did not arrive within {plan_wait_s:g} s")
                 self._changed.wait(0.5)
-            if link.gone:
-                raise LinkLost("the connection has ended")
+            tasks = self._plans[number].get((call.nano_batch, call.kind))
+            if tasks is None or link.rank not in tasks.ranks:
+                raise ProtocolError(
+                    f"plan {number} has no tasks of nano-batch {call.nano_batch}, {call.kind}, for rank {link.rank}"
+                )
             absent = tasks.ranks - self._links.keys()
-            if absent:
-                raise LinkLost(f"call {call.call_id} needs rows of rank {min(absent)}, which is not connected")
+            if absent or link.gone:
+                rank = min(absent, default=link.rank)
+                raise LinkLost(f"call {call.call_id} needs rows of rank {rank}, which is not connected")
             assembly = self._open.get(call.call_id)
             if assembly is None:
                 received = {spec.name: self._memory.empty(spec, tasks.totals[spec.rows]) for spec in call.request()}
-                assembly = Assembly(call, tasks, received, set(tasks.ranks))
-                self._open[call.call_id] = assembly
+                assembly = self._open[call.call_id] = Assembly(call, tasks, received, set(tasks.ranks))
             if assembly.call != call or link.rank in assembly.links:
                 raise ProtocolError(f"call {call.call_id} differs from the call of other ranks, or was made twice")
             assembly.links[link.rank] = link
-            link.in_flight += 1
             return assembly
 
     def arrived(self, link: RankLink, assembly: Assembly) -> None:
         """Note that all rows of a rank are in their place."""
         with self._changed:
             assembly.missing.discard(link.rank)
-            if not assembly.missing and not assembly.lost:
-                del self._open[assembly.call.call_id]
+            call_id = assembly.call.call_id
+            if not assembly.missing and self._open.get(call_id) is assembly:  # else the call was given up
+                del self._open[call_id]
                 self._complete.append(assembly)
                 self._changed.notify_all()
 
@@ -245,12 +228,6 @@ class Calls:
                 self._changed.wait()
             return None if self._closed else self._complete.pop(0)
 
-    def replied(self, link: RankLink) -> None:
-        """Note that a reply has left: the rank may have another call."""
-        with self._changed:
-            link.in_flight -= 1
-            self._changed.notify_all()
-
     def close(self) -> None:
         """Hand out no more calls."""
         with self._changed:
@@ -259,11 +236,10 @@ class Calls:
 
     def _remove(self, link: RankLink) -> None:
         if self._links.get(link.rank) is not link:
-            return  # it has connected again
+            return  # the rank has connected again
         del self._links[link.rank]
         for call_id, assembly in list(self._open.items()):
             if link.rank in assembly.missing:
-                assembly.lost = True
                 del self._open[call_id]
                 for other in assembly.links.values():
                     if other is not link:
@@ -272,7 +248,7 @@ class Calls:
 
 def params_of(call: Call) -> AttentionParams:
     """Return the kernel's parameters of a call."""
-    return AttentionParams(scale=call.scale, window=call.window, softcap=call.softcap)
+    return AttentionParams(scale=call.scale, window=call.kind.window, softcap=call.softcap)
 
 
 @torch.no_grad()

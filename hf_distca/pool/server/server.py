@@ -18,11 +18,10 @@ from hf_distca.pool.listener import Listener
 from hf_distca.pool.memory import Choice, make_memory
 from hf_distca.pool.messages import Call, End, Message, PlanTables, RankHello, Refused, Reply, ServerHello
 from hf_distca.pool.server.calls import Assembly, Calls, RankLink, compute, params_of, served_plan
-from hf_distca.pool.wire import Channel, Frame, LinkLost, MismatchError, PeerLeft, ProtocolError
+from hf_distca.pool.wire import SERVER, Channel, LinkLost, MismatchError, PeerLeft, ProtocolError
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "attention server"
 STATUS_S = 5.0
 _POLL_S = 0.2
 _WILDCARDS = ("0.0.0.0", "::")
@@ -36,15 +35,14 @@ class AttentionServer:
     ends the connection that it came on, and no other.
 
     Args:
-        token: the run's token.
-        device: where to compute.
-        kernel: what computes.
+        device: device that computes.
+        kernel: kernel that computes.
         choose: finds another kernel for what `kernel` cannot do; None: there is none.
         host: address of the interface to listen on.
         port: TCP port; 0 for any that is free.
         plan_wait_s: how long a call may wait for its plan.
-        rows_s: rows of a call or a reply may stand still on their way for so long.
-        transport: what carries rows; ValueError where it cannot be used.
+        rows_s: travelling rows of a call or a reply may stand still for so long.
+        transport: the transport of rows; ValueError where it cannot be used.
     """
 
     def __init__(
@@ -60,13 +58,9 @@ class AttentionServer:
         rows_s: float = 60.0,
         transport: Choice = Choice.TCP,
     ) -> None:
-        self._token = token
-        self._device = device
-        self._kernel = kernel
-        self._choose = choose
+        self._token, self._device, self._kernel, self._choose = token, device, kernel, choose
         self._kernels: dict[Need, Kernel] = {}
-        self._plan_wait_s = plan_wait_s
-        self._rows_s = rows_s
+        self._plan_wait_s, self._rows_s = plan_wait_s, rows_s
         self._memory = make_memory(transport, device, host)
         self._calls = Calls(self._memory)
         self._stopping = threading.Event()
@@ -75,7 +69,7 @@ class AttentionServer:
         self._recorder = Recorder(torch.device("cpu"))
         self._recording = self._recorder.listen("kernel")
         self._computing = threading.Thread(target=self._compute_calls, name="compute", daemon=True)
-        self._listener = Listener(host, port, token, SERVICE, self._serve)
+        self._listener = Listener(host, port, token, SERVER, self._serve)
         self.host, self.port = self._listener.host, self._listener.port
         self._computing.start()
 
@@ -88,10 +82,8 @@ class AttentionServer:
         """Join the run whose directory listens at an address, and serve until it ends or `stop` is called.
 
         Args:
-            join_host: of the directory.
-            join_port: of the directory.
             wait_s: how long to try to join, and again if the directory is lost; then LinkLost.
-            report: gets a line now and then that says what the server is doing.
+            report: gets a line about the server's work now and then.
 
         Raises:
             MismatchError: ranks cannot use this server.
@@ -129,7 +121,7 @@ class AttentionServer:
         self._computing.join()
 
     def _stay(self, member: Membership, joined: str, report: Callable[[str], None]) -> Message | None:
-        """Be a member until a last word comes, or (None) the directory is lost or `stop` is called."""
+        """Be a member until a last message comes, or (None) the directory is lost or `stop` is called."""
         report(joined)
         before, begin = (self._calls.ranks, self.tasks, self.busy_s), time.monotonic()
         while not self._stopping.is_set():
@@ -155,10 +147,10 @@ class AttentionServer:
         with self._on_device():
             link = RankLink(channel, hello, self._rows_s, self._memory)
             self._calls.join(link)
-            link.welcome()
+            link.outbox.put(partial(channel.send, link.welcome))
             try:
                 while True:
-                    self._take(link, channel.receive())
+                    self._take(link, *channel.receive())
             except PeerLeft:
                 raise
             except LinkLost as error:
@@ -168,37 +160,27 @@ class AttentionServer:
                 self._calls.leave(link)
                 link.finish()
 
-    def _take(self, link: RankLink, frame: Frame) -> None:
-        """Deal with one message; LinkLost where the connection must end."""
-        message = frame.message
+    def _take(self, link: RankLink, message: Message, size: int) -> None:
+        """Deal with one message that `size` bytes follow; LinkLost where the connection must end."""
         try:
             if isinstance(message, Call):
-                self._take_call(link, message, frame)
-            elif isinstance(message, PlanTables) and link.rank == 0 and frame.payload == message.bytes:
-                tables = bytearray(frame.payload)
+                self._kernel_of(message)
+                assembly = self._calls.begin(link, message, self._plan_wait_s)
+                link.transport.receive(message, size, assembly.rows_of(link.rank), link.rows_s)
+                self._calls.arrived(link, assembly)
+            elif isinstance(message, PlanTables) and link.rank == 0 and size == message.bytes:
+                tables = bytearray(size)
                 link.channel.receive_payload([tables], self._rows_s)
                 self._calls.add_plan(message.plan_id, served_plan(message, tables, self._device))
             else:
                 name = type(message).__name__
-                raise ProtocolError(f"rank {link.rank} sent an unexpected {name} with {frame.payload} bytes")
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise ProtocolError(f"rank {link.rank} sent an unexpected {name} with {size} bytes")
+        except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
             raise ProtocolError(f"the server cannot use this {type(message).__name__}: {error}") from error
-
-    def _take_call(self, link: RankLink, call: Call, frame: Frame) -> None:
-        plan = self._calls.plan(call.plan_id, self._plan_wait_s, link.is_gone)
-        tasks = plan.get((call.nano_batch, call.kind))
-        if tasks is None or link.rank not in tasks.ranks:
-            raise ProtocolError(
-                f"plan {call.plan_id} has no tasks of nano-batch {call.nano_batch}, {call.kind}, for rank {link.rank}"
-            )
-        self._kernel_of(call)
-        assembly = self._calls.begin(link, call, tasks)
-        link.transport.receive(frame, assembly.rows_of(link.rank), link.rows_s)
-        self._calls.arrived(link, assembly)
 
     def _kernel_of(self, call: Call) -> Kernel:
         """Return the kernel that computes a call; raise ValueError if none can."""
-        need = Need(getattr(torch, call.dtype), call.dim_qk, call.dim_v, params_of(call))
+        need = Need(getattr(torch, call.dtype), call.kind.dim_qk, call.kind.dim_v, params_of(call))
         if need not in self._kernels:
             try:
                 self._kernel.check(need, self._device)
@@ -215,15 +197,11 @@ class AttentionServer:
             while (assembly := self._calls.next()) is not None:
                 try:
                     self._compute_call(assembly)
-                except Exception as error:  # of the kernel, for instance out of memory: the server goes on
+                except Exception as error:  # the kernel's, for instance out of memory: the server goes on
                     logger.exception("call %d failed", assembly.call.call_id)
                     for link in assembly.links.values():
                         link.refuse(f"call {assembly.call.call_id} failed: {error}")
                 del assembly  # nothing is kept while there is nothing to do
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """For what a thread does on the server's GPU: each thread begins with the first one, and Triton takes that."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _compute_call(self, assembly: Assembly) -> None:
         call, tasks = assembly.call, assembly.tasks
@@ -234,4 +212,8 @@ class AttentionServer:
         reply = Reply(call.call_id, span.end - span.begin, span.pairs)
         for rank, link in assembly.links.items():
             own = [results[spec.name][tasks.rows[spec.rows][rank]] for spec in call.reply()]
-            link.reply(reply, own, partial(self._calls.replied, link))
+            link.reply(reply, own)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Return a context with the server's GPU: a thread begins with the first one, and Triton takes that."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

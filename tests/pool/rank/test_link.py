@@ -8,9 +8,10 @@ import torch
 from hf_distca.pool.listener import Listener
 from hf_distca.pool.memory import HostMemory
 from hf_distca.pool.messages import Call, End, RankHello, RankWelcome, Reply
-from hf_distca.pool.rank.members import SERVICE, ServerLink
+from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.token import make_token
-from hf_distca.pool.wire import AuthenticationError, LinkLost
+from hf_distca.pool.wire import SERVER, AuthenticationError, LinkLost, MismatchError
+from tests.pool.server.fake_ranks import FULL, make_call
 from tests.pool.servers import wait_until
 from tests.pool.strangers import message
 
@@ -18,7 +19,7 @@ MEMORY = HostMemory(torch.device("cpu"))
 
 
 def call(number=0):
-    return Call(0, number, 0, None, "forward", 0.5, None, 4, 2, 16, 16, "float32")
+    return make_call(0, number, 0, FULL, "forward")
 
 
 def reply(number=0):
@@ -34,23 +35,24 @@ class Server:
     """
 
     def __init__(self, token):
-        self.hellos = []
-        self.sent = []
+        self.hellos, self.sent = [], []
         self.answer = self.echo
         self.release = threading.Event()
-        self.listener = Listener("127.0.0.1", 0, token, SERVICE, self.serve)
+        self.listener = Listener("127.0.0.1", 0, token, SERVER, self.serve)
 
     def serve(self, channel, hello):
         self.hellos.append(hello)
-        channel.send(RankWelcome("tcp", ""))
+        if hello.rank == 5:
+            raise MismatchError("rank 5 of 2")
+        channel.send(RankWelcome("TCP", "no RDMA"))
         while True:
-            frame = channel.receive()
-            payload = bytearray(frame.payload)
+            received, size = channel.receive()
+            payload = bytearray(size)
             channel.receive_payload([payload])
-            if isinstance(frame.message, Call):
-                self.answer(channel, frame.message.call_id, payload)
+            if isinstance(received, Call):
+                self.answer(channel, received.call_id, payload)
             else:
-                self.sent.append((frame.message, bytes(payload)))
+                self.sent.append((received, bytes(payload)))
 
     def echo(self, channel, number, payload):
         channel.send(reply(number), [payload])
@@ -89,128 +91,102 @@ def buffer(size=8):
     return torch.full((size,), 255, dtype=torch.uint8)
 
 
-def test_a_call_gets_its_reply_into_its_buffers(server, link):
+def test_a_call_gets_its_reply_into_its_buffers_after_earlier_messages(server, link):
     first, rest = buffer(3), buffer(5)
-    pending = link.call(call(), [rows(b"abcd"), rows(b"efgh")], [first, rest])
-    assert pending.wait(60) == reply()
+    link.send(End(), [b"xyz"])
+    answer = link.call(call(), [rows(b"abcd"), rows(b"efgh")], [first, rest])
+    assert link.wait(answer, 60).reply == reply()
     assert bytes_of(first, rest) == b"abcdefgh"
     assert server.hellos == [RankHello(1, 2)]
-    assert link.within_host
+    assert server.sent == [(End(), b"xyz")]
+    assert (link.within_host, link.carried_by) == (True, "TCP (no RDMA)")
+    assert link.wait(link.call(call(1), [], []), 60).reply == reply(1)
 
 
 def test_a_payload_leaves_when_it_is_ready(link):
     payload, came, asked, written = buffer(2), buffer(2), threading.Event(), threading.Event()
-    pending = link.call(call(), [payload], [came], lambda: asked.set() or written.wait(60))
+    answer = link.call(call(), [payload], [came], lambda: asked.set() or written.wait(60))
     assert asked.wait(60)
     payload[:] = rows(b"ok")
     begin = time.perf_counter()
     written.set()
-    pending.wait(60)
+    _, departed, arrived = link.wait(answer, 60)
     assert bytes_of(came) == b"ok"
-    assert begin <= pending.departed <= pending.arrived
-
-
-def test_a_call_may_have_an_empty_reply(link):
-    assert link.call(call(), [], []).wait(60) == reply()
-
-
-def test_messages_arrive_before_later_calls(server, link):
-    link.send(End(), [b"xyz"])
-    link.call(call(), [rows(b"1")], [buffer(1)]).wait(60)
-    assert server.sent == [(End(), b"xyz")]
+    assert begin <= departed <= arrived
 
 
 def test_replies_may_come_in_another_order(server, link):
-    frames = []
+    calls = []
 
     def answer(*args):
-        frames.append(args)
-        if len(frames) == 3:
-            for each in reversed(frames):
+        calls.append(args)
+        if len(calls) == 3:
+            for each in reversed(calls):
                 server.echo(*each)
 
     server.answer = answer
     buffers = [buffer(2) for _ in range(3)]
-    replies = [link.call(call(n), [rows([n, n])], [buffers[n]]) for n in range(3)]
-    for pending in replies:
-        pending.wait(60)
+    for each in [link.call(call(n), [rows([n, n])], [buffers[n]]) for n in range(3)]:
+        link.wait(each, 60)
     assert [b.tolist() for b in buffers] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_a_caller_never_waits_for_a_slow_server(server, link):
     server.answer = lambda *_: server.release.wait()
     # Would a call wait until the server has taken its rows, the second one would wait until the test's end.
-    replies = [link.call(call(n), [torch.zeros(20_000_000, dtype=torch.uint8)], [buffer()]) for n in range(3)]
-    with pytest.raises(LinkLost, match=r"no reply within 0\.3 s"):
-        replies[0].wait(0.3)
-    with pytest.raises(LinkLost, match=r"no reply within 0\.3 s"):
-        replies[2].wait(60)
+    answers = [link.call(call(n), [torch.zeros(20_000_000, dtype=torch.uint8)], [buffer()]) for n in range(3)]
+    for answer, timeout_s in ((answers[0], 0.3), (answers[2], 60)):
+        with pytest.raises(LinkLost, match=r"no reply within 0\.3 s"):
+            link.wait(answer, timeout_s)
 
 
-def failing(kind):
-    """What a server does instead of answering, and what the rank is told."""
-
-    def close(channel, number, payload):
-        raise LinkLost("the test wants it so")
-
-    def send(data):
-        def answer(channel, number, payload):
-            with contextlib.suppress(OSError):  # the rank may have closed after an earlier answer
-                channel._sock.sendall(data(number))
-
-        return answer
-
-    def close_in_the_middle(*args):
-        send(lambda n: message(reply(n), b"12345678")[:-4])(*args)
-        close(*args)
-
-    return {
-        "closes": (close, "closed"),
-        "closes in the middle": (close_in_the_middle, "closed"),
-        "refuses": (lambda channel, *_: channel.refuse("no such plan"), "no such plan"),
-        "says nothing": (lambda *_: None, "no reply within 0.5 s"),
-        "too much": (send(lambda n: message(reply(n), b"123456789")), "9 bytes, expected 8"),
-        "too little": (send(lambda n: message(reply(n), b"1234567")), "7 bytes, expected 8"),
-        "huge": (send(lambda n: message(reply(n), payload_bytes=2**63)), "expected 8"),
-        "unasked": (send(lambda n: message(reply(99), b"12345678")), "received a Reply that answers no call"),
-        "other kind": (send(lambda n: message(call(n), b"12345678")), "received a Call that answers no call"),
-        "garbage": (send(lambda n: b"\0" * 100), "does not follow the protocol"),
-        "stops in the middle": (
-            send(lambda n: message(reply(1), b"12345678")[:-4] if n == 1 else b""),
-            "no reply within 0.5 s",
-        ),
-    }[kind]
+def close(channel, number, payload):
+    raise LinkLost("the test wants it so")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "closes",
-        "closes in the middle",
-        "refuses",
-        "says nothing",
-        "too much",
-        "too little",
-        "huge",
-        "unasked",
-        "other kind",
-        "garbage",
-        "stops in the middle",
-    ],
-)
+def send(data):
+    def answer(channel, number, payload):
+        with contextlib.suppress(OSError):  # the rank may have closed after an earlier answer
+            channel._sock.sendall(data(number))
+
+    return answer
+
+
+def close_in_the_middle(*args):
+    send(lambda n: message(reply(n), b"12345678")[:-4])(*args)
+    close(*args)
+
+
+FAILING = {
+    "closes": (close, "closed"),
+    "closes in the middle": (close_in_the_middle, "closed"),
+    "refuses": (lambda channel, *_: channel.refuse("no such plan"), "no such plan"),
+    "says nothing": (lambda *_: None, "no reply within 0.5 s"),
+    "too much": (send(lambda n: message(reply(n), b"123456789")), "9 bytes, expected 8"),
+    "huge": (send(lambda n: message(reply(n), payload_bytes=2**63)), "expected 8"),
+    "unasked": (send(lambda n: message(reply(99), b"12345678")), "received a Reply that answers no call"),
+    "other kind": (send(lambda n: message(call(n), b"12345678")), "received a Call that answers no call"),
+    "garbage": (send(lambda n: b"\0" * 100), "does not follow the protocol"),
+    "stops in the middle": (
+        send(lambda n: message(reply(1), b"12345678")[:-4] if n == 1 else b""),
+        "no reply within 0.5 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
 def test_a_failed_link_says_why_and_stays_failed(server, link, kind):
-    answer, said = failing(kind)
+    answer, said = FAILING[kind]
     both = threading.Event()
     server.answer = lambda *args: both.wait(60) and answer(*args)
-    timeout_s = 0.5 if said == "no reply within 0.5 s" else 60
     target, other = buffer(), buffer()
     first = link.call(call(1), [rows(b"12345678")], [target])
     second = link.call(call(2), [rows(b"12345678")], [other])
     both.set()
     with pytest.raises(LinkLost, match=said):
-        first.wait(timeout_s)
+        link.wait(first, 0.5 if said == "no reply within 0.5 s" else 60)
     with pytest.raises(LinkLost, match=said):
-        second.wait(60)
+        link.wait(second, 60)
     with pytest.raises(LinkLost, match=said):
         link.call(call(), [], [])
     with pytest.raises(LinkLost, match=said):
@@ -228,7 +204,7 @@ def test_a_second_reply_is_refused_and_leaves_the_buffers_alone(server, link):
 
     server.answer = answer
     target = buffer()
-    link.call(call(), [rows(b"12345678")], [target]).wait(60)
+    link.wait(link.call(call(), [rows(b"12345678")], [target]), 60)
     server.release.set()
     wait_until(lambda: link.lost)
     assert "received a Reply that answers no call" in link.lost
@@ -251,7 +227,7 @@ def test_buffers_are_left_alone_after_a_loss(server, link):
     pending = link.call(call(), [], [first, rest])
     wait_until(lambda: first[-1] != 255)
     with pytest.raises(LinkLost, match=r"no reply within 0\.1 s"):
-        pending.wait(0.1)
+        link.wait(pending, 0.1)
     assert not any(thread.name.endswith(link._name) for thread in threading.enumerate())  # nobody could write
     server.release.set()
     assert over.wait(60)
@@ -265,19 +241,11 @@ def test_closing_ends_what_is_pending(server, link):
     link.close()
     link.close()
     with pytest.raises(LinkLost, match="closed by this rank"):
-        pending.wait(60)
+        link.wait(pending, 60)
 
 
-def test_a_wrong_token_is_said_at_once(server):
+def test_a_server_that_does_not_let_the_rank_in_is_an_error_at_once(server, token):
     with pytest.raises(AuthenticationError, match="another token"):
         ServerLink("127.0.0.1", server.listener.port, make_token(), RankHello(0, 1), 5, 5, MEMORY)
-
-
-def test_a_refusal_of_the_rank_is_said(token):
-    def serve(channel, hello):
-        channel.refuse("rank 5 of 2")
-
-    listener = Listener("127.0.0.1", 0, token, SERVICE, serve)
-    with pytest.raises(LinkLost, match="rank 5 of 2"):
-        ServerLink("127.0.0.1", listener.port, token, RankHello(1, 2), 5, 5, MEMORY)
-    listener.close()
+    with pytest.raises(MismatchError, match="rank 5 of 2"):
+        ServerLink("127.0.0.1", server.listener.port, token, RankHello(5, 2), 5, 5, MEMORY)

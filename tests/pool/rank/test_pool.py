@@ -1,6 +1,5 @@
 """One rank's pool, with servers behind links that do what the test says. A rank computes 50 pairs/s, a server 100."""
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,16 +15,70 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.pool.directory import ServerInfo
 from hf_distca.pool.memory import HostMemory
-from hf_distca.pool.messages import RankHello
-from hf_distca.pool.rank.members import Members, News
+from hf_distca.pool.messages import RankHello, Reply
 from hf_distca.pool.rank.pool import Pool
-from tests.pool.rank.fake_links import FakeDirectory, FakeLink, server_info
+from hf_distca.pool.wire import LinkLost, MismatchError
 
 CPU = torch.device("cpu")
 KIND = AttentionKind(None, q_heads=2, kv_heads=1, dim_qk=8, dim_v=8)
 WORK = Work(3, 0, "forward")
 SETTINGS = PlanSettings(ranks=1, tokens_per_rank=64, kinds=(KIND,), balance_block_size=8, ping_pong=False)
+SEVEN, EIGHT, NINE = (ServerInfo(7 + i, "127.0.0.1", 4000 + i, "cpu", 100.0) for i in range(3))
+
+
+class FakeLink:
+    """A link to a server that computes for 1.75 s of 3 s; port 4000 is on the rank's host.
+
+    Attributes:
+        made_with: what it was made with.
+        calls: so far.
+        sent: other messages.
+        lost, within_host, carried_by: as of a ServerLink.
+    """
+
+    def __init__(self, host, port, *rest):
+        self.made_with = (host, port, *rest)
+        if port == 1:
+            raise LinkLost("nobody answers")
+        if port == 2:
+            raise MismatchError("nobody answers")
+        self.calls, self.sent, self.lost, self.closed = [], [], "", False
+        self.within_host, self.carried_by = port == 4000, "TCP (TCP was asked for)"
+
+    def send(self, message, payload):
+        self.sent.append(message)
+
+    def call(self, call, rows, results, ready):
+        self.calls.append(call)
+
+    def wait(self, answer, timeout_s):
+        if self.lost:
+            raise LinkLost(self.lost)
+        return Reply(call_id=0, seconds=1.75, pairs=40), 10.0, 13.0
+
+    def close(self):
+        self.closed, self.lost = True, self.lost or "closed by this rank"
+
+
+class FakeDirectory:
+    """A directory whose members a test sets; notes who is dropped, with the refusal, and its own end."""
+
+    def __init__(self):
+        self.infos, self.dropped, self.ends = (), [], []
+
+    def members(self):
+        return self.infos
+
+    def drop(self, member, refusal=""):
+        self.dropped.append((member, refusal))
+
+    def end(self):
+        self.ends.append("told")
+
+    def close(self):
+        self.ends.append("closed")
 
 
 @pytest.fixture
@@ -34,19 +87,34 @@ def directory():
 
 
 @pytest.fixture
-def recorder():
-    return Recorder(CPU)
+def make_pool(monkeypatch, directory):
+    """Makes a rank's pool; `groups` stands for the other ranks."""
+    monkeypatch.setattr("hf_distca.pool.rank.pool.ServerLink", FakeLink)
+    monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", lambda *_: 50.0)
+
+    def make(groups=None, **options):
+        dispatcher = SimpleNamespace(groups=groups or Groups(CPU, 60), recorder=Recorder(CPU), kernel=None, device=CPU)
+        return Pool(dispatcher, b"token", directory, HostMemory(CPU), **options)
+
+    return make
 
 
 @pytest.fixture
-def pool(monkeypatch, directory, recorder):
+def pool(make_pool, directory):
     """One rank's, with server 7."""
-    monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
-    groups = Groups(CPU, 60)
-    pool = Pool(groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), recorder, 50.0)
-    directory.infos = (server_info(7, 4000),)
+    pool = make_pool()
+    directory.infos = (SEVEN,)
     pool.refresh()
     return pool
+
+
+def other_rank(changed, **methods):
+    """Groups of two ranks, the other of which computes as fast and says of servers what `changed` makes of it."""
+
+    def all_gather(value):
+        return [value, changed(value) if isinstance(value, tuple) else value]
+
+    return SimpleNamespace(rank=0, ranks=2, all_gather=all_gather, **methods)
 
 
 class Asking:
@@ -63,136 +131,87 @@ class Asking:
         return self.at_servers.start(WORK, [self.rows], KIND, AttentionParams(scale=0.5), rows)
 
 
-def test_a_plan_is_sent_to_the_servers_that_are_there(pool, directory):
-    directory.infos = (server_info(7, 4000), server_info(9, 4001))
-    pool.refresh()
-    plan, at_servers = pool.bind(plan_micro_batch([64], SETTINGS), SETTINGS)
-    assert plan.nano_batches[0].plans[KIND].workers == 3
-    assert at_servers is not None
-    for server, worker in ((7, 1), (9, 2)):
-        (message,) = pool.members.link(server).sent
-        assert (message.plan_id, message.worker) == (0, worker)
-    directory.infos = ()
-    pool.refresh()
-    plan = plan_micro_batch([64], SETTINGS)
-    assert pool.bind(plan, SETTINGS) == (plan, None)
-
-
-def test_results_come_by_name_for_the_rows_that_were_sent(pool):
-    asking = Asking(pool)
-    results, lost = asking().collect()
-    assert lost == frozenset()
-    assert {name: rows_N.shape for name, rows_N in results[0].items()} == {
-        "o": (asking.rows.q_count, 2, 8),
-        "lse": (asking.rows.q_count, 2),
-    }
-
-
-def test_a_call_and_the_servers_part_of_it_are_recorded_when_results_are_collected(pool, recorder):
-    asking, recording = Asking(pool), recorder.listen()
+def test_results_come_by_name_and_what_they_took_is_recorded(pool):
+    asking, recording = Asking(pool), pool.recorder.listen()
     first, second = asking(), asking()
     assert recording.take() == []
-    second.collect()
+    results, lost = second.collect()
+    assert lost == frozenset()
+    expected = {"o": (asking.rows.q_count, 2, 8), "lse": (asking.rows.q_count, 2)}
+    assert {name: rows_N.shape for name, rows_N in results[0].items()} == expected
     assert recording.take() == [Span("call", "7", WORK, 10.0, 13.0), Span("server", "7", WORK, 11.25, 13.0, pairs=40)]
-    first.collect()
-    assert len(recording.take()) == 2
-    assert [call.call_id for call in pool.members.link(7).calls] == [0, 1]
-
-
-def test_a_call_that_is_lost_tells_nothing_of_its_server(pool, recorder):
-    recording, call = recorder.listen(), Asking(pool)()
-    pool.members.link(7).lost = "it is gone"
-    assert call.collect() == ({}, {0})
+    assert [call.call_id for call in pool.link(7).calls] == [0, 1]
+    pool.link(7).lost = "it is gone"
+    assert first.collect() == ({}, {0})
     assert pool.servers == ()
     assert recording.take() == []
 
 
-def test_members_of_the_directory_take_part_until_they_leave_it(pool, directory):
-    left = pool.members.link(7)
-    directory.infos = (server_info(8, 4001), server_info(9, 1))
+def test_members_of_the_directory_take_part_until_they_leave_it_or_training_ends(pool, directory):
+    left = pool.link(7)
+    directory.infos = (EIGHT, replace(NINE, port=1))
     pool.refresh()
     assert pool.servers == (8,)
     assert left.closed
-    assert sorted(directory.dropped) == [7, 9]  # who left is dropped once more, which does nothing
+    assert sorted(directory.dropped) == [(7, ""), (9, "")]  # who left is dropped once more, which does nothing
     assert pool.workers(1).speed == (1.0, 2.0)
-    later = pool.members.link(8)
-    directory.infos = ()
+    later = pool.link(8)
+    pool.close()
+    assert (pool.servers, later.closed, directory.ends) == ((), True, ["told", "closed"])
+
+
+@pytest.mark.parametrize(("port", "refusal"), [(1, ""), (2, "nobody answers")])
+def test_a_server_that_a_rank_does_not_reach_takes_no_part(make_pool, directory, caplog, port, refusal):
+    def changed(value):  # the other rank does not reach server 8
+        return ({8: ("nobody answers", port == 2)}, set()) if isinstance(value[0], dict) else value
+
+    pool = make_pool(other_rank(changed, any_of=lambda flags: flags))
+    directory.infos = (SEVEN, EIGHT, replace(NINE, port=port))
     pool.refresh()
-    assert pool.servers == ()
-    assert later.closed
+    assert pool.servers == (7,)
+    assert directory.dropped == [(8, refusal), (9, refusal)]  # refused where another try would end alike
+    assert [line for line in caplog.messages if "takes part" not in line] == [
+        f"attention server {name} cannot take part: nobody answers"
+        for name in ("8 (127.0.0.1:4001, cpu)", f"9 (127.0.0.1:{port}, cpu)")
+    ]
 
 
-@pytest.mark.parametrize(("final", "refusal"), [(False, ""), (True, "nobody answers")])
-def test_a_server_that_another_rank_does_not_reach_takes_no_part(directory, monkeypatch, final, refusal):
-    made = []
-    monkeypatch.setattr(
-        "hf_distca.pool.rank.members.ServerLink", lambda *args: made.append(FakeLink(*args)) or made[-1]
-    )
-    told = iter([({}, set()), ({8: ("nobody answers", final)}, set())])
-    groups = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value, next(told)])
-    members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
-    seven, eight = server_info(7, 4000), server_info(8, 4001)
-    assert members.update([News((seven,), ()), News((), ())]) == [seven]
-    assert members.update([News((seven, eight), ()), News((), ())]) == []
-    assert members.ids == (7,)
-    assert [link.closed for link in made] == [False, True]
-    assert (directory.dropped, directory.refusals) == ([8], [refusal])  # it is told what will not change
+def test_a_server_that_another_rank_has_lost_is_lost_here_too(make_pool, directory, caplog):
+    asked, lost = [], set()
 
+    def changed(value):
+        return ({}, set()) if isinstance(value[0], dict) else ((), set(lost), value[2])
 
-def test_a_server_that_another_rank_has_lost_is_lost_here_too(directory, monkeypatch, caplog):
-    monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
-    asked = []
-    groups = SimpleNamespace(
-        rank=0,
-        ranks=2,
-        all_gather=lambda value: [value, ({}, set())],
-        any_of=lambda flags: asked.append(flags) or [False, True],
-    )
-    members = Members(groups, HostMemory(CPU), b"", directory, 60.0)
-    seven, eight, nine = (server_info(7 + i, 4000 + i) for i in range(3))
-    members.update([News((seven, eight, nine), ()), News((), ())])
-    link = members.link(8)
-    assert members.without_lost([7, 8]) == {8}
-    assert members.without_lost([8]) == {8}  # nobody is asked of a server that is gone
+    pool = make_pool(other_rank(changed, any_of=lambda flags: asked.append(flags) or [False, True]))
+    directory.infos = (SEVEN, EIGHT, NINE)
+    pool.refresh()
+    link = pool.link(8)
+    assert pool.without_lost([7, 8]) == {8}
+    assert pool.without_lost([8]) == {8}  # nobody is asked of a server that is gone
     assert asked == [[False, False]]
     assert link.closed
-    assert members.update([News((seven, nine), (7,)), News((), (9,))]) == []
-    assert members.ids == ()
-    lost, ranks_go_on = (
-        "(another rank lost it): between steps; no call was running",
-        "no server left, so ranks compute all tasks",
-    )
-    assert caplog.messages == [
+    directory.infos = (SEVEN, NINE)
+    pool.link(7).lost = "it is gone"
+    lost.add(9)
+    pool.refresh()
+    assert pool.servers == ()
+    between = "between steps; no call was running"
+    assert [line for line in caplog.messages if "lost" in line] == [
         "lost attention server 8 (127.0.0.1:4001, cpu) (another rank lost it): its tasks of this micro-batch are "
         "computed by the ranks; 2 servers left",
-        f"lost attention server 7 (127.0.0.1:4000, cpu) {lost}; 1 servers left",
-        f"lost attention server 9 (127.0.0.1:4002, cpu) {lost}; {ranks_go_on}",
+        f"lost attention server 7 (127.0.0.1:4000, cpu) (it is gone): {between}; 1 servers left",
+        f"lost attention server 9 (127.0.0.1:4002, cpu) (another rank lost it): {between}; no server left, so ranks "
+        "compute all tasks",
     ]
 
 
 @pytest.mark.parametrize(("timeout_s", "connect_s"), [(60.0, 10.0), (4.0, 4.0)])
-def test_what_a_link_is_made_with(directory, monkeypatch, timeout_s, connect_s):
-    made = []
-    monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", lambda *args: made.append(args) or FakeLink(*args))
-    groups, memory = SimpleNamespace(rank=0, ranks=2, all_gather=lambda value: [value] * 2), HostMemory(CPU)
-    members = Members(groups, memory, b"token", directory, timeout_s)
-    members.update([News((server_info(7, 4000),), ()), News((), ())])
-    assert made == [("127.0.0.1", 4000, b"token", RankHello(0, 2), connect_s, timeout_s, memory)]
-
-
-def test_all_links_and_the_directory_end_with_the_training(pool, directory):
-    link = pool.members.link(7)
-    pool.members.close()
-    assert link.closed
-    assert pool.servers == ()
-    assert directory.ends == ["told", "closed"]
-
-
-@pytest.mark.parametrize(("rank", "told"), [(0, ["hello"]), (1, [])])
-def test_rank_0_tells_for_all(rank, told, caplog):
-    groups = SimpleNamespace(rank=rank, ranks=2)
-    Members(groups, HostMemory(CPU), b"", None, 60.0).tell("hello", logging.WARNING)
-    assert caplog.messages == told
+def test_what_a_link_is_made_with(make_pool, directory, timeout_s, connect_s):
+    pool = make_pool(timeout_s=timeout_s)
+    directory.infos = (SEVEN,)
+    pool.refresh()
+    hello = RankHello(0, 1, why_tcp="TCP was asked for")
+    assert pool.link(7).made_with == ("127.0.0.1", 4000, b"token", hello, connect_s, timeout_s, pool.memory)
 
 
 @pytest.mark.parametrize(
@@ -203,37 +222,30 @@ def test_rank_0_tells_for_all(rank, told, caplog):
         (1, None),
     ],
 )
-def test_servers_are_on_the_node_of_ranks_of_their_host(directory, monkeypatch, ranks_per_node, nodes):
-    monkeypatch.setattr("hf_distca.pool.rank.members.ServerLink", FakeLink)
-
+def test_servers_are_on_the_node_of_ranks_of_their_host(make_pool, directory, ranks_per_node, nodes):
     def gathered(value):
         reached = isinstance(value, tuple) and isinstance(value[0], dict)
         return [value, ({}, set()), ({}, {7, 8})] if reached else [value] * 3
 
-    groups = SimpleNamespace(rank=0, ranks=3, all_gather=gathered)
-    pool = Pool(groups, Members(groups, HostMemory(CPU), b"", directory, 60.0), Recorder(CPU), 50.0)
-    directory.infos = tuple(server_info(7 + i, 4000 + i) for i in range(3))
+    pool = make_pool(SimpleNamespace(rank=0, ranks=3, all_gather=gathered))
+    directory.infos = (SEVEN, EIGHT, NINE)
     pool.refresh()
-    assert [pool.members.rank_beside(server) for server in pool.servers] == [0, 2, None]
     settings = replace(SETTINGS, ranks=3, ranks_per_node=ranks_per_node)
     plan, _ = pool.bind(plan_micro_batch([64], settings), settings)
     assert plan.nano_batches[0].plans[KIND].nodes == nodes
 
 
-def test_what_was_seen_is_learned_once(pool, recorder):
-    recorder.add(Span("server", "7", WORK, 0.0, 1.0, pairs=600))  # six times a rank's 100 pairs/s
-    pool.refresh()
-    assert pool.workers(1).speed == (1.0, 4.0)
-    pool.refresh()
-    assert pool.workers(1).speed == (1.0, 4.0)
+def test_what_was_seen_is_learned_once(pool):
+    pool.recorder.add(Span("server", "7", WORK, 0.0, 1.0, pairs=600))  # six times a rank's 100 pairs/s
+    for _ in range(2):
+        pool.refresh()
+        assert pool.workers(1).speed == (1.0, 4.0)
 
 
-def test_waiting_for_servers_ends_on_every_rank_when_one_says_so():
+def test_waiting_for_servers_ends_on_every_rank_when_one_says_so(make_pool, caplog):
     # By this rank's clock there is an hour left, by the other's none.
     told = []
-    groups = SimpleNamespace(
-        rank=1, all_gather=lambda value: [value], any_of=lambda flags: told.append(flags) or [True]
-    )
-    members = Members(groups, HostMemory(CPU), b"", None, 60.0)
-    Pool(groups, members, Recorder(CPU), 50.0).wait_for(3, 3600)
+    pool = make_pool(other_rank(lambda value: value, any_of=lambda flags: told.append(flags) or [True]))
+    pool.wait_for(3, 3600)
     assert told == [[False]]
+    assert "0 of 3 attention servers joined within 3600 s" in caplog.text

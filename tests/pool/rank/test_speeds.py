@@ -14,71 +14,68 @@ def speeds() -> Speeds:
     return speeds
 
 
+def known(speeds: Speeds, *, takes_turns: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Speeds and base loads of a rank and server 7."""
+    workers = speeds.workers(1, [7], takes_turns=takes_turns)
+    return workers.speed, workers.base_load
+
+
 def seen(**served: int | float) -> Observed:
     return Observed(calls=2, pairs=200, seconds=2.0, between_s=0.5, servers={7: Served(**served)} if served else {})
 
 
-def test_before_anything_was_seen_measured_speeds_count(speeds):
-    workers = speeds.workers(2, [7], takes_turns=True)
-    assert (workers.speed, workers.base_load) == ((1.0, 1.0, 2.0), (0.0, 0.0, 0.0))
-
-
 def test_speeds_move_halfway_to_what_was_seen(speeds):
+    assert known(speeds, takes_turns=True) == ((1.0, 2.0), (0.0, 0.0))
     # The rank that saw most of the server's calls knows best: 400 pairs/s, four times a rank's.
     speeds.learn([seen(pairs=100, seconds=1.0), seen(pairs=400, seconds=1.0)])
-    assert speeds.workers(2, [7], takes_turns=True).speed == (1.0, 1.0, 3.0)
+    assert known(speeds, takes_turns=True)[0] == (1.0, 3.0)
 
 
 def test_in_turns_ranks_work_besides_and_else_servers_wait_for_rows(speeds):
     # 0.25 s between the phases of an attention are 25 pairs; rows travel 0.1 s for the rank that sends last, 10 pairs.
-    first, last = (seen(pairs=200, seconds=1.0, alone=2, way_s=way_s) for way_s in (0.8, 0.2))
-    speeds.learn([first, last])
+    speeds.learn([seen(pairs=200, seconds=1.0, alone=2, travel_s=travel_s) for travel_s in (0.8, 0.2)])
+    assert known(speeds, takes_turns=True)[1] == (12.5, 0.0)
+    assert known(speeds, takes_turns=False)[1] == (0.0, 5.0)
     assert speeds.workers(2, [7], takes_turns=True).base_load == (12.5, 12.5, 0.0)
-    assert speeds.workers(2, [7], takes_turns=False).base_load == (0.0, 0.0, 5.0)
 
 
-def test_servers_are_held_against_what_the_ranks_did_in_the_same_steps(speeds):
+def test_servers_are_compared_with_what_the_ranks_did_in_the_same_steps(speeds):
     # The ranks compute 200 pairs/s, twice what they were taken for, and the server eight times that.
-    seen_by_all = Observed(calls=2, pairs=200, seconds=1.0, between_s=0.5)
-    seen_by_all.servers[7] = Served(pairs=1600, seconds=1.0, alone=2, way_s=0.2)
-    speeds.learn([seen_by_all])
+    served = Served(pairs=1600, seconds=1.0, alone=2, travel_s=0.2)
+    speeds.learn([Observed(calls=2, pairs=200, seconds=1.0, between_s=0.5, servers={7: served})])
     assert speeds.pairs_per_second == 75.0
-    workers = speeds.workers(1, [7], takes_turns=True)
-    assert (workers.speed, workers.base_load) == ((1.0, 5.0), (25.0, 0.0))
-    assert speeds.workers(1, [7], takes_turns=False).base_load == (0.0, 10.0)
+    assert known(speeds, takes_turns=True) == ((1.0, 5.0), (25.0, 0.0))
+    assert known(speeds, takes_turns=False)[1] == (0.0, 10.0)
 
 
-def test_a_kernel_that_computed_no_pairs_says_nothing_of_speeds(speeds):
+def test_a_step_without_servers_changes_only_the_ranks_speed_and_one_without_pairs_nothing(speeds):
     speeds.learn([Observed(seconds=1.0)])
     assert speeds.pairs_per_second == 50.0
-
-
-def test_a_step_without_servers_changes_only_the_ranks_speed(speeds):
     speeds.learn([Observed(pairs=300, seconds=1.0)])
     assert speeds.pairs_per_second == 100.0
-    workers = speeds.workers(1, [7], takes_turns=False)
-    assert (workers.speed, workers.base_load) == ((1.0, 2.0), (0.0, 0.0))
+    assert known(speeds, takes_turns=False) == ((1.0, 2.0), (0.0, 0.0))
 
 
 def test_a_server_that_was_far_once_is_tried_again(speeds):
-    speeds.learn([seen(pairs=200, seconds=1.0, alone=1, way_s=10.0)])
-    away = speeds.workers(1, [7], takes_turns=False).base_load[1]
-    speeds.learn([Observed(pairs=200, seconds=2.0)])
-    assert away == 500.0
-    assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 450.0
-    speeds.learn([seen(pairs=200, seconds=1.0)])  # no call was alone: nothing is known of the way, and it was used
-    assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 450.0
+    far = []
+    for observed in (
+        seen(pairs=200, seconds=1.0, alone=1, travel_s=10.0),
+        Observed(pairs=200, seconds=2.0),
+        seen(pairs=200, seconds=1.0),  # no call was alone: nothing is known of the way, and it was used
+    ):
+        speeds.learn([observed])
+        far.append(known(speeds, takes_turns=False)[1][1])
     speeds.joined(7, 100.0)  # as a new member
-    assert speeds.workers(1, [7], takes_turns=False).base_load[1] == 0.0
+    assert [*far, known(speeds, takes_turns=False)[1][1]] == [500.0, 450.0, 450.0, 0.0]
 
 
 def phase(work: Work, part: str, begin: float, end: float) -> Span:
     return Span("phase", part, work, begin, end)
 
 
-def answered(server: int, work: Work, way_s: float, seconds: float, pairs: int) -> list[Span]:
+def answered(server: int, work: Work, travel_s: float, seconds: float, pairs: int) -> list[Span]:
     """What a rank records when a server has answered."""
-    end = 1000.0 + way_s + seconds  # of another clock than phases are on
+    end = 1000.0 + travel_s + seconds  # of another clock than phases are on
     return [
         Span("call", str(server), work, 1000.0, end),
         Span("server", str(server), work, end - seconds, end, pairs),
@@ -86,24 +83,21 @@ def answered(server: int, work: Work, way_s: float, seconds: float, pairs: int) 
 
 
 PING, PONG = Work(0, 0, "forward"), Work(0, 1, "forward")
-SEND, COLLECT = "run own; send q, q k v to servers", "wait o lse, o lse from servers"
-
-
-def test_nothing_is_observed_in_nothing():
-    assert observe([]) == Observed()
+SEND, COLLECT = "run local; send q, q k v to servers", "wait o lse, o lse from servers"
 
 
 def test_kernel_calls_and_the_time_between_phases_while_calls_to_servers_are_under_way():
+    assert observe([]) == Observed()
     spans = [
-        phase(PING, "run own", 1, 2),
+        phase(PING, "run local", 1, 2),
         phase(PING, SEND, 5, 6),
-        Span("kernel", "own", PING, 50.0, 57.0, pairs=10),
+        Span("kernel", "local", PING, 50.0, 57.0, pairs=10),
         phase(PONG, SEND, 7, 9),
-        phase(PING, "run visiting", 13, 14),
+        phase(PING, "run remote-query", 13, 14),
         phase(PING, COLLECT, 20, 30),
-        Span("kernel", "visiting", PONG, 57.0, 58.0, pairs=4),
+        Span("kernel", "remote-query", PONG, 57.0, 58.0, pairs=4),
         phase(PONG, COLLECT, 33, 35),
-        phase(PING, "run own", 40, 41),
+        phase(PING, "run local", 40, 41),
     ]
     assert observe(spans) == Observed(calls=2, pairs=14, seconds=8.0, between_s=1 + 4 + 6 + 3)
 
@@ -113,18 +107,18 @@ def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was
     spans = [
         phase(PING, SEND, 0, 1),
         phase(PONG, SEND, 1, 2),  # while the first is under way
-        *answered(7, PING, way_s=1.25, seconds=1.75, pairs=40),
-        *answered(9, PING, way_s=0.25, seconds=1.0, pairs=30),
+        *answered(7, PING, travel_s=1.25, seconds=1.75, pairs=40),
+        *answered(9, PING, travel_s=0.25, seconds=1.0, pairs=30),
         phase(PING, COLLECT, 2, 3),
-        *answered(7, PONG, way_s=99.0, seconds=1.75, pairs=40),
+        *answered(7, PONG, travel_s=99.0, seconds=1.75, pairs=40),
         phase(PONG, COLLECT, 3, 4),
         phase(backward, SEND, 4, 5),
-        *answered(7, backward, way_s=1.25, seconds=1.75, pairs=40),
+        *answered(7, backward, travel_s=1.25, seconds=1.75, pairs=40),
         phase(backward, COLLECT, 5, 6),
     ]
     expected = {
-        7: Served(pairs=120, seconds=5.25, alone=2, way_s=2.5),
-        9: Served(pairs=30, seconds=1.0, alone=1, way_s=0.25),
+        7: Served(pairs=120, seconds=5.25, alone=2, travel_s=2.5),
+        9: Served(pairs=30, seconds=1.0, alone=1, travel_s=0.25),
     }
     assert observe(spans) == Observed(calls=3, servers=expected)
     # On CUDA phases are known later than calls.
@@ -132,19 +126,13 @@ def test_a_way_is_what_a_call_took_besides_the_servers_kernel_while_no_other_was
     assert observe(late) == observe(spans)
 
 
-def test_a_way_is_never_negative():
-    # The clocks of two hosts need not run alike.
-    spans = [*answered(7, PING, -0.5, 1.0, 10), *answered(7, PING, 2.0, 1.0, 20)]
-    assert observe(spans) == Observed(servers={7: Served(pairs=30, seconds=2.0, alone=2, way_s=2.0)})
-
-
 def test_a_repair_is_the_ranks_own_work_within_the_phase_that_found_the_loss():
     spans = [
         phase(PING, SEND, 0, 1),
         phase(PONG, SEND, 2, 3),
         # The phases of the repair end before the one that they are in.
-        phase(PING, "run own", 5, 6),
-        Span("kernel", "own", PING, 5.0, 6.0, pairs=10),
+        phase(PING, "run local", 5, 6),
+        Span("kernel", "local", PING, 5.0, 6.0, pairs=10),
         phase(PING, COLLECT, 4, 8),
         *answered(9, PONG, 1.0, 2.0, 20),
         phase(PONG, COLLECT, 8, 9),
@@ -153,9 +141,10 @@ def test_a_repair_is_the_ranks_own_work_within_the_phase_that_found_the_loss():
     assert observe(spans) == Observed(calls=2, pairs=10, seconds=1.0, between_s=2.0, servers={9: seen_of_9})
 
 
-def test_spans_whose_beginnings_were_not_kept_do_no_harm():
-    _, cut = answered(7, PING, 1.0, 2.0, 20)
-    spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run own", 5, 6)]
+def test_clocks_of_two_hosts_and_spans_whose_beginnings_were_not_kept_do_no_harm():
+    spans = [*answered(7, PING, -0.5, 1.0, 10), *answered(7, PING, 2.0, 1.0, 20)]
+    assert observe(spans) == Observed(servers={7: Served(pairs=30, seconds=2.0, alone=2, travel_s=2.0)})
+    whole, (_, cut) = answered(7, PING, 1.0, 2.0, 20), answered(7, PING, 1.0, 2.0, 20)
+    spans = [cut, phase(PING, COLLECT, 0, 1), phase(PONG, "run local", 5, 6)]
     assert observe(spans) == Observed(calls=1, servers={7: Served(pairs=20, seconds=2.0)})
-    whole = answered(7, PING, 1.0, 2.0, 20)  # the call of another answer
-    assert observe([*whole, cut]).servers == {7: Served(pairs=40, seconds=4.0, alone=1, way_s=1.0)}
+    assert observe([*whole, cut]).servers == {7: Served(pairs=40, seconds=4.0, alone=1, travel_s=1.0)}

@@ -12,15 +12,14 @@ import torch
 from hf_distca.kernels import TaskShapes
 from hf_distca.kernels.reference import ReferenceKernel
 from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
-from hf_distca.planner.chunks import layout_of_kind
-from hf_distca.planner.layout import packed_layout
+from hf_distca.planner.layout import fixed_layout, layout_of_kind
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.shifted import merged
 from hf_distca.pool.memory import HostMemory
-from hf_distca.pool.messages import Call, RankHello, plan_tables
-from hf_distca.pool.rank.members import ServerLink
+from hf_distca.pool.messages import Call, plan_tables
+from hf_distca.pool.rank.link import ServerLink
 from hf_distca.pool.server.calls import params_of
-from hf_distca.pool.transport import offer
+from hf_distca.pool.transport import rank_hello
 
 FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
 KINDS = (FULL, replace(FULL, window=40), replace(FULL, chunk=32))
@@ -31,14 +30,13 @@ def make_nano_batch(lengths, ranks, servers, seed, kinds=KINDS):
     """Documents packed onto ranks, their rows cut at random and given to random workers."""
     rng = np.random.default_rng(seed)
     lengths = np.asarray(lengths)
-    layout = packed_layout(lengths, ranks, -(-int(lengths.sum()) // ranks))
+    layout = fixed_layout([lengths.tolist()], ranks)
     plans = {}
     for kind in kinds:
         seen = layout_of_kind(layout, kind)
         tasks = []
         for document, length in enumerate(seen.lengths):
-            cuts = np.unique(rng.integers(0, length, 5))
-            cuts = np.unique(np.concatenate([[0], cuts, [length]]))
+            cuts = np.unique(np.concatenate([[0], rng.integers(0, length, 5), [length]]))
             for start, stop in itertools.pairwise(cuts):
                 tasks.append((document, start, stop, rng.integers(ranks + servers)))
         plans[kind] = Plan(seen, merged(np.array(tasks, TASK)), ranks + servers, kind.window)
@@ -46,16 +44,7 @@ def make_nano_batch(lengths, ranks, servers, seed, kinds=KINDS):
 
 
 def make_call(plan_id, call_id, nano_batch, kind, direction, *, dtype="float32", softcap=None):
-    heads, dims = (kind.q_heads, kind.kv_heads), (kind.dim_qk, kind.dim_v)
-    return Call(plan_id, call_id, nano_batch, kind.window, direction, 0.3, softcap, *heads, *dims, dtype, kind.chunk)
-
-
-def unchecked(message, fields):
-    """A message with other fields, none of which is checked."""
-    changed = object.__new__(type(message))
-    for name, value in {**vars(message), **fields}.items():
-        object.__setattr__(changed, name, value)
-    return changed
+    return Call(plan_id, call_id, nano_batch, kind, direction, 0.3, softcap, dtype)
 
 
 class Data:
@@ -68,24 +57,16 @@ class Data:
     def __init__(self, plan, call, worker, seed=0):
         generator = torch.Generator().manual_seed(seed)
         dtype = getattr(torch, call.dtype)
-        widths = {
-            "q": (call.q_heads, call.dim_qk),
-            "k": (call.kv_heads, call.dim_qk),
-            "v": (call.kv_heads, call.dim_v),
-            "do": (call.q_heads, call.dim_v),
-        }
-        widths |= {"o": widths["do"], "lse": widths["q"][:1]}
-        widths |= {f"d{name}": widths[name] for name in "qkv"}
-        layout = plan.layout
-        documents = []
-        for length in layout.lengths.tolist():
-            rows = {
+        widths = {spec.name: spec.shape for way in ("forward", "backward") for spec in specs(call, way)}
+        documents = [
+            {
                 name: torch.randn((length, *width), generator=generator).to(dtype)
                 if name in ("q", "k", "v", "do")
                 else torch.zeros((length, *width), dtype=torch.float64)
                 for name, width in widths.items()
             }
-            documents.append(rows)
+            for length in plan.layout.lengths.tolist()
+        ]
         kernel, params = ReferenceKernel(), params_of(call)
         for (document, start, stop, who), first in zip(plan.tasks.tolist(), plan.first_key().tolist(), strict=True):
             if who != worker:
@@ -101,17 +82,20 @@ class Data:
             for name, value in (("dk", dk), ("dv", dv)):
                 rows[name][first:stop] += value
         self.local = []
-        for rank in range(layout.ranks):
-            parts = [
-                {name: rows[start:stop] for name, rows in documents[document].items()}
-                for document, start, stop, _, _ in layout.of_rank(rank).tolist()
-            ]
+        for rank in range(plan.layout.ranks):
+            segments = plan.layout.of_rank(rank)[["document", "start", "stop"]].tolist()
             self.local.append(
                 {
-                    name: torch.cat([part[name] for part in parts]) if parts else torch.empty(0, *widths[name])
+                    name: torch.cat([documents[document][name][start:stop] for document, start, stop in segments])
                     for name in widths
                 }
             )
+
+
+def specs(call, direction):
+    """All tensors of a call in a direction."""
+    call = replace(call, direction=direction)
+    return call.request() + call.reply()
 
 
 class FakeRank:
@@ -126,9 +110,8 @@ class FakeRank:
         self.rank = rank
         self.worker = worker
         self._memory = memory or HostMemory(torch.device("cpu"))
-        self.link = ServerLink(
-            "127.0.0.1", port, token, RankHello(rank, ranks, offer(self._memory)), 10, 60, self._memory
-        )
+        hello = rank_hello(rank, ranks, self._memory)
+        self.link = ServerLink("127.0.0.1", port, token, hello, 10, 60, self._memory)
         self.replies = []
 
     def send_plan(self, plan_id, nano_batches):
@@ -147,14 +130,13 @@ class FakeRank:
         sent = [columns[spec.name][rows[spec.rows]].to(getattr(torch, spec.dtype)) for spec in call.request()]
         sent, ready = self._memory.stage(sent)
         came = [self._memory.empty(spec, len(rows[spec.rows])).fill_(float("nan")) for spec in call.reply()]
-        pending = self.link.call(call, sent, came, ready)
         expected = [columns[spec.name][rows[spec.rows]] for spec in call.reply()]
-        return pending, came, expected
+        return self.link.call(call, sent, came, ready), came, expected
 
-    def finish(self, started, tolerance, timeout_s=30):
+    def finish(self, started, tolerance=2e-4, timeout_s=30):
         """Wait for the reply and compare it."""
-        pending, came, expected = started
-        reply = pending.wait(timeout_s)
+        answer, came, expected = started
+        reply = self.link.wait(answer, timeout_s).reply
         self.replies.append(reply)
         for got, wanted in zip(came, expected, strict=True):
             torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)

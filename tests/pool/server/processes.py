@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
-import time
+from pathlib import Path
+
+from tests.pool.servers import wait_until
 
 
 class ServerProcess:
@@ -19,23 +21,17 @@ class ServerProcess:
         self.directory = directory
         join = ["--join", f"127.0.0.1:{directory.port}", "--token-file", "-", "--threads", "1"]
         with self.output.open("w") as output:
+            command = [sys.executable, "-m", "hf_distca.cli.main", "serve", *join, *options]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hf_distca.cli.main", "serve", *join, *options],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
+                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, text=True
             )
         self.process.stdin.write(token.hex() + "\n")
         self.process.stdin.close()
 
-    def joined(self, timeout_s=90):
+    def joined(self):
         """Wait until it is a member; its info."""
-        deadline = time.monotonic() + timeout_s
-        while not self.directory.members():
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.05)
+        wait_until(lambda: self.directory.members() or self.process.poll() is not None, 90)
+        assert self.process.poll() is None, self.text()
         return self.directory.members()[0]
 
     def text(self):
@@ -44,8 +40,8 @@ class ServerProcess:
 
     def memory(self):
         """Bytes of memory that it uses."""
-        with open(f"/proc/{self.process.pid}/status") as file:
-            return int(re.search(r"VmRSS:\s+(\d+) kB", file.read())[1]) * 1024
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
 
     def close(self):
         """End it, whatever it does."""

@@ -8,11 +8,11 @@ import pytest
 
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.memory import Choice
-from hf_distca.pool.messages import Alive, End, Places, RankHello, Reply, plan_tables
-from hf_distca.pool.rank.members import SERVICE
+from hf_distca.pool.messages import Alive, End, Places, Reply, plan_tables
 from hf_distca.pool.token import make_token
-from hf_distca.pool.transport import offer
-from tests.pool.server.fake_ranks import SLIM, FakeRank, make_call, make_nano_batch, run_calls, unchecked
+from hf_distca.pool.transport import rank_hello
+from hf_distca.pool.wire import SERVER
+from tests.pool.server.fake_ranks import SLIM, FakeRank, make_call, make_nano_batch, run_calls
 from tests.pool.server.processes import ServerProcess
 from tests.pool.strangers import Strangers, message
 from tests.pool.transport.ends import memory_of, needs_nixl
@@ -21,27 +21,25 @@ from tests.pool.transport.ends import memory_of, needs_nixl
 class NixlStrangers(Strangers):
     """Some of them have an agent, and say of it what is not so."""
 
-    def __init__(self, *args, offered, **options):
+    def __init__(self, *args, sane, **options):
         super().__init__(*args, **options)
-        self.offered = offered
+        self.sane = sane
         self.kinds.append(self.changed_agent)
 
     def changed_agent(self):
         field = self.random.choice(["name", "metadata", "probe", "device"])
         text = self.random.randbytes(self.random.choice([1, 10, 1000])).hex()
         value = self.random.choice([0, -1, 2**62] if field in ("probe", "device") else ["", text])
-        changed = unchecked(self.offered, {field: value})
-        return self.authenticated(message(RankHello(7, 8, changed)))
+        return self.authenticated(message(replace(self.sane, nixl=replace(self.sane.nixl, **{field: value}))))
 
 
 def strangers_at(port, token, nano_batches, memory):
     """Those that know the token claim to be rank 7 of 8, which the plan does not know."""
     plan, tables = plan_tables(0, 2, nano_batches)
     call = make_call(0, 5, 0, SLIM, "forward")
-    offered = offer(memory)
-    hello = message(RankHello(7, 8, offered))
+    sane = replace(rank_hello(7, 8, memory), required=False)
     valid = [
-        hello,
+        message(sane),
         message(plan, b"".join(table.tobytes() for table in tables)),
         message(Alive()),
         message(call, bytes(1000)),
@@ -49,15 +47,15 @@ def strangers_at(port, token, nano_batches, memory):
         message(Reply(5, 0.0, 0), bytes(8)),
         message(End()),
     ]
-    if offered:
+    if sane.nixl:
         valid.append(message(replace(call, places=Places(((4096, 1000),), (), ""))))
-        return NixlStrangers(port, token, SERVICE, hello, valid, seed=0, offered=offered)
-    return Strangers(port, token, SERVICE, hello, valid, seed=0)
+        return NixlStrangers(port, token, SERVER, message(sane), valid, seed=0, sane=sane)
+    return Strangers(port, token, SERVER, message(sane), valid, seed=0)
 
 
 @pytest.mark.parametrize(
     ("transport", "warm_up", "inputs_after"),
-    [(Choice.TCP, 1500, 8500), pytest.param(Choice.NIXL, 500, 2500, marks=needs_nixl)],
+    [(Choice.TCP, 1000, 4000), pytest.param(Choice.NIXL, 400, 1200, marks=needs_nixl)],
 )
 def test_random_inputs(tmp_path, transport, warm_up, inputs_after):
     token = make_token()

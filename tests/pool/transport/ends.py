@@ -1,8 +1,8 @@
-"""Two ends of every transport there is, in one process: a transport is one more entry in MAKERS."""
+"""Two ends of every transport there is, in one process."""
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +11,7 @@ import torch
 
 from hf_distca.pool.memory import Choice, Memory, make_memory
 from hf_distca.pool.nixl import is_installed
-from hf_distca.pool.transport import Transport, choose, chosen, offer
+from hf_distca.pool.transport import Transport, choose, rank_end, rank_hello
 from hf_distca.pool.wire import Channel
 
 CPU = torch.device("cpu")
@@ -57,17 +57,11 @@ def ends(choice: Choice) -> Iterator[tuple[End, End]]:
     """A rank's and a server's end."""
     left, right = memory_of(choice, "rank"), memory_of(choice, "server")
     with channels() as (near, far):
-        server, welcome = choose(far, right, offer(left))
-        rank, carried_by = chosen(near, left, welcome)
-        assert carried_by.startswith(choice.upper())
+        server, welcome = choose(far, right, rank_hello(0, 1, left))
+        assert welcome.transport == choice.upper()
+        rank = rank_end(near, left, welcome)
         yield End(left, near, rank), End(right, far, server)
         for channel in (near, far):
             channel.shut_down()
         rank.close()
         server.close()
-
-
-MAKERS: dict[Choice, Callable[[], AbstractContextManager[tuple[End, End]]]] = {
-    Choice.TCP: lambda: ends(Choice.TCP),
-    Choice.NIXL: lambda: ends(Choice.NIXL),
-}

@@ -1,7 +1,8 @@
-"""Forwarded K/V rows, which cross to a node once and are sent on inside it.
+"""Forwarded K/V rows, which cross to a node once and are sent on inside it, and their stages.
 
 Between nodes a byte takes about nine times as long as inside one. Ranks of a node often read the same rows of a long
-document. Such rows go to one of these ranks, the gateway, which forwards them to the others.
+document. Such rows go to one of these ranks, the gateway, which forwards them to the others. A row is forwarded in the
+stage in which it crosses, so ranks of a node that read it compute with it in the same stage.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.planner.intervals import Intervals, expand
+from hf_distca.planner.intervals import ROW_LIMIT, Intervals, expand, sortable
 from hf_distca.planner.routes.moves import Moves
+from hf_distca.planner.routes.stages import GRAIN
 from hf_distca.planner.routes.tables import IntArray
 
-ROW_BITS = 31
-"""Bits that are enough to number the rows of any document."""
+PARTS = 8
+"""Number of pieces that a stage should have room for.
+
+Rows are spread over stages in pieces of GRAIN rows, or of fewer if a stage has too little room. Each piece is
+forwarded to all its readers.
+"""
+_GOLDEN = (5**0.5 - 1) / 2
+"""The golden ratio's fraction: fractions of its multiples spread evenly between 0 and 1, however many there are."""
+_BITS = 62
 PIECE = 128
 """Least rows of a piece: a kernel block.
 
@@ -29,12 +38,12 @@ class Hops:
 
     Attributes:
         second: from a rank that received the rows in the first hop; `local` still refers to the rank that holds them.
-        passes: [moves of second] index of the first hop's move whose rows each move forwards, all of them.
+        source_move: [moves of second] index of the first hop's move whose rows each move forwards, all of them.
     """
 
     first: Moves
     second: Moves
-    passes: IntArray
+    source_move: IntArray
 
     @classmethod
     def direct(cls, moves: Moves) -> "Hops":
@@ -44,17 +53,17 @@ class Hops:
 
     def __getitem__(self, index: NDArray[np.bool_]) -> "Hops":
         """Return some moves of the first hop, and the moves of the second that forward their rows."""
-        passed = index[self.passes]
-        return Hops(self.first[index], self.second[passed], (np.cumsum(index) - 1)[self.passes[passed]])
+        forwarding = index[self.source_move]
+        return Hops(self.first[index], self.second[forwarding], (np.cumsum(index) - 1)[self.source_move[forwarding]])
 
     def pieces(self, which: IntArray, first: IntArray, last: IntArray) -> "Hops":
         """Return parts of the first hop's moves, see `Moves.pieces`, and of the moves that forward them."""
         order = np.argsort(which, kind="stable")
         counts = np.bincount(which, minlength=len(self.first.source))
         of_move = np.cumsum(counts) - counts
-        piece = order[expand(of_move[self.passes], counts[self.passes])]
-        passed = np.repeat(np.arange(len(self.passes)), counts[self.passes])
-        second = self.second.pieces(passed, first[piece], last[piece])
+        piece = order[expand(of_move[self.source_move], counts[self.source_move])]
+        forwarding = np.repeat(np.arange(len(self.source_move)), counts[self.source_move])
+        second = self.second.pieces(forwarding, first[piece], last[piece])
         return Hops(self.first.pieces(which, first, last), second, piece)
 
     def arriving(self, worker: int) -> Moves:
@@ -71,7 +80,7 @@ class Hops:
             stage: [moves of the first hop] stage in which each move travels and is forwarded.
         """
         rows = np.zeros(stages * 2 * ranks, np.int64)
-        for hop, travels in ((self.first, stage), (self.second, stage[self.passes])):
+        for hop, travels in ((self.first, stage), (self.second, stage[self.source_move])):
             among = hop.target < ranks
             lengths, place = hop.rows.lengths[among], 2 * travels[among]
             for end, rank in enumerate((hop.source[among], hop.target[among])):
@@ -79,7 +88,7 @@ class Hops:
         return rows.reshape(stages, 2, ranks)
 
 
-def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
+def forward_inside_nodes(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
     """Let rows that several ranks of another node receive cross to that node once.
 
     The path of a document's rows does not depend on other documents.
@@ -101,12 +110,11 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
     into = node[crossed.target] * (int(crossed.rows.document.max()) + 1) + crossed.rows.document
     into = np.unique(into, return_inverse=True)[1]  # small enough to be sorted together with rows
     keyed = Intervals(into, crossed.rows.start, crossed.rows.stop)
-    parts = _between_borders(keyed)
+    parts, readers = between_borders(keyed)
     overlaps = keyed.overlaps(parts)
     which, part = overlaps.first, overlaps.second
     order = np.lexsort((crossed.target[which], part))
     which, part = which[order], part[order]
-    readers = np.bincount(part, minlength=len(parts))
     first_reader = np.cumsum(readers) - readers
 
     # 2. Divide each part among its readers. Each piece crosses to one of them, in turn; every part begins with the
@@ -135,12 +143,80 @@ def pass_on(moves: Moves, nodes: Sequence[int] | None, ranks: int) -> Hops:
     return Hops(kept.followed_by(hop), second, len(kept.source) + piece)
 
 
-def _between_borders(intervals: Intervals) -> Intervals:
-    """Cut the rows of some intervals wherever one begins or ends; sort them by (document, start)."""
-    # One number for document, row and whether an interval ends or begins there: numbers alone sort quickly.
-    keys = (intervals.document << ROW_BITS) * 2
-    keys = np.sort(np.concatenate([keys + 2 * intervals.start + 1, keys + 2 * intervals.stop]))
-    document, row = keys >> (ROW_BITS + 1), (keys >> 1) & ((1 << ROW_BITS) - 1)
-    covered = np.cumsum(2 * (keys & 1) - 1)[:-1] > 0
-    within = covered & (document[1:] == document[:-1]) & (row[1:] > row[:-1])
-    return Intervals(document[:-1][within], row[:-1][within], row[1:][within])
+def between_borders(intervals: Intervals) -> tuple[Intervals, IntArray]:
+    """Cut the rows of some intervals wherever one begins or ends.
+
+    Returns:
+        The parts by (document, start), and how many intervals each of them lies in.
+    """
+    # One number for document, row and whether an interval ends or begins there.
+    begin, end = (2 * sortable(intervals.document, row) for row in (intervals.start, intervals.stop))
+    places = np.sort(np.concatenate([begin + 1, end]))
+    (document, row), begins = np.divmod(places >> 1, ROW_LIMIT), places & 1
+    covering = np.cumsum(2 * begins - 1)[:-1]
+    kept = (covering > 0) & (row[1:] > row[:-1])
+    return Intervals(document[:-1][kept], row[:-1][kept], row[1:][kept]), covering[kept]
+
+
+def hops_by_stage(hops: Hops, stage_rows: int, ranks: int) -> tuple[Hops, ...]:
+    """Divide K/V rows into stages.
+
+    Rows on the same path, from one rank to another and on to the same others, are spread evenly over the stages. So
+    every rank has about equally much to receive and to compute in each stage.
+
+    Args:
+        stage_rows: the most rows of a stage that a rank sends, both hops together, or receives; or the number of ranks
+            that a single row is forwarded to, if that is more.
+        ranks: number of ranks; later workers are servers, which get all their rows in the first stage.
+
+    Returns:
+        The hops of each stage; at least one stage.
+    """
+    to_ranks = hops.first.target < ranks
+    among_ranks, to_servers = hops[to_ranks], hops[~to_ranks]
+    readers = int(np.bincount(among_ranks.source_move).max(initial=1))
+    grain = int(np.clip(stage_rows // (PARTS * readers), 1, GRAIN))
+    pieces, spread = _spread(among_ranks, grain)
+
+    most = max(stage_rows, readers)
+    count = 1
+    while True:
+        stage = spread * count // max(int(pieces.first.rows.lengths.sum()), 1)
+        busiest = int(pieces.rows_by_stage(stage, count, ranks).max(initial=0))
+        if busiest <= most:
+            break
+        count = max(count + 1, count * busiest // most)
+
+    # A piece may be larger than a stage's share, which leaves some stages empty: drop them.
+    numbers, stage = np.unique(stage, return_inverse=True)
+    stages = [pieces[stage == number] for number in range(max(len(numbers), 1))]
+    stages[0] = Hops(stages[0].first.followed_by(to_servers.first), stages[0].second, stages[0].source_move)
+    return tuple(stages)
+
+
+def _spread(hops: Hops, grain: int) -> tuple[Hops, IntArray]:
+    """Cut moves into small pieces, and order them so that pieces of the same path lie far apart.
+
+    Returns:
+        The pieces of at most `grain` rows, and for each the number of rows before it in that order.
+    """
+    first = hops.first
+    to_others = np.zeros_like(first.source)
+    np.bitwise_or.at(to_others, hops.source_move, np.int64(1) << (hops.second.target % _BITS))
+    path = np.stack([first.source, first.target, to_others])
+    order = np.lexsort((first.rows.start, first.rows.document, *path[::-1]))
+    lengths = first.rows.lengths[order]
+    counts = -(-lengths // grain)
+    which, begin = np.repeat(order, counts), grain * expand(np.zeros_like(counts), counts)
+    pieces = hops.pieces(which, begin, np.minimum(begin + grain, np.repeat(lengths, counts)))
+
+    path = path[:, which]
+    begins = np.append(True, (path[:, 1:] != path[:, :-1]).any(0))[: len(which)]
+    number = np.cumsum(begins) - 1
+    size = np.bincount(number)[number] if len(number) else number
+    nth = np.arange(len(which)) - np.flatnonzero(begins)[number]
+    order = np.argsort((nth + number * _GOLDEN % 1) / size, kind="stable")
+    rows = pieces.first.rows.lengths[order]
+    before = np.empty_like(rows)
+    before[order] = np.cumsum(rows) - rows
+    return pieces, before

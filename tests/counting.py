@@ -415,13 +415,12 @@ def main() -> None:
 
 def _print_table(layout: str, calls: list[list[Call]]) -> None:
     """Means of the ranks, and in brackets the most of any rank."""
-    names = [f.name for f in fields(Sums) if f.name != "moved"]
-    print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in [*names, "GB"]))
+    names = [f.name for f in fields(Sums)]
+    print(f"{layout + ' layout':28}" + "".join(f"{name:>16}" for name in [*names[:-1], "GB"]))
     for owner in ("dispatch", "model"):
         for title, ways in (("forward", (False,)), ("backward", (True,)), ("both", (False, True))):
             sums = [Sums.of([c for c in of_rank if c.owner == owner and c.backward in ways]) for of_rank in calls]
-            columns = [[getattr(s, name) for s in sums] for name in names]
-            columns.append([s.moved / 1e9 for s in sums])
+            columns = [[getattr(s, name) / (1e9 if name == "moved" else 1) for s in sums] for name in names]
             print(f"  {owner + ' ' + title:26}" + "".join(f"{np.mean(c):8.1f} ({max(c):5.1f})" for c in columns))
 
 

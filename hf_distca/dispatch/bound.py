@@ -163,15 +163,15 @@ class BoundRoutes:
             groups["remote-query", number] = stage.remote_query
             groups["remote-query prefix", number] = stage.remote_query_prefix
             groups["remote-KV", number] = stage.remote_kv
-        own: dict[TaskName, TaskGroup] = {"local": routes.local}
+        local: dict[TaskName, TaskGroup] = {"local": routes.local}
         if turn == "alone" and any(len(tasks.q_lens) for tasks in groups.values()):
             # The backward's local tasks hide two exchanges. Later rows first: they see more keys, so that their memory
             # use peaks before the sums exist.
             earlier, later = routes.local.halves(plan.window)
             halves = (later, earlier) if len(later.q_lens) else (earlier, later)
-            own = {"local 1/2": halves[0], "local 2/2": halves[1]}
+            local = {"local 1/2": halves[0], "local 2/2": halves[1]}
         groups["local", 0] = routes.local
-        for tasks, group in own.items():
+        for tasks, group in local.items():
             groups[tasks, 0] = group
         self.groups = {name: BoundGroup(group, buffer) for name, group in groups.items() if len(group.q_lens)}
 
@@ -181,10 +181,10 @@ class BoundRoutes:
         dq_rows, dk_rows = dict(all_rows), all_rows
         if not self.divided:
             dq_rows = {
-                **{tasks: group.q_rows for tasks, group in own.items()},
+                **{tasks: group.q_rows for tasks, group in local.items()},
                 "remote-KV": routes.stages[0].remote_kv.q_rows,
             }
-            dk_rows = {**{tasks: group.k_rows for tasks, group in own.items()}, "ranks": _rows_of_ranks(keys, ranks)}
+            dk_rows = {**{tasks: group.k_rows for tasks, group in local.items()}, "ranks": _rows_of_ranks(keys, ranks)}
         dq_rows["ranks"] = _rows_of_ranks(routes.queries, ranks)
         if self.servers:
             dq_rows["servers"], dk_rows["servers"] = (
@@ -195,7 +195,7 @@ class BoundRoutes:
         self.local_key_sums: dict[TaskName, RowSum] = {}
         if self.divided:
             self.local_key_sums = {
-                tasks: _onto(routes.local_rows, group.k_rows, buffer) for tasks, group in own.items()
+                tasks: _onto(routes.local_rows, group.k_rows, buffer) for tasks, group in local.items()
             }
 
         # 4. The order of all that.

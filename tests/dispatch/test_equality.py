@@ -31,7 +31,7 @@ FILLER = [1]
 STAGE_ROWS = (None, 70, 20)
 """One stage, two, and seven or so."""
 NODES = {3: (1, 2), 4: (2, 2)}
-"""How many ranks share each node. With fewer ranks there are none that could pass rows on."""
+"""How many ranks share each node. With fewer ranks there are none that could forward rows."""
 CHOSEN = {"groups of 1": (1e3, 1e3), "groups of 2": (1e12, 1e3), "groups of 4": (1e12, 1e12)}
 """Bytes a second inside nodes and between them, by the groups that are best then for the documents below."""
 CHUNK_BYTES = 4 * 64 * 20
@@ -124,12 +124,12 @@ def choices(kinds: tuple[AttentionKind, ...], bandwidths: tuple[float, float]) -
 
 
 def steps_of(ranks: int, stage_rows: tuple[int | None, ...] = STAGE_ROWS) -> list[tuple[int | None, bool]]:
-    """Rows of a stage, and whether rows are passed on inside nodes, of each step."""
+    """Rows of a stage, and whether rows are forwarded inside nodes, of each step."""
     return list(itertools.product(stage_rows, (False, True) if ranks in NODES else (False,)))
 
 
 def forwards(dispatcher: Dispatcher, plan: MicroBatchPlan) -> bool:
-    """Whether some layer has rows that are passed on."""
+    """Whether some layer has rows that are forwarded."""
     bound = dispatcher.bind(plan)
     return any(routes.forwards for nano in bound.nano_batches for routes in nano.routes.values())
 

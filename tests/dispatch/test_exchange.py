@@ -108,7 +108,7 @@ def test_rows_that_are_forwarded_and_return(rank_pools):
     ]
 
 
-def test_memory_of_rows_that_are_passed_on():
+def test_memory_of_forwarded_rows():
     """Rows of 16 bytes: 2 sent, 300 received of which 200 are forwarded, and 700 from others."""
     exchange = Exchange(Groups(CPU, 30))
     route = Route([2], [300], True, forwarded=Route([0, 200], [0, 700], True))
@@ -118,7 +118,7 @@ def test_memory_of_rows_that_are_passed_on():
     assert exchange.size() == 4096 + 16384 + 4096
 
 
-def test_a_stage_in_which_nothing_crosses_beside_others_that_are_passed_on():
+def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
     # Row 2 of the first document is read by both ranks of node 1. In the second one rank 0 gathers its own rows, since
     # those that a window reaches lie apart, and has more of them than come in one stage.
     lying_apart = [(1, start, start + 2, 0, 4 + (start ^ 2)) for start in range(0, 12, 2)]

@@ -163,7 +163,7 @@ def test_keys_are_forwarded_when_they_have_come_and_read_when_all_are_there(kept
         *["send queries 0 (1)", "send keys 1 (2)", "wait keys 1", "send keys forwarded 1 (2)"],
         *["wait queries 0", "wait keys forwarded 1", "run 2 causal", "send queries back 0 (2)", "wait queries back 0"],
     ]
-    # Rows 0 and 1 were received, and row 1 once more from the rank that passed it on.
+    # Rows 0 and 1 were received, and row 1 once more from the rank that forwarded it.
     assert passed.results()[0][0, 0, 0] == 8 * (1.0 + 2.0 + 2.0)
     rows_kept = passed.kept()
     assert sorted(rows_kept) == ([] if kept == "nothing" else [("k", 6), ("q", 0), ("v", 6)])

@@ -88,6 +88,6 @@ def test_an_evaluation_within_a_training():
     with pytest.raises(RuntimeError, match="rank 1 failed: ValueError: boom") as raised:
         evaluate_twice_within(failures, RuntimeError(CLOSED))
     assert str(raised.value.__cause__) == CLOSED
-    # What rank 0 only passed on is not told again as an error of its own.
+    # What rank 0 only reports is not reported again as an error of its own.
     with pytest.raises(RuntimeError, match=r"^rank 1 failed: ValueError: boom$"):
         fail(Failures(store, 2, 3, wait_s=0.2), RuntimeError(CLOSED))

@@ -44,12 +44,12 @@ def test_prefix_and_own_part_make_the_whole(kernel_name: str, softcap: float | N
         torch.testing.assert_close(got_one, want, rtol=1e-12, atol=1e-12)
 
 
-def test_by_hand() -> None:
-    o_a, o_b = torch.tensor([[[4.0]]]), torch.tensor([[[8.0]]])
-    lse_a, lse_b = torch.tensor([[math.log(3)]]), torch.tensor([[0.0]])
-    merge_into(o_a, lse_a, o_b, lse_b)
-    assert o_a.item() == pytest.approx(5.0)
-    assert lse_a.item() == pytest.approx(math.log(4))
+@pytest.mark.parametrize("large", [0.0, 1e4], ids=["small", "large"])
+def test_by_hand(large: float) -> None:
+    o, lse = torch.tensor([[[4.0]]]), torch.tensor([[math.log(3) + large]])
+    merge_into(o, lse, torch.tensor([[[8.0]]]), torch.tensor([[large]]))
+    assert o.item() == pytest.approx(5.0, rel=1e-3)
+    assert lse.item() == pytest.approx(math.log(4) + large)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -79,11 +79,3 @@ def test_rows_by_index(dtype: torch.dtype, chunk: int, monkeypatch: pytest.Monke
     merge_into(o, lse, part, part_lse, torch.tensor([3, 1]))
     assert o.squeeze(1).tolist() == [[1, 1], [4, 5], [1, 1], [2, 3]]
     assert lse.flatten().tolist() == pytest.approx([0, math.log(2), 0, math.log(2)])
-
-
-def test_large_normalizers_do_not_overflow() -> None:
-    ones = torch.ones(1, 1, 1)
-    lse = torch.tensor([[1e4]])
-    merge_into(ones, lse, 3 * ones, torch.tensor([[1e4]]))
-    assert ones.item() == pytest.approx(2.0)
-    assert lse.item() == pytest.approx(1e4 + math.log(2))

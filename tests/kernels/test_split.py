@@ -74,13 +74,8 @@ def test_the_parts_are_slices_with_lengths_of_their_own():
     assert (first.max_q, first.max_k, second.max_q, second.max_k) == (32768, 32769, 100, 101)
 
 
-def test_a_call_that_is_not_split_has_the_tensors_of_the_shapes():
-    shapes = TaskShapes.build([3, 4], [3, 9], "cpu")
-    (whole,) = task_ranges(shapes, BY_Q, heads=32)
-    assert whole == (shapes, slice(0, 7), slice(0, 12))
-
-
 def test_it_is_found_once():
     shapes = TaskShapes.build([3, 4], [3, 9], "cpu")
+    assert task_ranges(shapes, BY_Q, heads=32) == ((shapes, slice(0, 7), slice(0, 12)),)  # not split: no other tensors
     assert task_ranges(shapes, BY_Q, heads=32) is task_ranges(shapes, Grid(by_q=1, by_k=0), heads=32)
     assert task_ranges(shapes, BY_Q, heads=32) is not task_ranges(shapes, BY_Q, heads=16)

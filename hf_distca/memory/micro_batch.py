@@ -107,8 +107,14 @@ def count_core_attention(
 
 def bound_plan(plan: MicroBatchPlan, rank: int, use: Use, live: LiveMemory) -> BoundPlan:
     """Return a plan bound to a rank, whose row numbers, exchanges and kept results are counted."""
-    keep = {"keep_received": use.keep_received, "keep_core_attention": use.keep_core_attention}
-    runtime = Runtime(HOST, CountedExchange(live), use.kernel, Recorder(HOST), **keep)
+    runtime = Runtime(
+        HOST,
+        CountedExchange(live),
+        use.kernel,
+        Recorder(HOST),
+        keep_received=use.keep_received,
+        keep_core_attention=use.keep_core_attention,
+    )
     with live, live.making("plan"):
         in_one_go = isinstance(use.kernel, FlashMemory)
         return BoundPlan.bind(plan, rank, runtime, kept_results=CountedResults(live), in_one_go=in_one_go)

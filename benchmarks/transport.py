@@ -71,7 +71,8 @@ class Calls:
     def __init__(self, sizes: list[int]) -> None:
         context, token = multiprocessing.get_context("spawn"), make_token()
         self._server, theirs = context.Pipe()
-        context.Process(target=serve, args=(token, theirs), daemon=True).start()
+        self._process = context.Process(target=serve, args=(token, theirs), daemon=True)
+        self._process.start()
         self._memory = {choice: make_memory(choice, CPU, "127.0.0.1") for choice in TRANSPORTS}
         self._links = {
             choice: ServerLink("127.0.0.1", port, token, rank_hello(0, 1, memory), 30, 60, memory)
@@ -107,6 +108,13 @@ class Calls:
         both_ways = 2 * given.nbytes / 1e9
         return {"gbs": both_ways / seconds, "cpu_s_gb": cost / both_ways, "blocked_ms": 1e3 * blocked}
 
+    def close(self) -> None:
+        """End the links and the server's process."""
+        for link in self._links.values():
+            link.close()
+        self._server.send(False)
+        self._process.join()
+
     def _cpu_s(self) -> float:
         self._server.send(True)
         return time.process_time() + float(self._server.recv())
@@ -118,7 +126,11 @@ def main() -> None:
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    measured = take_rounds(options, Calls(options.mb).round)
+    calls = Calls(options.mb)
+    try:
+        measured = take_rounds(options, calls.round)
+    finally:
+        calls.close()
     report(measured, {f"nixl_over_tcp_{mb}": over(f"nixl_gbs_{mb}", f"tcp_gbs_{mb}") for mb in options.mb})
 
 

@@ -20,7 +20,7 @@ from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.settings import Choices, PlanSettings
-from hf_distca.planner.stages import usual_stages
+from hf_distca.planner.stages import STAGES_ALONE, usual_stages
 from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_step
 
 IntArray = NDArray[np.int64]
@@ -32,7 +32,7 @@ MOST_EVEN_RANKS = 32
 long."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
-STAGES = (1, 2, 4, 8)
+OTHER_STAGES = (1, STAGES_ALONE // 2, 2 * STAGES_ALONE)
 """Numbers of stages that are tried for one nano-batch, which has no other nano-batch to hide its exchange."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
@@ -46,15 +46,18 @@ HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
 Up to this share, larger groups are tried only if they compute more evenly.
 """
 FEW_RANKS = 32
-"""Number of ranks up to which groups of every size are tried."""
+"""Number of ranks up to which the search tries groups of several nodes as readily as groups inside nodes."""
 UNEVEN = 0.05
 """Share by which the slowest group may compute longer than the mean. Up to it, the search stops at the first larger
 group that is no faster."""
-WAITING = 0.25
-"""Share of a step that ranks wait in two nano-batches, from which a coarser balance may be faster."""
+WAITING, MUCH_WAITING = 0.1, 0.25
+"""Shares of a step that ranks wait in two nano-batches, from which a coarser balance may be faster.
+
+The second one is for many ranks, whose plans take long.
+"""
 HARDLY_HIDDEN = 0.2
 """Share of a step that ranks wait in two nano-batches, from which one nano-batch may be faster."""
-NEAR = 0.04
+NEAR = 0.02
 """Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
 
 
@@ -68,12 +71,14 @@ class Candidate:
 
     Attributes:
         nano_batches: their plans are not in stages yet.
+        counted: for each nano-batch, the counts of its plans.
         waited: share of the step that the longest-waiting rank waits for exchanges.
     """
 
     placing: Placing
     evenly: bool
     nano_batches: tuple[NanoBatch, ...]
+    counted: list[dict[AttentionKind, CountedPlan]]
     choice: PlanChoice
     waited: float
 
@@ -153,11 +158,11 @@ class _Search:
         assert best is not None
         choice, stages = best.choice, usual_stages(len(best.nano_batches))
         if len(best.nano_batches) == 1 and (max(best.placing.sizes) > 1 or best.placing.left):
-            counted = self._counted(best.nano_batches, self._settings)
-            steps = {each: self._walked(best.nano_batches, counted, self._settings, each) for each in STAGES}
-            stages = min(steps, key=lambda each: (steps[each].seconds, each))
-            step = steps[stages]
-            choice = replace(choice, seconds=step.seconds, attention=tuple(step.attention.tolist()))
+            for count in OTHER_STAGES:
+                step = self._walked(best.nano_batches, best.counted, self._settings, count)
+                if step.seconds < choice.seconds:
+                    choice = replace(choice, seconds=step.seconds, attention=tuple(step.attention.tolist()))
+                    stages = count
         choice = replace(choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
         return finished(self._lengths, best.nano_batches, self._settings, stages, choice)
 
@@ -229,44 +234,50 @@ class _Search:
         few, *_, many = self._choices.nano_batches * 2
         top, first = len(self.partitions) - 1, self._first()
         inside = max(level for level, sizes in enumerate(self.partitions) if max(sizes) <= self._ranks_of_node)
+        many_ranks = self._settings.ranks > FEW_RANKS
         # 1. Long documents divided evenly, or whole ones only. Ranks compute about alike, so one nano-batch suffices.
-        #    Groups inside nodes come first, since they are quick to plan; larger ones as long as they help.
-        level = near = min(first, inside)
+        #    Of many ranks, groups of several nodes take long to plan: they are tried last, as long as they help.
+        level = near = min(first, inside) if many_ranks else first
         if near == first or not self._leaves_documents(near):
             self._evenly(near, finest, few)
-        while level > 0 and self._best is not None and self._worth(level - 1):
+        if self._best is None and near == first:
+            self._jointly(first, finest)
+        while level > 0 and (self._best is not None or not many_ranks) and self._worth(level - 1):
             level -= 1
             self._evenly(level, finest, few)
         for level in range(near + 1, max(first, min(first + 1, inside)) + 1):
             best = self._best
             if not self._worth(level) or (level < first and self._leaves_documents(level)):
                 continue
-            if self._evenly(level, finest, few) is not None and best is not None and self._best is best:
+            candidate = self._evenly(level, finest, few)
+            if many_ranks and candidate is not None and best is not None and self._best is best:
                 self._even_limit = max(self.partitions[level])
                 break
-        # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help. Of many
-        #    ranks, groups of several nodes that do not compute alike are left out: plans take long and rarely help.
-        level = start = first if self._best is None else self._level()
-        while level <= top and self._worth(level):
-            best = self._best
-            if not inside < level < first or self._settings.ranks <= FEW_RANKS:
-                self._jointly(level, finest)
-                uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
-                helped = self._best is not best or uneven or self._leaves_documents(level)
-                if level > start and best is not None and not helped:
-                    break
-            level += 1
+        # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help.
+        level = first if self._best is None else self._level()
+        if self._worth(level):
+            self._jointly(level, finest)
+        while level < top and self._worth(level + 1):
+            level, best = level + 1, self._best
+            if many_ranks and inside < level < first:
+                continue
+            self._jointly(level, finest)
+            uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
+            if self._best is best and best is not None and not self._leaves_documents(level) and not uneven:
+                break
         if self._best is None:
             return
         # 3. Variations of the best plan: two nano-batches, then coarser tolerances.
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
         for level, seconds in even.items():
-            near_best = seconds <= self._best.choice.seconds * (1 + NEAR)
+            near_best = seconds <= min(even.values()) * (1 + NEAR)
+            near_best &= not many_ranks or seconds <= self._best.choice.seconds * (1 + 2 * NEAR)
             if near_best and self._best.waited > HARDLY_WAITING_IN_NODES and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser:
             best = self._best
-            hides = len(best.nano_batches) == 2 and not best.evenly and best.waited <= WAITING
+            hides = len(best.nano_batches) == 2 and not best.evenly
+            hides &= best.waited <= (MUCH_WAITING if many_ranks else WAITING)
             if hides or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
                 return
             self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)
@@ -425,11 +436,11 @@ class _Search:
         *,
         evenly: bool,
     ) -> Candidate:
-        stages = usual_stages(len(nano_batches))
-        step = self._walked(nano_batches, self._counted(nano_batches, settings), settings, stages)
+        counted = self._counted(nano_batches, settings)
+        step = self._walked(nano_batches, counted, settings, usual_stages(len(nano_batches)))
         attention = tuple(step.attention.tolist())
         choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
-        return Candidate(placing, evenly, nano_batches, choice, float(step.waited.max()) / step.seconds)
+        return Candidate(placing, evenly, nano_batches, counted, choice, float(step.waited.max()) / step.seconds)
 
     def _counted(
         self, nano_batches: Sequence[NanoBatch], settings: PlanSettings

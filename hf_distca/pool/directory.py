@@ -46,8 +46,7 @@ class Directory:
     """The list of live servers, which join and leave by themselves.
 
     Args:
-        host: address of the interface to listen on.
-        port: TCP port; 0 for any that is free.
+        port: 0 for any that is free.
         silence_s: a member that sends nothing for so long is dropped.
         ended: called when training is over, for processes that servers' connections do not reach.
     """

@@ -55,10 +55,6 @@ def split_launch(servers: int, *, cpu: bool) -> Launch:
     Call it before anything looks at the world. From then on ranks are a world without servers: accelerate, DDP, FSDP2
     and DeepSpeed see ranks alone. A server belongs to no world; `serve_if_server` makes it serve.
 
-    Args:
-        servers: number of processes that become servers.
-        cpu: servers compute on the CPU even where there is a GPU.
-
     Raises:
         ValueError: on every process, where the launch has too few processes, or a server's host no GPU for it.
     """
@@ -158,9 +154,8 @@ def open_pool(
         launch: None where servers come from outside.
         address: HOST:PORT on which rank 0 takes servers in; port 0 for any that is free.
         token_file: for servers from outside: file with the run's token, made if there is none.
-        ranks_serve: whether ranks compute core attention too.
-        timeout_s: a server that does not answer for so long is lost.
-        transport: the transport of rows: auto, tcp or nixl.
+        ranks_serve: see `Pool`, as for `timeout_s`.
+        transport: auto, tcp or nixl.
 
     Raises:
         ValueError: on every rank, where the address, the token or the transport cannot be used.

@@ -60,9 +60,7 @@ class Listener:
     Strangers cost at most HANDSHAKES threads for `handshake_s` each. Nothing that a peer sends ends the listener.
 
     Args:
-        host: address of the interface to listen on.
-        port: TCP port; 0 for any that is free.
-        service: name of what listens here.
+        port: 0 for any that is free.
         serve: called on the peer's thread with the connection, which is closed afterwards, and its first message.
             The listener logs LinkLost, and sends a ProtocolError's text to the peer; a MismatchError is only sent.
         handshake_s: time that a peer has for the handshake, and again for its first message.

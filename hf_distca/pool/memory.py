@@ -111,10 +111,10 @@ class Arena:
     process ends. A block of a slab is free again when the last tensor that shares it is dropped; on a GPU, when the
     work queued until then is done.
 
+    LinkLost: `agent` can register no memory.
+
     Args:
-        agent: registers the memory; LinkLost where it can register none.
-        device: device that computes.
-        copies: copies of that device; None where it is the CPU.
+        device: device that computes; `copies` are its copies, None on the CPU.
         required: whether rows may travel only over NIXL.
     """
 
@@ -148,10 +148,9 @@ class Arena:
         return self._tensor((rows, *spec.shape), getattr(torch, spec.dtype))
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """See `HostMemory.stage`: rows that are not in registered memory are copied there, on the host by `ready`."""
-        given = [x_N.detach() for x_N in tensors]
-        staged = [x_N if self.holds(x_N) else self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in given]
-        copies = [(to_N, x_N) for to_N, x_N in zip(staged, given, strict=True) if to_N is not x_N]
+        """See `HostMemory.stage`: rows are copied to registered memory, on the host by `ready`."""
+        staged = [self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in tensors]
+        copies = [(to_N, x_N.detach()) for to_N, x_N in zip(staged, tensors, strict=True)]
         if self._copies is not None:
             return staged, self._copies.start(copies)
 
@@ -161,13 +160,6 @@ class Arena:
                 to_N.copy_(x_N)
 
         return staged, ready
-
-    def holds(self, rows_N: Tensor) -> bool:
-        """Return whether rows lie in registered memory, contiguous."""
-        if rows_N.device != self._slabs[0].device or not rows_N.is_contiguous():
-            return False
-        begin, end = rows_N.data_ptr(), rows_N.data_ptr() + rows_N.nbytes
-        return any(slab.data_ptr() <= begin and end <= slab.data_ptr() + slab.nbytes for slab in tuple(self._slabs))
 
     def keep(self, rows: Sequence[Tensor]) -> None:
         """Keep rows out of use for good: a peer may still write or read them after a transfer has failed."""
@@ -230,7 +222,6 @@ def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
 
     Args:
         choice: AUTO takes NIXL where that needs no open port of UCX: with RDMA devices.
-        device: device that computes.
         address: address of the interface on which UCX may listen, where it must.
 
     Raises:

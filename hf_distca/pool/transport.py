@@ -44,7 +44,7 @@ class TcpTransport:
         Args:
             rows: [N, …] each, contiguous.
             timeout_s: nothing may move for so long.
-            answer: [N, …] each, contiguous: what the rows of the reply to this call are received into.
+            answer: [N, …] each, contiguous, for the rows of the reply to this call.
         """
         self._channel.send(message, _buffers(rows), timeout_s)
 

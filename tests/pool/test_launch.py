@@ -4,8 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,8 +21,9 @@ from hf_distca.pool import launch as launches
 from hf_distca.pool import nixl as nixl_agent
 from hf_distca.pool.launch import TOKEN_FILE, Launch, open_pool, serve_if_server, split_launch
 from hf_distca.pool.token import make_token, write_token
-from tests.launch import LOG, ROOT, launch
+from tests.launch import LOG, launch
 from tests.models_and_batches import small_kinds
+from tests.pool.server.processes import ServerProcess
 from tests.pool.servers import wait_until
 from tests.pool.transport.ends import needs_nixl
 from tests.ranks import free_port
@@ -98,25 +97,10 @@ def test_servers_of_the_same_launch(strategy, servers, serve, transport, expecte
         assert carried_by == ["NIXL (both ends have it)"]
 
 
-class Served:
-    """A server started apart, with what it prints."""
-
-    def __init__(self, port: int, token_file: Path) -> None:
-        join = ["--join", f"127.0.0.1:{port}", "--token-file", str(token_file), "--threads", "1"]
-        command = [sys.executable, "-m", "hf_distca.cli.main", "serve", *join]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-    def wait_for(self, words: str) -> None:
-        for line in self.process.stdout:
-            if words in line:
-                return
-        raise AssertionError(f"the server never said {words!r}")
-
-
 def test_servers_that_come_and_go(expected, tmp_path):
     port, token_file = free_port(), tmp_path / "token"
     joined, killed, alone, again = (tmp_path / name for name in ("joined", "killed", "alone", "again"))
-    write_token(token_file, make_token())
+    write_token(token_file, token := make_token())
     arguments = ARGUMENTS | {
         "attention_servers": "external",
         "attention_server_address": f"127.0.0.1:{port}",
@@ -124,7 +108,7 @@ def test_servers_that_come_and_go(expected, tmp_path):
     }
     pauses = {1: str(joined), 3: str(killed), 4: str(alone), STEPS // 2: str(again)}
     options = {"lengths": LENGTHS, "arguments": arguments, "pauses": pauses}
-    servers = [Served(port, token_file)]
+    servers = [ServerProcess(port, token, tmp_path / "first")]
     try:
         with ThreadPoolExecutor(1) as beside:
             training = beside.submit(launch, "ddp", SCRIPT, options, tmp_path)
@@ -136,7 +120,7 @@ def test_servers_that_come_and_go(expected, tmp_path):
             killed.touch()
             wait_until(alone.with_suffix(".reached").exists, 100)
             alone.touch()
-            servers.append(Served(port, token_file))
+            servers.append(ServerProcess(port, token, tmp_path / "second"))
             servers[1].wait_for("joined")
             again.touch()
             result = training.result()
@@ -147,7 +131,7 @@ def test_servers_that_come_and_go(expected, tmp_path):
         assert servers[1].process.wait(60) == 0
     finally:
         for server in servers:
-            server.process.kill()
+            server.close()
 
 
 def opened_where_rank_1_lacks_nixl(port: int) -> str | None:

@@ -43,9 +43,6 @@ class ServerLink:
     A link that failed once stays failed; a server that comes back gets a new one.
 
     Args:
-        host: where the server listens.
-        port: where the server listens.
-        hello: this rank's.
         connect_s: for connecting, and again for the server's welcome; LinkLost, or MismatchError where it refuses.
         rows_s: travelling rows may stand still for so long.
         memory: where the rows of all calls lie.

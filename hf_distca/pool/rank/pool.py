@@ -68,9 +68,8 @@ class Pool:
     Every rank makes one at the same point and calls `refresh` and `close` when every other does.
 
     Args:
-        dispatcher: whose micro-batches servers work on.
         directory: where servers join; on rank 0 only.
-        memory: where rows are sent from and received.
+        memory: memory of rows that travel.
         ranks_serve: whether ranks compute core attention too while there are servers.
         timeout_s: a server that does not answer for so long is lost.
     """
@@ -136,16 +135,16 @@ class Pool:
         seen = self._groups.all_gather((failures, {server for server, link in links.items() if link.within_host}))
         for info in joined:
             reasons = [failures[info.id] for failures, _ in seen if info.id in failures]
-            name = f"attention server {info.id} ({info.host}:{info.port}, {info.device})"
+            name = f"{info.id} ({info.host}:{info.port}, {info.device})"
             if not reasons:
                 beside = next((rank for rank, (_, here) in enumerate(seen) if info.id in here), None)
                 self._members[info.id] = Member(name, links[info.id], beside)
-                speed = self.speeds.joined(info.id, info.pairs_per_second)
-                self._log(f"{name} takes part: speed {speed:.2f}, rows travel over {links[info.id].carried_by}")
+                speed, transport = self.speeds.joined(info.id, info.pairs_per_second), links[info.id].carried_by
+                self._log(f"attention server {name} takes part: speed {speed:.2f}, rows travel over {transport}")
                 continue
             if info.id in links:
                 links[info.id].close()
-            self._log(f"{name} cannot take part: {reasons[0][0]}", logging.WARNING)
+            self._log(f"attention server {name} cannot take part: {reasons[0][0]}", logging.WARNING)
             if self._directory is not None:
                 self._directory.drop(info.id, reasons[0][0] if any(final for _, final in reasons) else "")
 
@@ -200,13 +199,9 @@ class Pool:
     # In a step
 
     def without_lost(self, servers: Sequence[int]) -> frozenset[int]:
-        """Agree on the servers that some rank has lost, and go on without them. A collective where any takes part.
+        """Agree on the servers that some rank has lost, go on without them, and return those that are gone.
 
-        Args:
-            servers: ids of those that had something to do; the same on every rank.
-
-        Returns:
-            Those of them that take no part any more.
+        A collective where any takes part. `servers` are ids, the same on every rank.
         """
         here = [server for server in servers if server in self._members]
         if here:  # the same on every rank
@@ -237,7 +232,7 @@ class Pool:
                 self._directory.drop(server)
             count = len(self._members)
             left = f"{count} servers left" if count else "no server left, so ranks compute all tasks"
-            self._log(f"lost {member.name} ({reason}): {what}; {left}", logging.WARNING)
+            self._log(f"lost attention server {member.name} ({reason}): {what}; {left}", logging.WARNING)
 
     def _log(self, message: str, level: int = logging.INFO) -> None:
         """Log on rank 0."""

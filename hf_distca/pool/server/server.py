@@ -35,14 +35,11 @@ class AttentionServer:
     ends the connection that it came on, and no other.
 
     Args:
-        device: device that computes.
-        kernel: kernel that computes.
         choose: finds another kernel for what `kernel` cannot do; None: there is none.
-        host: address of the interface to listen on.
-        port: TCP port; 0 for any that is free.
+        port: 0 for any that is free.
         plan_wait_s: how long a call may wait for its plan.
         rows_s: travelling rows of a call or a reply may stand still for so long.
-        transport: the transport of rows; ValueError where it cannot be used.
+        transport: ValueError where it cannot be used.
     """
 
     def __init__(

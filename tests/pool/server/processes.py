@@ -9,30 +9,28 @@ from tests.pool.servers import wait_until
 
 
 class ServerProcess:
-    """`hf-distca serve` for a directory of this process.
+    """`hf-distca serve` for a directory at a port of this machine.
 
     Attributes:
         process: it.
         output: file that its standard output and errors go to.
     """
 
-    def __init__(self, directory, token, folder, *options):
-        self.output = folder / "output.txt"
-        self.directory = directory
-        join = ["--join", f"127.0.0.1:{directory.port}", "--token-file", "-", "--threads", "1"]
-        with self.output.open("w") as output:
-            command = [sys.executable, "-m", "hf_distca.cli.main", "serve", *join, *options]
+    def __init__(self, port, token, output, *options):
+        self.output = output
+        command = [sys.executable, "-m", "hf_distca.cli.main", "serve", "--join", f"127.0.0.1:{port}"]
+        command += ["--token-file", "-", "--threads", "1", *options]
+        with output.open("w") as file:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, text=True
+                command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, text=True
             )
         self.process.stdin.write(token.hex() + "\n")
         self.process.stdin.close()
 
-    def joined(self):
-        """Wait until it is a member; its info."""
-        wait_until(lambda: self.directory.members() or self.process.poll() is not None, 90)
-        assert self.process.poll() is None, self.text()
-        return self.directory.members()[0]
+    def wait_for(self, words):
+        """Wait until it has said something."""
+        wait_until(lambda: words in self.text() or self.process.poll() is not None, 100)
+        assert words in self.text(), self.text()
 
     def text(self):
         """What it has said so far."""

@@ -60,9 +60,10 @@ def strangers_at(port, token, nano_batches, memory):
 def test_random_inputs(tmp_path, transport, warm_up, inputs_after):
     token = make_token()
     directory = Directory("127.0.0.1", 0, token)
-    server = ServerProcess(directory, token, tmp_path, "--transport", transport)
+    server = ServerProcess(directory.port, token, tmp_path / "output", "--transport", transport)
     try:
-        port = server.joined().port
+        server.wait_for("joined")
+        port = directory.members()[0].port
         nano_batches = [make_nano_batch([120, 37, 1, 90], 2, 1, 1, kinds=(SLIM,))]
         memory = memory_of(transport, "rank")
         ranks = [FakeRank(port, token, rank, 2, 2, memory) for rank in range(2)]

@@ -31,9 +31,10 @@ def directory(token):
 
 
 def test_a_signal_stops_it_cleanly(directory, token, tmp_path):
-    server = ServerProcess(directory, token, tmp_path)
+    server = ServerProcess(directory.port, token, tmp_path / "output")
     try:
-        rank = FakeRank(server.joined().port, token, 0, 1, 1)
+        server.wait_for("joined")
+        rank = FakeRank(directory.members()[0].port, token, 0, 1, 1)
         server.process.send_signal(signal.SIGTERM)  # SIGINT is handled alike
         assert server.process.wait(60) == 0
         rank.link.close()

@@ -5,6 +5,7 @@ A plan is a deterministic function of document lengths and settings, the same on
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -101,7 +102,7 @@ class Layout:
         rows = self.segments["stop"] - self.segments["start"]
         return np.bincount(self.segments["rank"], weights=rows, minlength=self.ranks).astype(np.int64)
 
-    @property
+    @cached_property
     def has_cuts(self) -> bool:
         """Whether any document lies in several segments."""
         rows = self.segments["stop"] - self.segments["start"]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_distca.models.decoder import decoder_layers, mixing_layers
+from hf_distca.models.decoder import decoder_layers
+from hf_distca.models.mixing import uncuttable
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 
 SMALL_KIND = AttentionKind(q_heads=4, kv_heads=2, dim_qk=8, dim_v=8)
@@ -30,7 +31,7 @@ SMALL = {
 def exchanging(model: PreTrainedModel) -> dict[str, Any]:
     """Settings under which a model's rows travel. By default small documents would stay where they are."""
     turns = bool(decoder_layers(model))
-    layout = "whole" if mixing_layers(model) else "joint" if turns else "fixed"
+    layout = "whole" if uncuttable(model) else "joint" if turns else "fixed"
     return {"document_layout": layout, "balance_tolerance": 0.01, "ping_pong": turns}
 
 

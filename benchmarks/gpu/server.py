@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +63,6 @@ class Fate(TrainerCallback):
             self._server.wait()
 
 
-class Warnings(logging.Handler):
-    """Messages of the library's warnings, in `texts`."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
-        self.texts.append(record.getMessage())
-
-
 def train(setting: Setting, fate: Fate | None, folder: str, **options: Any) -> list[float]:
     """Losses of a few steps, with a server or without."""
     args = DistCATrainingArguments(
@@ -98,7 +87,8 @@ def train(setting: Setting, fate: Fate | None, folder: str, **options: Any) -> l
 
 def check_server(setting: Setting) -> Findings:
     """The same steps with a server that joins and is killed, and without one."""
-    findings, warnings, fate = Findings(), Warnings(), Fate()
+    findings, warnings, fate = Findings(), BufferingHandler(1000), Fate()
+    warnings.setLevel(logging.WARNING)
     logger = logging.getLogger("hf_distca")
     logger.addHandler(warnings)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,11 +107,11 @@ def check_server(setting: Setting) -> Findings:
             fate.close()
             logger.removeHandler(warnings)
     findings.figures = {"servers": fate.served, "losses": losses, "losses_without": expected}
-    findings.figures["warnings"] = warnings.texts
+    texts = findings.figures["warnings"] = [record.getMessage() for record in warnings.buffer]
     wanted = [int(JOINS <= step <= KILLED) for step in range(STEPS)]
     findings.check(fate.served == wanted, f"so many servers took part: {fate.served}, {wanted} were expected")
-    finished = any("computed by the ranks" in text for text in warnings.texts)
-    findings.check(finished, f"the trainer did not compute the server's last call; it warned of {warnings.texts}")
+    finished = any("computed by the ranks" in text for text in texts)
+    findings.check(finished, f"the trainer did not compute the server's last call; it warned of {texts}")
     findings.check(len(losses) == len(expected) == STEPS, f"{len(losses)} losses were logged, expected {STEPS}")
     for number, (mine, theirs) in enumerate(zip(losses, expected, strict=False)):
         difference = abs(mine - theirs) / theirs

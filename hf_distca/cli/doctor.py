@@ -281,11 +281,11 @@ def link_findings(rates: Rates, nodes: Sequence[int]) -> list[Finding]:
 
 def _report(by_rank: list[list[Finding]], rates: Rates, options: argparse.Namespace, *, shown: bool = True) -> int:
     """Print findings and return the exit status."""
-    told = merged(by_rank)
+    findings = merged(by_rank)
     if shown and options.json:
-        findings = [{**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in told]
+        found = [{**asdict(finding), "state": finding.state, "ranks": ranks} for finding, ranks in findings]
         links = [{"sender": pair[0], "receiver": pair[1], "rate": rate} for pair, rate in rates.items()]
-        print(json.dumps({"findings": findings, "links": links}))
+        print(json.dumps({"findings": found, "links": links}))
     elif shown:
-        print(table(told), flush=True)
-    return int(any(finding.needed for finding, _ in told))
+        print(table(findings), flush=True)
+    return int(any(finding.needed for finding, _ in findings))

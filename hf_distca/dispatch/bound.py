@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.checkpoints import KeptResults
+from hf_distca.dispatch.cuts import BoundCuts
 from hf_distca.dispatch.exchange import Exchange, Route
 from hf_distca.dispatch.recorder import NO_ROWS, Recorder, Rows
 from hf_distca.dispatch.remote import RemotePlan, ServerRows
@@ -263,15 +264,10 @@ class BoundNanoBatch:
         self._plans, self._rank, self._buffer = nano_batch.plans, rank, buffer.another()
         self._repairs: dict[tuple[AttentionKind, frozenset[int]], BoundRoutes] = {}
 
-    @property
-    def has_cuts(self) -> bool:
-        """Whether any document is cut between ranks."""
-        return self._layout.has_cuts
-
-    @property
-    def document_rows(self) -> tuple[int, ...]:
-        """Lengths of the documents that this rank holds rows of, in the order of its rows."""
-        return tuple(self._layout.lengths[self._mine["document"]].tolist())
+    @cached_property
+    def cuts(self) -> BoundCuts:
+        """Segments of documents, and what modules that mix rows in order exchange between them."""
+        return BoundCuts(self._layout, self._rank, self._buffer.another())
 
     @cached_property
     def positions(self) -> Tensor:
@@ -406,12 +402,12 @@ class BoundPlan:
         Raises:
             ValueError: on every rank, if any document is cut between ranks.
         """
-        if any(nano.has_cuts for nano in self.nano_batches):
+        if self.cuts_documents:
             raise ValueError(
                 "a layer mixes the rows of a document other than by attention, but the plan cuts documents between "
                 "ranks; plan with document_layout='whole'"
             )
-        return tuple(rows for nano in self.nano_batches for rows in nano.document_rows)
+        return tuple(rows for nano in self.nano_batches for rows in nano.cuts.sizes)
 
     @property
     def positions(self) -> Tensor:
@@ -432,6 +428,11 @@ class BoundPlan:
     def exchanges(self) -> bool:
         """Whether ranks exchange rows in any layer; the same on every rank."""
         return any(nano.routes for nano in self.nano_batches)
+
+    @property
+    def cuts_documents(self) -> bool:
+        """Whether any document of the micro-batch lies in several segments; the same on every rank."""
+        return any(nano.layout.has_cuts for nano in self.plan.nano_batches)
 
     @property
     def is_part(self) -> bool:

@@ -201,7 +201,7 @@ class Dispatcher:
         ]
 
     def plan_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Plan one batch of a padding-free collator and return it ready for `model(**batch)`.
+        """Plan one batch of a padding-free collator and return the batch ready for `model(**batch)`.
 
         A collective call, once per micro-batch. `plan_batches` is for ranks with different numbers of micro-batches.
 

@@ -137,7 +137,7 @@ def _fill(targets: Sequence[Tensor], columns: Sequence[Tensor], rows: RowIndex) 
 
 
 class _Layout:
-    """Columns that travel side by side, in one message per pair of ranks: shape of a row and dtype of each."""
+    """Shape of a row, and dtype, of columns that travel side by side in one message per pair of ranks."""
 
     def __init__(self, columns: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
         self.columns = columns

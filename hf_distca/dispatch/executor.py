@@ -391,7 +391,7 @@ class Backward(Pass):
     def return_keys(self, transfer: Transfer, buffer: ExchangeBuffer) -> None:
         """Start to return dK and dV of a stage's received rows: to gateways first, if rows were forwarded."""
         forwarded = transfer.rows == "forwarded"
-        if forwarded or not self.routes.forwards:  # else they were written before they went to the gateways
+        if forwarded or not self.routes.forwards:  # else the gradients were written before they went to the gateways
             self._write_received_keys(transfer.stage, buffer.received)
         if forwarded:
             buffer.return_forwarded()
@@ -399,7 +399,7 @@ class Backward(Pass):
             buffer.return_received()
 
     def add_returned_keys(self, transfer: Transfer, buffer: ExchangeBuffer, columns: Columns) -> None:
-        """Add dK and dV of a stage: of forwarded rows to the gateway's copies, else to those of local rows."""
+        """Add returned dK and dV of a stage: to a gateway's copies of forwarded rows, or to local rows."""
         stage = self.routes.stages[transfer.stage]
         if transfer.rows == "forwarded":
             received = sum(stage.keys.received)
@@ -412,7 +412,7 @@ class Backward(Pass):
                 stage.key_sums.add_up([self._total("local", name), rows_T])
 
     def add_from_servers(self, results: Mapping[int, Columns], repaired: tuple[Tensor, ...] | None) -> None:
-        """Take gradients that servers computed, and those of the ranks for lost servers."""
+        """Take gradients that servers computed, and gradients of the ranks for lost servers."""
         self._repaired = repaired
         columns: dict[str, list[Tensor]] = {name: [] for name in DQKV}
         for asked in self.routes.servers:  # the order that the sums expect

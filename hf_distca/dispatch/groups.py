@@ -161,7 +161,7 @@ class Groups:
         self.closed = True
 
     def check_open(self) -> None:
-        """Raise if the groups are closed: torch would take a group of None for all processes of the world."""
+        """Raise if the groups are closed: torch takes a group of None for the world."""
         if self.closed:
             raise RuntimeError(
                 "the process groups of this dispatcher are closed; make a new trainer or dispatcher to continue"
@@ -234,12 +234,12 @@ def in_world() -> bool:
 
 
 def _groups_of(members: list[list[int]]) -> list[list[int]]:
-    """Return the distinct groups of ranks, from every process's own group."""
+    """Return the distinct groups of ranks, from the group of every process."""
     return [list(ranks) for ranks in dict.fromkeys(map(tuple, members))]
 
 
 def gather_in_world(value: Value, timeout_s: float) -> list[Value]:
-    """Return every process's value, in the order of their world ranks. A collective of the world, on the CPU.
+    """Return every process's value, in the order of world ranks. A collective of the world, on the CPU.
 
     Raises:
         RuntimeError: this process cannot reach the others within `timeout_s`.

@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows that an exchange carries; empty if it carries none.
+    """Rows that an exchange carries; empty without any.
 
     Attributes:
         sent: [ranks] rows to each rank.
@@ -138,7 +138,7 @@ class Recorder:
     def span(
         self, kind: Kind, part: str, work: Work | None = None, pairs: int = 0, rows: Rows = NO_ROWS
     ) -> AbstractContextManager[None]:
-        """Return a context whose duration is measured if its kind is; the arguments are those of a Span."""
+        """Return a context whose duration is measured if the kind is; see `Span` for the arguments."""
         if kind not in self._kinds:
             return NOT_MEASURED
         measured = self._on_cuda if self._device.type == "cuda" else self._here
@@ -177,7 +177,7 @@ class Recorder:
         return self._seconds[kind]
 
     def drain(self) -> None:
-        """Take in completed spans without waiting; the dispatcher calls it for every micro-batch."""
+        """Take in completed spans without waiting, once per micro-batch."""
         while self._queued and self._queued[0][-1].query():
             self._take_in(*self._queued.popleft())
 

@@ -30,7 +30,7 @@ ALL_ROWS = slice(None)
 
 
 class IndexBuffer:
-    """Buffer that places numbers on the host and returns device tensors, which hold them after `send`.
+    """Buffer that places numbers on the host and returns device tensors, which hold the numbers after `send`.
 
     Args:
         in_one_go: add up rows of all sources by one kernel, as on a GPU, instead of source by source; None chooses by

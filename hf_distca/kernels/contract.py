@@ -1,4 +1,4 @@
-"""What every kernel computes: its options, the lengths of its tasks, its methods, and checks of its tensors.
+"""Contract of all kernels: options, lengths of tasks, methods, and checks of tensors.
 
 Shape suffixes: T tasks, Q packed query rows, K packed key/value rows, H query heads, G key/value heads (H is a
 multiple of G; query head h reads key/value head h // (H / G)), D head dim of queries and keys, E head dim of values.
@@ -65,7 +65,7 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class Need:
-    """What one kind of a model's attention asks of a kernel."""
+    """Needs of one kind of a model's attention."""
 
     dtype: torch.dtype
     head_dim_qk: int
@@ -222,7 +222,7 @@ def check_tensors(q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, shapes: TaskShape
 
 @lru_cache(maxsize=256)
 def _totals(q_lens: tuple[int, ...], k_lens: tuple[int, ...], causal: bool) -> tuple[int, int]:
-    """Sum the rows and the keys of all tasks; cached, as every layer of a micro-batch asks for the same."""
+    """Sum the rows and the keys of all tasks, once per micro-batch."""
     if causal:
         for i, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
             if k_len < q_len:

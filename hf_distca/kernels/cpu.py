@@ -158,7 +158,7 @@ def _parts(shapes: TaskShapes, causal: bool) -> list[_Part]:
 
 
 def _runs(shapes: TaskShapes) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Yield query rows and keys of equal neighbouring tasks, and where each begins; leave out tasks without a pair."""
+    """Yield the lengths of equal neighbouring tasks and the starts of each; leave out tasks without a pair."""
     starts = zip(accumulate(shapes.q_lens, initial=0), accumulate(shapes.k_lens, initial=0), strict=True)
     tasks = zip(shapes.q_lens, shapes.k_lens, starts, strict=False)
     for (q_len, k_len), run in groupby(tasks, key=lambda task: task[:2]):
@@ -167,7 +167,7 @@ def _runs(shapes: TaskShapes) -> Iterator[tuple[int, int, list[tuple[int, int]]]
 
 
 def _one_head_dim(*tensors: Tensor) -> list[Tensor]:
-    """Pad to one head dim, which the op needs (zeros change no score and add empty columns), and make it dense."""
+    """Pad with zeros to one dense head dim, as the op needs: zeros change no score and add empty columns."""
     widest = max(x.shape[-1] for x in tensors)
     padded = [pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in tensors]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
@@ -186,7 +186,7 @@ def _needs_blocks(shapes: TaskShapes, params: AttentionParams) -> bool:
 def _row_blocks(
     shapes: TaskShapes, params: AttentionParams, heads: int
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield packed rows, the packed keys that any of them sees, and a mask [R, S] of pairs that are not visible."""
+    """Yield the packed rows and keys of each block, with a mask [R, S] of hidden pairs; None hides no pair."""
     for q_len, k_len, run in _runs(shapes):
         before = k_len - q_len  # keys before the first row's own
         rows_at_once = max(SCORES_AT_ONCE // (heads * k_len), 1)
@@ -209,7 +209,7 @@ def _row_blocks(
 def _block_forward(
     q_RHD: Tensor, k_SGD: Tensor, v_SGE: Tensor, hidden_RS: Tensor | None, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Return o_RHE and lse_RH of rows that meet all their keys."""
+    """Return o_RHE and lse_RH of one block."""
     if params.softcap is None:
         by_head = (x.unsqueeze(0).transpose(1, 2) for x in (q_RHD, k_SGD, v_SGE))
         found = _flash_forward(*by_head, attn_mask=_mask(hidden_RS, q_RHD.dtype), scale=params.scale)
@@ -232,7 +232,7 @@ def _block_backward(
     hidden_RS: Tensor | None,
     params: AttentionParams,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of rows that meet all their keys."""
+    """Return the gradients of one block, complete for its rows."""
     if params.softcap is None:
         tensors = (do_RHE, q_RHD, k_SGD, v_SGE, o_RHE, lse_RH)
         by_head = (x.unsqueeze(0).transpose(1, 2) for x in tensors)

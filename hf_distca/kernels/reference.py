@@ -11,7 +11,7 @@ from .contract import AttentionParams, Need, TaskShapes, check_tensors
 
 
 class ReferenceKernel:
-    """Attention as the textbook has it, on any device, in any dtype, with any option. See `Kernel` for the methods.
+    """Textbook attention on any device, in any dtype, with any option. See `Kernel` for the methods.
 
     It is slow, and holds all scores of a task at once.
     """
@@ -80,17 +80,17 @@ class ReferenceKernel:
 
 
 def _split(shapes: TaskShapes, by_query: list[Tensor], by_key: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Cut packed tensors into those of the tasks, in float64."""
+    """Cut packed tensors by task, in float64."""
     return [x.double().split(shapes.q_lens) for x in by_query] + [x.double().split(shapes.k_lens) for x in by_key]
 
 
 def _join(tasks: list[Tensor], like: Tensor) -> Tensor:
-    """Pack the tensors of the tasks again, in the dtype of `like`; without tasks it is `like` itself."""
+    """Pack the tensors of all tasks, in the dtype of `like`; return `like` without tasks."""
     return torch.cat(tasks).to(like.dtype) if tasks else like
 
 
 def _repeat(x_KGD: Tensor, heads: int) -> Tensor:
-    """Copy the key/value head that it reads for every query head."""
+    """Repeat each key/value head for the query heads that read the head."""
     return x_KGD.repeat_interleave(heads // x_KGD.shape[1], dim=1)
 
 

@@ -313,7 +313,7 @@ def _lengths(shapes: TaskShapes) -> tuple[Tensor, Tensor, int, int]:
 
 
 def _ready(x: Tensor, head_dim: int) -> Tensor:
-    """Pad to a head dim (zeros change no score and add empty columns) and copy rows that are not dense and aligned."""
+    """Pad with zeros to a head dim, which changes no score; copy rows that are not dense and aligned."""
     if x.shape[-1] < head_dim:
         return pad(x, (0, head_dim - x.shape[-1]))
     step = ALIGNMENT // x.element_size()

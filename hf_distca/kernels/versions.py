@@ -1,4 +1,4 @@
-"""FlashAttention in its versions: one table of their differences, and how their packages are imported."""
+"""Differences of FlashAttention's versions in one table, and the import of their packages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ _EVEN = Grid(by_q=0, by_k=0)  # blocks that fetch tasks, or are numbered through
 
 
 class MissingPackageError(ImportError):
-    """A kernel's package is not installed; any other ImportError of a kernel says that its package cannot be used."""
+    """A kernel's package is not installed; other import errors are of installed packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """What one FlashAttention can do, where it comes from, and how its varlen functions are called.
+    """One FlashAttention: its GPUs, its package, and the arguments of its varlen functions.
 
     Attributes:
         kernel: the kernel's name.
@@ -81,7 +81,7 @@ class Version:
 
         Raises:
             MissingPackageError: the package is not installed.
-            ImportError: the package is installed, but cannot be imported: says why not.
+            ImportError: the package is installed, but cannot be imported, for the named reason.
         """
         try:
             return import_module(self.module)

@@ -24,6 +24,7 @@ from hf_distca.kernels import AttentionParams, Kernel
 from hf_distca.memory.live import LiveMemory, Part
 from hf_distca.memory.stand_ins import CountedExchange, CountedResults, FlashMemory, any_grouped_mm
 from hf_distca.models.decoder import base_model
+from hf_distca.models.mixing import halo_widths
 from hf_distca.plan import PLAN_KEY, AttentionKind, MicroBatchPlan
 from hf_distca.planner.metrics import bytes_moved
 from hf_distca.planner.settings import PlanSettings
@@ -71,6 +72,8 @@ def count_micro_batch(
     base = base_model(model)
     _checkpoint(base, use.checkpointing, live)
     bound = bound_plan(plan, rank, use, live)
+    for nano in bound.nano_batches:  # made now, since tables cannot be made of fake tensors
+        nano.cuts.bind(halo_widths(base))
     with ExitStack() as stack:
         for context in (mode, live, any_grouped_mm()):
             stack.enter_context(context)

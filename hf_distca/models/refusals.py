@@ -124,7 +124,7 @@ class Models:
         STOCK,
     )
     CUT_MIXING = Refusal(
-        '`document_layout="joint"` or `"fixed"` with state space layers, linear attention or convolutions',
+        '`document_layout="joint"` or `"fixed"` with Mamba-1, lightning attention or recurrences that are not known',
         "document_layout={layout!r} cuts documents",
         "{module} in {model} mixes the rows of a document other than by attention, and would be wrong for a document "
         "that is cut",

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from hf_distca.config import DistCAConfig
 from hf_distca.kernels import Kernel, Need, choose_kernel, get_kernel
-from hf_distca.models.decoder import base_model, decoder_layers, mixing_layers, mixing_modules
+from hf_distca.models.decoder import base_model, decoder_layers
 from hf_distca.models.kinds import attention_params, layers_by_kind
+from hf_distca.models.mixing import WHOLE, uncuttable
 from hf_distca.models.refusals import Models, check_layers, check_model
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.units import AUTO
@@ -67,15 +68,14 @@ def plan_settings(
 
 
 def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
-    """Return the document layout for a model: "whole" if the model mixes along the row without attention.
+    """Return the document layout for a model: "whole" if the documents of one of its modules cannot be cut.
 
     Raises:
         ValueError: the setting cuts documents of such a model.
     """
-    mixing = mixing_layers(model)
-    if not mixing:
+    module = uncuttable(model)
+    if module is None:
         return config.planned_layout
-    (module, *_) = mixing_modules(mixing[0])
     if config.document_layout not in (AUTO, "whole"):
         raise Models.CUT_MIXING.error(
             layout=config.document_layout, module=type(module).__name__, model=type(model).__name__
@@ -83,9 +83,10 @@ def document_layout(model: PreTrainedModel, config: DistCAConfig) -> str:
     if config.document_layout == AUTO and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.info(
             "each document stays whole on one rank (document_layout='whole'), because %s in %s mixes the rows of a "
-            "document other than by attention",
+            "document in a way that cannot be cut: %s",
             type(module).__name__,
             type(model).__name__,
+            WHOLE.get(type(module).__name__, "the module is not known"),
         )
     return "whole"
 

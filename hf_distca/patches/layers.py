@@ -100,9 +100,10 @@ class _PlannedLayer(nn.Module):
         run = _seen_by_mixing(run) if self.mixes else run
         ran, attentions, mixing = plan.ran, plan.ran.attentions, plan.ran.mixing
         takes_turns = False
-        if self.attends and not plan.is_part:  # else no exchange, or the outer layer takes turns
+        exchanges = (self.attends and plan.exchanges) or (self.mixes and plan.cuts_documents)
+        if (self.attends or exchanges) and not plan.is_part:  # else no exchange, or the outer layer takes turns
             ran.layers += 1
-            takes_turns = len(plan.nano_batches) == 2 and plan.exchanges and not self._is_watched()
+            takes_turns = len(plan.nano_batches) == 2 and bool(exchanges) and not self._is_watched()
             ran.layers_in_turns += takes_turns
         result = self._in_turns(run, plan, args, kwargs) if takes_turns else run(*args, **kwargs)
         calls = 1 + takes_turns

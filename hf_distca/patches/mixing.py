@@ -1,28 +1,33 @@
 """Modules that mix a document's rows without attention: state spaces, linear attention, convolutions.
 
-Each output row depends on earlier rows of the call, across documents. In a planned step such a module runs document by
-document: `plan_mixing` gives it a subclass whose forward splits its arguments by document. That is exact for every
-model and kernel, and needs whole documents on a rank. With many short documents it launches more kernels than a module
-that takes packed lengths (cu_seq_lens_q, seq_idx).
+Each output row depends on earlier rows of the call, across documents. `plan_mixing` gives such a module a subclass
+for planned steps. A module of the table in `hf_distca.models.mixing` runs once on all rows, with other functions in
+place of its convolution and its recurrence (`hf_distca.patches.mixing_functions`); its documents may be cut. Any other
+module runs document by document, which is exact for every model and needs whole documents on a rank.
 """
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
+from transformers import Cache
 
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.checkpoints import Checkpoints, checkpoints_around
 from hf_distca.models.decoder import mixing_modules
+from hf_distca.models.mixing import functions, stock_forward
 from hf_distca.models.refusals import Models
+from hf_distca.patches.mixing_functions import MixingCall, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
-from hf_distca.patches.split import Refusal, Sizes, join_results, split_argument
+from hf_distca.patches.split import CACHED, Refusal, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
 
 REPLACED_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that describe documents in a row; a module that gets one document at a time needs none."""
+"""Arguments that describe documents in a row, as the plan does."""
 DOCUMENTS = Refusal(
     "a planned step runs a mixing module document by document, but cannot divide its {name} ({described}) into the "
     "documents of its {rows} rows; this model cannot train with planned attention",
@@ -45,11 +50,18 @@ def layer_runs(plan: BoundPlan) -> Iterator[None]:
 
 
 def plan_mixing(layer: nn.Module) -> int:
-    """Let a layer's mixing modules run document by document inside `layer_runs`, and return their number."""
+    """Let a layer's mixing modules keep documents apart inside `layer_runs`, and return their number."""
     modules = mixing_modules(layer)
     for module in modules:
-        if not isinstance(module, _MixingModule):
-            module.__class__ = subclass(type(module), _MixingModule)
+        if isinstance(module, _MixingModule):
+            continue
+        cls = type(module)
+        if (names := functions(module)) is None:
+            module.__class__ = subclass(cls, _ByDocument)
+        else:
+            forward = stock_forward(module)
+            planned = planned_functions(inspect.unwrap(forward).__globals__)
+            module.__class__ = subclass(cls, _AllRows, names=names, run=_seeing(forward, planned))
     return len(modules)
 
 
@@ -60,12 +72,12 @@ class _MixingModule(nn.Module):
         running = _running.get()
         if running is None:
             return super().forward(*args, **kwargs)
-        return self._by_document(super().forward, *running, args, kwargs)
+        return self._planned_forward(super().forward, *running, args, kwargs)
 
-    @uncompiled("a mixing module runs on one document after another, of lengths that are new with each micro-batch")
-    def _by_document(
+    @uncompiled("documents have lengths that are new with each micro-batch")
+    def _planned_forward(
         self,
-        run: Callable[..., Any],
+        stock: Callable[..., Any],
         plan: BoundPlan,
         around_layer: Checkpoints,
         args: tuple[Any, ...],
@@ -74,15 +86,66 @@ class _MixingModule(nn.Module):
         if checkpoints_around() != around_layer:
             raise Models.CHECKPOINT_INSIDE.error(module=type(self).__name__)
         plan.ran.mixing += 1
+        kwargs = {name: value for name, value in kwargs.items() if name not in REPLACED_BY_PLAN}
+        return self._mixed(stock, plan, args, kwargs)
+
+    def _mixed(self, stock: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class _AllRows(_MixingModule):
+    """Base of a module whose rows depend on each other in known functions only.
+
+    Attributes:
+        names: these functions.
+        run: the forward of the module's class, which calls functions for planned steps in their place.
+    """
+
+    names: tuple[str, ...]
+    run: Callable[..., Any]
+
+    def _mixed(self, stock: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            raise ValueError(CACHED)
+        with MixingCall(self, plan).runs() as call:
+            result = self.run(*args, **kwargs)
+        if tuple(call.mixed) != self.names:
+            raise ValueError(
+                f"{type(self).__name__} mixes rows by {call.mixed}, but a planned step knows it with "
+                f"{list(self.names)}, so documents would not be kept apart; use another version of transformers, or "
+                "train this model with stock attention and transformers' Trainer"
+            )
+        return result
+
+
+def _seeing(function: Callable[..., Any], names: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a copy of a function that finds other values under some global names.
+
+    Decorators around the function stay.
+    """
+    assert isinstance(function, FunctionType)
+    closure = function.__closure__
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        seen = {**function.__globals__, **names}
+    else:
+        seen = function.__globals__
+        copied = CellType(_seeing(inner, names))
+        closure = tuple(copied if cell.cell_contents is inner else cell for cell in closure or ())
+    copy = FunctionType(function.__code__, seen, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class _ByDocument(_MixingModule):
+    """Base of a module that runs on one document after another."""
+
+    def _mixed(self, stock: Callable[..., Any], plan: BoundPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sizes = plan.document_rows
         split_args = [split_argument(f"argument {i}", value, sizes, DOCUMENTS) for i, value in enumerate(args)]
-        split_kwargs = {
-            name: split_argument(name, value, sizes, DOCUMENTS)
-            for name, value in kwargs.items()
-            if name not in REPLACED_BY_PLAN
-        }
+        split_kwargs = {name: split_argument(name, value, sizes, DOCUMENTS) for name, value in kwargs.items()}
         results = [
-            run(*(parts[i] for parts in split_args), **{name: parts[i] for name, parts in split_kwargs.items()})
+            stock(*(parts[i] for parts in split_args), **{name: parts[i] for name, parts in split_kwargs.items()})
             for i in range(len(sizes))
         ]
         if isinstance(results[0], tuple):

@@ -32,6 +32,8 @@ NANO_BATCHES = Refusal(
     "ping_pong=False for this model",
 )
 
+CACHED = "a planned step cannot use cached keys and values; set model.config.use_cache = False"
+
 PLAIN = (bool, int, float, str, type(None), DeferredMask)
 """Types of arguments that are the same for all parts."""
 
@@ -67,7 +69,7 @@ def split_argument(name: str, value: Any, sizes: Sizes, refusal: Refusal = NANO_
     elif isinstance(value, PLAIN):
         return (value,) * len(sizes)
     elif isinstance(value, Cache):
-        raise ValueError("a planned step cannot use cached keys and values; set model.config.use_cache = False")
+        raise ValueError(CACHED)
     raise ValueError(refusal.divide.format(name=name, described=_described(value), rows=rows))
 
 

@@ -1,7 +1,7 @@
 """Costs of core attention, of the rest of a layer and of an exchange on a device, fitted to measurements."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,29 +92,24 @@ class DeviceProfile:
         shipped = sorted(path.stem for path in PROFILES.glob("*.json"))
         path = PROFILES / f"{name}.json" if name in shipped else Path(name)
         try:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                **{
-                    **content,
-                    "measured": AttentionKind(**content["measured"]),
-                    **{side: KernelCost(**content[side]) for side in ("forward", "backward")},
-                    **{
-                        speed: Links(**{name: _link(value) for name, value in content[speed].items()})
-                        for speed in ("links", "exchange")
-                    },
-                    "accuracy": Accuracy(**content["accuracy"]),
-                }
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls(**json.loads(path.read_text(encoding="utf-8"), object_hook=_part))
+        except (OSError, ValueError, TypeError) as error:
             raise ValueError(
                 f"no device profile at {name!r}: expected one of {', '.join(shipped)}, or a file that hf-distca "
                 f"profile wrote ({type(error).__name__}: {error})"
             ) from error
 
 
-def _link(value: Any) -> Any:
-    """Return a field of Links from its JSON value."""
-    return LinkCost(**value) if isinstance(value, dict) else value
+def _part(found: dict[str, Any]) -> Any:
+    """Return the part of a profile that a JSON object describes, or the object itself."""
+    parts: dict[str, Callable[..., Any]] = {
+        "latency": LinkCost,
+        "within": Links,
+        "pair": KernelCost,
+        "q_heads": AttentionKind,
+        "r2": Accuracy,
+    }
+    return next((part(**found) for key, part in parts.items() if key in found), found)
 
 
 def held_out(count: int) -> tuple[Sequence[int], Sequence[int]]:

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.planner.cost import pairs
-from hf_distca.sim.lengths import LengthBin
+from hf_distca.sim.lengths import IntArray, LengthBin
 from hf_distca.sim.strategies import Setup, StepTime, Strategy
 
-IntArray = NDArray[np.int64]
 NOT_WORTH = 1.02
 """Least speed-up that counts as a gain; runs differ by as much."""
 MOST_WAITS = 0.05
@@ -24,16 +22,13 @@ class StrategyFigures:
 
     Attributes:
         document_layout: layout of plans; None if nothing is planned.
-        step_seconds: mean of a step.
-        attention_seconds: mean of the busiest rank's core attention.
-        attention_mean_seconds: mean core attention over ranks.
-        other_seconds: mean of all other computation on the busiest rank.
-        other_mean_seconds: mean of all other computation over ranks.
-        exchange_seconds: mean of the waits of the rank that waits the longest.
-        exchange_mean_seconds: mean of the waits over ranks.
-        idle: mean share of the ranks' time without computation, waits for exchanges included.
+        attention_seconds: core attention of the busiest rank; the mean over micro-batches, as all that follow.
+        attention_mean_seconds: core attention, mean over ranks.
+        other_seconds: all other computation on the busiest rank.
+        exchange_seconds: waits of the rank that waits the longest.
+        idle: share of the ranks' time without computation, waits for exchanges included.
         mfu: model FLOPs utilization: the model's operations over the GPUs' peak in the same time.
-        bytes_bottleneck: mean bytes of the busiest rank in one layer's forward.
+        bytes_bottleneck: bytes of the busiest rank in one layer's forward.
         tokens_most: the most rows that a rank ever holds.
         rows_bytes: memory for rows on a GPU of the rank with the most rows; None if unknown.
         state_bytes: memory of a GPU for weights, gradients and optimizer; None if not asked for.

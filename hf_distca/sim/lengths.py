@@ -16,8 +16,6 @@ CORPORA = Path(__file__).parent / "document_lengths.json"
 """Histograms of the document lengths of public data sets; `source` says where each was published."""
 LONGEST_MEDIAN, WIDEST = 1e9, 3.0
 """Limits of lognormal lengths; beyond them documents are longer than any text, and 64 bits overflow."""
-SHORT_DOCUMENTS = 2048
-"""Median tokens of the short documents beside a long one."""
 
 
 def of_documents(lengths: IntArray) -> Draw:

@@ -4,15 +4,13 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.figures import NOT_WORTH, Gain, Simulation, StrategyFigures, advice
-from hf_distca.sim.lengths import histogram
+from hf_distca.sim.lengths import IntArray, histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, Strategy, all_strategies
 
-IntArray = NDArray[np.int64]
 Memory = Callable[[Strategy, int, MicroBatchPlan | None], tuple[int | None, int | None]]
 """Function that returns a GPU's bytes for rows (None if unknown) and for model state.
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan
 from hf_distca.planner.cost import RowBytes, Workers, pairs
@@ -22,9 +21,8 @@ from hf_distca.planner.servers import plan_with_servers
 from hf_distca.planner.settings import Choices, PlanSettings
 from hf_distca.planner.walk import Walked, document_seconds, predict_step
 from hf_distca.sim.costs import DeviceProfile
+from hf_distca.sim.lengths import IntArray
 from hf_distca.sim.model import ModelShape
-
-IntArray = NDArray[np.int64]
 
 TOUCHED_BEFORE, TOUCHED_AFTER = 4, 10
 """Reads and writes of a token's hidden state before and after core attention, outside matrices.
@@ -52,11 +50,6 @@ class Setup:
     ranks_per_node: int | tuple[int, ...] = 1
     tensor_parallel: int = 1
     checkpointing: bool = True
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """[ranks] node of each rank."""
-        return nodes_of(node_sizes(self.ranks, self.ranks_per_node))
 
     @property
     def backward_factor(self) -> float:

@@ -57,7 +57,7 @@ def reports(tmp_path_factory):
     (folder / "lengths.json").write_text(json.dumps(lengths.tolist()))
     (folder / "rows.json").write_text(json.dumps([[3000, 500], [900], [40, 2000], [700]]))
     simulate = ["simulate", "--lengths", str(folder / "lengths.json"), "--ranks", "64", "--tokens-per-rank", "32768"]
-    simulate += ["--batches", "16", "--balance-tolerance", "0.02", "--report", str(folder / "simulate.html")]
+    simulate += ["--batches", "8", "--balance-tolerance", "0.02", "--report", str(folder / "simulate.html")]
     began = os.times()
     assert main(simulate) == 0
     ended = os.times()  # what other processes do does not count
@@ -118,8 +118,8 @@ def test_settings_can_be_copied(reports):
     assert set(built["args"]) <= set(hf_distca.DistCATrainingArguments.__dataclass_fields__)
 
 
-def test_ten_thousand_documents_on_64_ranks_in_less_than_a_minute(reports):
-    assert reports[1] < 60
+def test_ten_thousand_documents_on_64_ranks_in_less_than_half_a_minute(reports):
+    assert reports[1] < 30
 
 
 def test_ranks_are_in_a_table_if_they_can_be_read():

@@ -21,8 +21,8 @@ attention document by document. Each model trains in two ways:
 - *trainer*: documents are laid out by the planner, as `DistCATrainer` does.
 - *loop*: documents stay on their rank, with `make_dispatcher` and `plan_batch`, under gradient checkpointing.
 
-{equal} give the loss and gradients of one process in both. Of these, {whole} keep documents whole on their rank,
-because they have state space layers, linear attention or convolutions. {refused} are refused before the first step,
+{equal} give the loss and gradients of one process in both. Of these, {whole} keep documents whole on their rank
+([hybrid models](../explanation/hybrid-models.md) says which, and why). {refused} are refused before the first step,
 by an error on every rank. {unbuilt} cannot be built as a tiny causal language model from a config of their type.
 
 `make survey` runs the test, and `python -m tests.survey.page` writes this page.

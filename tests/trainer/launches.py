@@ -87,7 +87,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "watched": True,
     },
     "mixtral": {"arguments": FEW, "model": {"model_type": "mixtral", "num_local_experts": 4}},
-    "hybrid": {"arguments": {**FEW, "tokens_per_rank": 160}, "model": HYBRID},  # whole on a rank, the longest too
+    "hybrid": {"arguments": {**FEW, "document_layout": "joint"}, "model": HYBRID},  # documents are cut
     "head with adapters": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj", "lm_head"], "watched": True},
     "head trained whole": {"arguments": FEW_BUT_LARGE, "lora": ["q_proj"], "saved": ["lm_head"], "watched": True},
     "best": {"arguments": BEST, "sets": SETS, "patience": 2, "generates": 4},
@@ -157,7 +157,7 @@ def reference_run(run: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"losses": [], "evaluations": []}
     for call in run.get("calls", ["train", "evaluate"]):
         if call == "train":
-            for step in optimizer_steps(documents, arguments, whole=run.get("model") is HYBRID):
+            for step in optimizer_steps(documents, arguments):
                 result["losses"].append(optimizer_step(model, optimizer, step))
         elif call == "evaluate":
             result["evaluations"].append(evaluation_loss(model))
@@ -170,7 +170,7 @@ def reference_evaluations(run: dict[str, Any], steps: int) -> list[tuple[list[fl
     """In one process after each step: the losses of a run's evaluation sets, and what its callback generates."""
     documents, model, found = random_documents(LENGTHS), make_model(run, "sdpa"), []
     optimizer = new_optimizer(model, run["arguments"])
-    for step in optimizer_steps(documents, {**run["arguments"], "max_steps": steps}, whole=False):
+    for step in optimizer_steps(documents, {**run["arguments"], "max_steps": steps}):
         optimizer_step(model, optimizer, step)
         losses = [evaluation_loss(model, count) for count in run["sets"].values()]
         found.append((losses, generated(model, run["generates"])))
@@ -182,12 +182,11 @@ def new_optimizer(model: nn.Module, arguments: dict[str, Any]) -> torch.optim.Op
     return torch.optim.AdamW(trained, lr=arguments["learning_rate"], weight_decay=0.0)
 
 
-def optimizer_steps(documents: list[Tensor], arguments: dict[str, Any], *, whole: bool) -> list[list[Tensor]]:
-    """The documents of each optimizer step from the first epoch on; whole on their rank or not."""
+def optimizer_steps(documents: list[Tensor], arguments: dict[str, Any]) -> list[list[Tensor]]:
+    """The documents of each optimizer step from the first epoch on."""
     count, tokens = arguments["max_steps"], arguments["tokens_per_rank"]
-    capacity, bins = (tokens, 2) if whole else (2 * tokens, 1)
-    excerpts = fit_documents(np.array(list(map(len, documents))), capacity, "error", "tokens")
-    sampler = GlobalBatchSampler(excerpts, capacity, seed=42, bins=bins)
+    excerpts = fit_documents(np.array(list(map(len, documents))), 2 * tokens, "error", "tokens")
+    sampler = GlobalBatchSampler(excerpts, 2 * tokens, seed=42)
     steps: list[list[Tensor]] = []
     epoch = 0
     while len(steps) < count:

@@ -165,7 +165,7 @@ class LostDocuments(list):
 @pytest.mark.parametrize("method", ["train", "evaluate"])
 def test_training_and_evaluation_report_the_failed_rank(tmp_path, method):
     store = dist.HashStore()
-    with pytest.raises(ValueError, match="boom"), Failures(store, 1, 2).told():
+    with pytest.raises(ValueError, match="boom"), Failures(store, 1, 2).reported():
         raise ValueError("boom")
     trainer = make_trainer(str(tmp_path), max_steps=1, save_strategy="no")
     trainer.dispatcher.groups.failures = Failures(store, 0, 2, wait_s=0.2)

@@ -262,7 +262,7 @@ REFUSED_ADAPTERS = [
 ]
 
 
-@pytest.mark.parametrize(("entry", "config", "settings"), REFUSED_ADAPTERS, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("entry", "config", "settings"), REFUSED_ADAPTERS, ids=[each[1] for each in REFUSED_ADAPTERS])
 def test_an_adapter_that_would_be_wrong(tmp_path, entry, config, settings):
     if not hasattr(peft, config):
         pytest.skip(f"peft {peft.__version__} has no {config}")

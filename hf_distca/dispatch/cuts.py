@@ -1,0 +1,405 @@
+"""Exchanges between the segments of a cut document, for modules that mix its rows in order.
+
+A short convolution reads the last rows before a segment, its halo. A linear recurrence reads the state that the
+earlier segments leave. Such a state is affine in the state before: S_out = A·S_in + B. Each segment's rank computes
+A and B alone, and ranks exchange these instead of waiting for each other:
+
+    forward     S_in of segment j  = B_{j-1} + A_{j-1}·(B_{j-2} + A_{j-2}·( … B_0))
+    backward    dS_out of segment i = dS_in_{i+1} + A_{i+1}ᵀ·(dS_in_{i+2} + A_{i+2}ᵀ·( … dS_in_n))
+
+The backward is the forward in reverse, on the gradients of S_in. A rank keeps S_in of its own segments and nothing of
+other ranks.
+
+As core attention, each exchange is two autograd nodes, so that the other nano-batch can run in between. Both nodes
+take a rank's own rows along: the backward reaches them on every rank in the same order, even without a cut segment.
+
+Shape suffixes: T local rows of a nano-batch, X rows with room for halos, C channels, H heads, K rows and V columns of
+a state, R rows or states that arrive.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hf_distca.dispatch.checkpoints import KeptResults, is_checkpointed, is_recomputation
+from hf_distca.dispatch.exchange import Exchange, ExchangeBuffer, Route
+from hf_distca.dispatch.recorder import NOT_MEASURED, Recorder, Work
+from hf_distca.dispatch.rows import IndexBuffer, RowSum, row_index
+from hf_distca.plan import Direction, Layout
+from hf_distca.planner.cuts import Chains, Halos, chains, halos
+from hf_distca.planner.routes import ExchangedRows
+
+
+class Packing(NamedTuple):
+    """Documents side by side, as kernels of transformers' modules take them.
+
+    Attributes:
+        cu_seqlens: [documents + 1] int32, first row of each document, then the number of rows.
+        seq_idx: [1, rows] int32, document of each row.
+    """
+
+    cu_seqlens: Tensor
+    seq_idx: Tensor
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    apply: Any = function.apply
+    return apply(*args)
+
+
+class BoundCuts:
+    """Segments of one rank in a nano-batch, and what they exchange.
+
+    Attributes:
+        sizes: rows of each segment, in row order.
+    """
+
+    def __init__(self, layout: Layout, rank: int, buffer: IndexBuffer) -> None:
+        mine = layout.of_rank(rank)
+        self.sizes: tuple[int, ...] = tuple((mine["stop"] - mine["start"]).tolist())
+        self._layout, self._rank, self._buffer = layout, rank, buffer
+        self._halos: dict[int, BoundHalos] = {}
+        self._packings: dict[tuple[int, ...], Packing] = {}
+
+    def bind(self, widths: Iterable[int]) -> None:
+        """Make the tables of convolutions that read so many rows, and of states, before a layer asks for them."""
+        for width in widths:
+            self.halos(width)
+        _ = self.chains
+
+    def halos(self, width: int) -> "BoundHalos":
+        """Return the halos for convolutions that read `width` rows before a row."""
+        if width not in self._halos:
+            self._halos[width] = BoundHalos(halos(self._layout, self._rank, width), self._buffer)
+        return self._halos[width]
+
+    def packing(self, sizes: tuple[int, ...]) -> Packing | None:
+        """Return how a kernel tells documents of these sizes apart; None for a single document."""
+        if len(sizes) < 2:
+            return None
+        if sizes not in self._packings:
+            ends = np.cumsum([0, *sizes]).astype(np.int32)
+            numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+            self._packings[sizes] = Packing(self._buffer.place(ends), self._buffer.place(numbers)[None])
+            self._buffer.send()
+        return self._packings[sizes]
+
+    @cached_property
+    def chains(self) -> "BoundChains":
+        """States that cut segments exchange."""
+        return BoundChains(chains(self._layout, self._rank), self._buffer)
+
+
+class BoundHalos:
+    """Halos as index tensors, see `Halos`.
+
+    Attributes:
+        sums: sum of gradients of local rows over the rows themselves, halos on this rank and halos on other ranks.
+    """
+
+    def __init__(self, table: Halos, buffer: IndexBuffer) -> None:
+        self.rows = table.rows
+        self.places_T = buffer.place(table.places)
+        self.received_places_R = buffer.place(table.received_places)
+        self.local_rows, self.local_places = buffer.place(table.local_rows), buffer.place(table.local_places)
+        self.route = _route(table.messages, buffer)
+        local = len(table.places)
+        rows_of = {"rows": np.arange(local), "local": table.local_rows, "ranks": table.messages.send_rows}
+        self.sums = RowSum(rows_of, local, buffer)
+        buffer.send()
+
+
+class BoundChains:
+    """States that cut segments exchange, as index tensors, see `Chains`.
+
+    Attributes:
+        cut: this rank's segments of cut documents, among all its segments.
+        continued: for each of them, whether earlier segments of its document exist.
+        continues: for each of them, whether later segments exist.
+    """
+
+    def __init__(self, table: Chains, buffer: IndexBuffer) -> None:
+        self.cut: tuple[int, ...] = tuple(table.cut.tolist())
+        self.earlier, self.later = table.earlier, table.later
+        self.continued, self.continues = tuple(map(bool, table.earlier)), tuple(map(bool, table.later))
+        self.received = buffer.place(table.received)
+        self.route = _route(table.messages, buffer)
+        buffer.send()
+
+
+def _route(messages: ExchangedRows, buffer: IndexBuffer) -> Route:
+    rows = row_index(messages.send_rows, buffer)
+    return Route(messages.send_counts.tolist(), messages.recv_counts.tolist(), messages.crossing, rows)
+
+
+class _Exchange:
+    """Exchange of one module on one nano-batch, shared by the nodes of its forward and backward.
+
+    Args:
+        name: of what travels.
+        kept: memory of what a first forward kept for its recomputation.
+        keep: whether checkpointed forwards keep what they received.
+
+    Attributes:
+        known: what the first forward received, in a recomputation that does not exchange again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        nano_batch: int,
+        module: nn.Module,
+        exchange: Exchange,
+        recorder: Recorder,
+        kept: KeptResults,
+        *,
+        keep: bool,
+    ) -> None:
+        self._name, self._exchange, self._recorder = name, exchange, recorder
+        self._nano_batch, self._layer = nano_batch, getattr(module, "layer_idx", None)
+        self._key, self._kept = (module, nano_batch, name), kept
+        recomputes = is_recomputation()
+        self._keeps = keep and not recomputes and is_checkpointed(module.training)
+        self.known = kept.take(self._key) if recomputes and self._key in kept else None
+        self._buffer: ExchangeBuffer | None = None
+
+    def keep(self, received: Sequence[Tensor]) -> None:
+        """Keep what arrived for a recomputation, if there will be one."""
+        if self._keeps:
+            self._kept.keep(self._key, tuple(each.detach() for each in received))
+
+    def start(self, route: Route, like: Sequence[Tensor], *, back: bool = False) -> None:
+        """Start to send columns along a route; `back`, to return a column per received row."""
+        self._buffer = self._exchange.buffer((self._name, 0, self._nano_batch, frozenset()), route, like)
+        if back:
+            self._buffer.return_received(like)
+        else:
+            self._buffer.send(like, route.rows)
+
+    def wait(self, direction: Direction) -> list[Tensor]:
+        """Return the columns that have arrived; the module's next exchange overwrites them."""
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        work = Work(self._layer, self._nano_batch, direction)
+        with self._recorder.span("wait", self._name, work) if buffer.under_way else NOT_MEASURED:
+            return buffer.wait()
+
+
+class HaloExchange(_Exchange):
+    """Exchange of the rows before each segment."""
+
+    def __init__(self, bound: BoundHalos, *args: Any, **kwargs: Any) -> None:
+        super().__init__("halos", *args, **kwargs)
+        self.bound = bound
+        self.d_extended_XC: Tensor | None = None
+
+    def send(self, x_TC: Tensor) -> Tensor:
+        """Start the exchange and return a token for `receive`."""
+        token: Tensor = _apply(_SendHalos, self, x_TC)
+        return token
+
+    def receive(self, token: Tensor, x_TC: Tensor) -> Tensor:
+        """Return the rows with each segment's halo before it: x_XC."""
+        x_XC: Tensor
+        x_XC, received_RC = _apply(_ReceiveHalos, self, token, x_TC)
+        self.keep([received_RC])
+        return x_XC
+
+
+class _SendHalos(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HaloExchange, x_TC: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        if exchange.known is None:
+            exchange.start(exchange.bound.route, [x_TC])
+        return x_TC.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, bound = ctx.exchange, ctx.exchange.bound
+        d_x_XC, exchange.d_extended_XC = exchange.d_extended_XC, None
+        (returned_RC,) = exchange.wait("backward")
+        d_x_TC, d_local = d_x_XC.index_select(0, bound.places_T), d_x_XC.index_select(0, bound.local_places)
+        return None, bound.sums.add_up([d_x_TC, d_local, returned_RC])
+
+
+class _ReceiveHalos(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HaloExchange, token: Tensor, x_TC: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.exchange, bound = exchange, exchange.bound
+        received_RC = exchange.wait("forward")[0].clone() if exchange.known is None else exchange.known[0]
+        x_XC = x_TC.new_zeros((bound.rows, *x_TC.shape[1:]))
+        x_XC.index_copy_(0, bound.places_T, x_TC)
+        x_XC.index_copy_(0, bound.local_places, x_TC.index_select(0, bound.local_rows))
+        x_XC.index_copy_(0, bound.received_places_R, received_RC)
+        ctx.mark_non_differentiable(received_RC)
+        return x_XC, received_RC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x_XC: Tensor, _received: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, bound = ctx.exchange, ctx.exchange.bound
+        exchange.d_extended_XC = d_x_XC
+        exchange.start(bound.route, [d_x_XC.index_select(0, bound.received_places_R)], back=True)
+        return None, d_x_XC.new_empty(0), None
+
+
+Transition = tuple[Tensor | None, Tensor | None]
+"""A and B of a cut segment, in float32: A [H, K, K], or [H] for a decay that is one number a head; B [H, K, V].
+
+A segment without earlier segments needs no A, one without later segments needs neither.
+"""
+
+
+class StateExchange(_Exchange):
+    """Exchange of the states of cut segments.
+
+    Args:
+        shapes: of A and of B.
+
+    Attributes:
+        own: A, and B or the gradients of S_in, of all cut segments of this rank, while they are exchanged.
+        states: S_in of this rank's continued segments, in the backward.
+    """
+
+    def __init__(
+        self, bound: BoundChains, shapes: tuple[tuple[int, ...], tuple[int, ...]], *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__("states", *args, **kwargs)
+        self.bound, self._shapes = bound, shapes
+        self.own: list[Tensor] = []
+        self.states: Sequence[Tensor] = ()
+
+    def send(self, transitions: Sequence[Transition], anchors: Sequence[Tensor]) -> Tensor:
+        """Start the exchange and return a token for `receive`.
+
+        Args:
+            transitions: of each cut segment.
+            anchors: tensors that need a gradient on every rank or on none.
+        """
+        factors, offsets = [a for a, _ in transitions], [b for _, b in transitions]
+        token: Tensor = _apply(_SendStates, self, *factors, *offsets, *anchors)
+        return token
+
+    def receive(
+        self, token: Tensor, rows: Tensor, transitions: Sequence[Transition]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the state before each cut segment, [H, K, V]; None for the first of a document.
+
+        Args:
+            rows: results of this rank that need a gradient on every rank or on none; they are returned, to be used in
+                their place.
+        """
+        rows, *states = _apply(_ReceiveStates, self, token, rows, *(factor for factor, _ in transitions))
+        self.keep(states)
+        arrived = iter(states)
+        return rows, [next(arrived) if continued else None for continued in self.bound.continued]
+
+    def exchange(
+        self,
+        factors: Sequence[Tensor | None],
+        states: Sequence[Tensor | None],
+        device: torch.device,
+        *,
+        back: bool = False,
+    ) -> None:
+        """Start to send A, and B or gradients of S_in, of all cut segments: zeros where no rank reads them."""
+        self.own = []
+        for shape, parts in zip(self._shapes, (factors, states), strict=True):
+            column = torch.zeros((len(parts), *shape), dtype=torch.float32, device=device)
+            for number, part in enumerate(parts):
+                if part is not None:
+                    column[number] = part
+            self.own.append(column)
+        columns = [column.index_select(0, self.bound.received) for column in self.own] if back else self.own
+        self.start(self.bound.route, columns, back=back)
+
+    def arrived(self, direction: Direction) -> tuple[list[Tensor], list[Tensor]]:
+        """Return A, and B or gradients of S_in, of all segments that a table of `Chains` numbers."""
+        own, self.own = self.own, []
+        factors, states = ([*ours, *theirs] for ours, theirs in zip(own, self.wait(direction), strict=True))
+        return factors, states
+
+
+class _SendStates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: StateExchange, *tensors: Tensor | None) -> Tensor:
+        ctx.exchange, cut = exchange, len(exchange.bound.cut)
+        ctx.others = len(tensors) - 2 * cut
+        anchor = tensors[-1]
+        assert anchor is not None
+        if exchange.known is None:
+            exchange.exchange(tensors[:cut], tensors[cut : 2 * cut], anchor.device)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: StateExchange = ctx.exchange
+        factors, d_states = exchange.arrived("backward")
+        states, exchange.states = iter(exchange.states), ()
+        d_factors: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
+        for earlier, later in zip(exchange.bound.earlier, exchange.bound.later, strict=True):
+            gradient = None
+            if later:
+                gradient = d_states[later[-1]].clone()  # not in memory that is used again
+                for number in reversed(later[:-1]):
+                    gradient = d_states[number] + _transposed_times(factors[number], gradient)
+            gradients.append(gradient)
+            state = next(states) if earlier else None
+            d_factors.append(None if state is None or gradient is None else _outer(gradient, state, factors[0].dim()))
+        return None, *d_factors, *gradients, *[None] * ctx.others
+
+
+class _ReceiveStates(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: StateExchange, token: Tensor, rows: Tensor, *factors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        before: list[Tensor] = []
+        if exchange.known is not None:
+            before = list(exchange.known)
+        else:
+            of_all, offsets = exchange.arrived("forward")
+            for earlier in filter(None, exchange.bound.earlier):
+                state = offsets[earlier[0]].clone()  # not in memory that is used again
+                for number in earlier[1:]:
+                    state = offsets[number] + _times(of_all[number], state)
+                before.append(state)
+        ctx.states = len(before)
+        ctx.save_for_backward(*before, *factors)
+        return rows, *before
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_rows: Tensor, *d_before: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: StateExchange = ctx.exchange
+        saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
+        exchange.states, factors = saved[: ctx.states], saved[ctx.states :]
+        arrived = iter(d_before)
+        d_states = [next(arrived) if continued else None for continued in exchange.bound.continued]
+        exchange.exchange(factors, d_states, d_rows.device, back=True)
+        return None, d_rows.new_empty(0), d_rows, *[None] * len(factors)
+
+
+def _times(factor: Tensor, state_HKV: Tensor) -> Tensor:
+    """Return A·S, for A [H, K, K] or [H]."""
+    return factor @ state_HKV if factor.dim() == 3 else factor[:, None, None] * state_HKV
+
+
+def _transposed_times(factor: Tensor, gradient_HKV: Tensor) -> Tensor:
+    """Return Aᵀ·dS, for A [H, K, K] or [H]."""
+    return _times(factor.mT if factor.dim() == 3 else factor, gradient_HKV)
+
+
+def _outer(gradient_HKV: Tensor, state_HKV: Tensor, dims: int) -> Tensor:
+    """Return the gradient of A from that of A·S, for A with so many dimensions."""
+    return gradient_HKV @ state_HKV.mT if dims == 3 else (gradient_HKV * state_HKV).sum((1, 2))

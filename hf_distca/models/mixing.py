@@ -1,0 +1,74 @@
+"""Table of modules that mix rows in order and whose documents may be cut between ranks.
+
+Rows of these modules depend on each other only in functions that the modules look up under global names. A planned
+step gives a module other functions in their place, and runs the module once on all rows. Of any other module nothing
+is known: it runs document by document, on whole documents.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hf_distca.models.decoder import mixing_layers, mixing_modules
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+KIMI_DELTA_RULE = "chunk_kimi_delta_attention"
+SCAN = "mamba2_chunk_scan"
+CONVOLUTION_AND_SCAN = "mamba2_split_conv1d_scan_combined"
+"""One kernel for a whole Mamba-2 module; it returns None where the kernel is not installed."""
+
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), (CONVOLUTION,)),
+    **dict.fromkeys(
+        ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"),
+        (CONVOLUTION, DELTA_RULE),
+    ),
+    **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), (CONVOLUTION, KIMI_DELTA_RULE)),
+    **dict.fromkeys(
+        ("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer"),
+        (CONVOLUTION, SCAN),
+    ),
+}
+"""Functions in which rows of a module depend on each other, by the module's class; each is called once, in order."""
+
+WHOLE = {
+    "JambaMambaMixer": "Mamba-1 decays each state by a number of its own",
+    "ZambaMambaMixer": "Mamba-1 decays each state by a number of its own",
+    "MiniMaxLightningAttention": "its recurrence is written into its forward, where no state can be added",
+    "RecurrentGemmaRecurrentBlock": "its recurrence runs token by token inside the module",
+    "ZayaCCAProjection": "its convolutions and its delayed values are written into its forward",
+}
+"""Reasons why documents of a module stay whole."""
+
+
+def functions(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the functions in which a module's rows depend on each other; None if that is not known."""
+    names = FUNCTIONS.get(type(module).__name__)
+    if names is None:
+        return None
+    forward: Any = inspect.unwrap(stock_forward(module))
+    known = forward.__module__.startswith("transformers.") and all(name in forward.__globals__ for name in names)
+    return names if known else None
+
+
+def stock_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module's class as transformers has it."""
+    forwards = (vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls))
+    forward: Callable[..., Any] = next(each for each in forwards if not each.__module__.startswith("hf_distca."))
+    return forward
+
+
+def halo_widths(model: nn.Module) -> set[int]:
+    """Return how many rows before a row the convolutions of a model's mixing modules read."""
+    modules = (module for layer in mixing_layers(model) for module in mixing_modules(layer))
+    convolutions = (each for module in modules for each in module.modules() if isinstance(each, nn.Conv1d))
+    return {convolution.kernel_size[0] - 1 for convolution in convolutions}
+
+
+def uncuttable(model: nn.Module) -> nn.Module | None:
+    """Return a mixing module of a model whose documents must stay whole; None if there is none."""
+    modules = (module for layer in mixing_layers(model) for module in mixing_modules(layer))
+    return next((module for module in modules if functions(module) is None), None)

@@ -1,0 +1,400 @@
+"""Convolutions and recurrences of a planned step: what a mixing module calls in place of transformers' functions.
+
+Each takes the rows of all segments that a rank holds, and keeps documents apart. Transformers' own functions compute:
+they may be kernels. What a segment lacks, since its document was cut, comes from the ranks with its other segments,
+see `hf_distca.dispatch.cuts`.
+
+A convolution runs on rows with room before each segment: there are the rows before the segment, or zeros.
+
+A recurrence runs on whole documents as they are, packed if its kernel takes packed documents. Of a cut document, a
+segment runs from a state of zeros; the state before it, S_in, adds r·S_in to its rows. For a gated delta rule r and A
+come from the same run: further columns of zero values, from a state of ones on the diagonal, turn into r and A. For
+Mamba-2 the decay is one number a head, and both are products of decays.
+
+Shape suffixes: T rows, C channels, H heads, G groups of heads, K rows and V columns of a state.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_distca.dispatch.bound import BoundNanoBatch, BoundPlan
+from hf_distca.dispatch.cuts import HaloExchange, Packing, StateExchange, Transition
+from hf_distca.dispatch.executor import without_autocast
+from hf_distca.models.mixing import CONVOLUTION, CONVOLUTION_AND_SCAN, DELTA_RULE, KIMI_DELTA_RULE, SCAN
+
+Function = Callable[..., Any]
+
+_call: ContextVar["MixingCall"] = ContextVar("mixing module that runs")
+
+
+class MixingCall:
+    """One call of a mixing module in a planned step.
+
+    Attributes:
+        mixed: functions that the module has called, in order.
+    """
+
+    def __init__(self, module: nn.Module, plan: BoundPlan) -> None:
+        self.module, self.plan = module, plan
+        self.mixed: list[str] = []
+
+    @contextmanager
+    def runs(self) -> Iterator[Self]:
+        """Make the call known to the functions that the module calls."""
+        token = _call.set(self)
+        try:
+            yield self
+        finally:
+            _call.reset(token)
+
+    def pause(self) -> None:
+        """Let the other nano-batch run while rows or states travel."""
+        if self.plan.cuts_documents:
+            self.plan.pause()
+
+    def exchange(self, nano: BoundNanoBatch) -> dict[str, Any]:
+        """Return the arguments of an exchange of the module on a nano-batch."""
+        runtime = self.plan.runtime
+        return {
+            "nano_batch": nano.index,
+            "module": self.module,
+            "exchange": runtime.exchange,
+            "recorder": runtime.recorder,
+            "kept": self.plan.kept_results,
+            "keep": runtime.keep_core_attention,
+        }
+
+    def of_nano_batches(self, x_1T: Tensor) -> Sequence[Tensor]:
+        """Divide rows [1, T, ...] between the nano-batches of the call."""
+        return torch.split(x_1T, [nano.rows for nano in self.plan.nano_batches], 1)
+
+
+def planned_functions(stock: dict[str, Any]) -> dict[str, Function]:
+    """Return functions for planned steps by the names of those that they replace.
+
+    Args:
+        stock: global names of a file of transformers.
+    """
+    planned: dict[str, Function] = {
+        CONVOLUTION: _convolution,
+        DELTA_RULE: _delta_rule,
+        KIMI_DELTA_RULE: _delta_rule,
+        SCAN: _scan,
+        CONVOLUTION_AND_SCAN: _convolution_and_scan,
+    }
+    return {name: _replaced(name, stock[name], function) for name, function in planned.items() if name in stock}
+
+
+def _replaced(name: str, stock: Function, planned: Function) -> Function:
+    """Return the planned function with the function that it replaces as its first argument."""
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        call = _call.get()
+        result = planned(stock, call, *args, **kwargs)
+        if result is not None:
+            call.mixed += [CONVOLUTION, SCAN] if name == CONVOLUTION_AND_SCAN else [name]
+        return result
+
+    return replaced
+
+
+def _takes_packed(stock: Function, argument: str) -> bool:
+    """Return whether transformers' function is a kernel that keeps packed documents apart.
+
+    Transformers wraps its functions, and drops arguments that the kernel does not know.
+    """
+    try:
+        found = inspect.getclosurevars(stock).nonlocals
+    except TypeError:  # a kernel of the Hub
+        return False
+    return bool(found.get("is_new_implementation")) and argument in found.get("applicable_params", ())
+
+
+def _convolution(
+    stock: Function, call: MixingCall, x_1CT: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Compute a causal convolution over each document."""
+    width = weight.shape[-1] - 1
+    x_TC = x_1CT.transpose(1, 2)
+    parts = []
+    for nano, x_1TC in zip(call.plan.nano_batches, call.of_nano_batches(x_TC), strict=True):
+        exchange = HaloExchange(nano.cuts.halos(width), **call.exchange(nano))
+        rows_TC = x_1TC.squeeze(0)
+        parts.append((exchange, rows_TC, exchange.send(rows_TC)))
+    call.pause()
+    results = []
+    for exchange, rows_TC, token in parts:
+        x_XC = exchange.receive(token, rows_TC)
+        out_1CX = stock(x_XC.T.unsqueeze(0), weight, *args, **kwargs) if len(x_XC) else x_XC.T.unsqueeze(0)
+        results.append(out_1CX.squeeze(0).T.index_select(0, exchange.bound.places_T))
+    return torch.cat(results).T.unsqueeze(0)
+
+
+class _Segments(NamedTuple):
+    """Neighbouring segments of one nano-batch that a recurrence computes in one call.
+
+    Attributes:
+        sizes: rows of each.
+        number: of a cut segment, among the rank's cut segments; None for whole documents.
+    """
+
+    sizes: tuple[int, ...]
+    number: int | None
+
+
+def _grouped(nano: BoundNanoBatch, *, packed: bool) -> list[_Segments]:
+    """Return the segments of a nano-batch in row order; whole documents together if the kernel takes them packed."""
+    cuts = nano.cuts
+    numbers = {segment: number for number, segment in enumerate(cuts.chains.cut)}
+    segments = [_Segments((size,), numbers.get(segment)) for segment, size in enumerate(cuts.sizes)]
+    if not packed:
+        return segments
+    joined: list[_Segments] = []
+    for number, group in groupby(segments, key=lambda segment: segment.number):
+        joined.append(_Segments(tuple(size for segment in group for size in segment.sizes), number))
+    return joined
+
+
+Read = Any
+"""What `Recurrence.read` needs of a segment to turn the state before it into rows."""
+
+
+class _Recurrence(Protocol):
+    """A recurrence over the rows of one call of a mixing module.
+
+    Attributes:
+        tensors: [1, T, ...] each, what the recurrence reads.
+        values: [1, T, H, V], of the shape of the result.
+        packed: whether whole documents may be computed in one call.
+        shapes: of A and B.
+    """
+
+    tensors: tuple[Tensor, ...]
+    values: Tensor
+    packed: bool
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def whole(self, rows: Sequence[Tensor], packing: Packing | None) -> Tensor:
+        """Return the result of whole documents, [1, T, H, V]."""
+
+    def cut(self, rows: Sequence[Tensor], *, continued: bool, continues: bool) -> tuple[Tensor, Read, Transition]:
+        """Return the result of a segment that begins with a state of zeros, and what it does to a state.
+
+        Args:
+            continued: whether earlier segments exist, so that A and r are needed.
+            continues: whether later segments exist, so that A and B are needed.
+        """
+
+    def read(self, read: Read, state: Tensor) -> Tensor:
+        """Return r·S in float32, [T, H, V]."""
+
+
+class _DeltaRule(_Recurrence):
+    """Gated delta rule with a decay for each head, or for each row of a state (Kimi Delta Attention)."""
+
+    def __init__(
+        self, stock: Function, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> None:
+        self.tensors, self.values = (query, key, value, g, beta), value
+        self.packed = _takes_packed(stock, "cu_seqlens")
+        self._stock, self._options = stock, options
+        heads, self._columns, self._rows = *value.shape[2:], key.shape[3]
+        self.shapes = (heads, self._rows, self._rows), (heads, self._rows, self._columns)
+
+    def whole(self, rows: Sequence[Tensor], packing: Packing | None) -> Tensor:
+        """Return the result of whole documents, [1, T, H, V]."""
+        query, key, value, g, beta = rows
+        options = self._options if packing is None else {**self._options, "cu_seqlens": packing.cu_seqlens}
+        out: Tensor = self._stock(
+            query, key, value, g=g, beta=beta, initial_state=None, output_final_state=False, **options
+        )[0]
+        return out
+
+    def cut(self, rows: Sequence[Tensor], *, continued: bool, continues: bool) -> tuple[Tensor, Read, Transition]:
+        """Return the result of a segment that begins with a state of zeros, and what it does to a state.
+
+        Further columns of zero values, from a state of ones on the diagonal, become r and A.
+        """
+        query, key, value, g, beta = rows
+        state = None
+        if continued:
+            value = functional.pad(value, (0, self._rows))
+            state = functional.pad(torch.eye(self._rows, device=value.device), (self._columns, 0))
+            state = state.expand(1, value.shape[2], -1, -1).contiguous()
+        out, final = self._stock(
+            query, key, value, g=g, beta=beta, initial_state=state, output_final_state=continues, **self._options
+        )
+        factor = offset = None
+        if continues:
+            offset, factor = final[0].float().split([self._columns, final.shape[3] - self._columns], 2)
+        if not continued:
+            return out, None, (None, offset)
+        out, read = out.split([self._columns, self._rows], 3)
+        return out, read, (factor, offset)
+
+    def read(self, read: Read, state: Tensor) -> Tensor:
+        """Return r·S in float32, [T, H, V]."""
+        return torch.einsum("thk,hkv->thv", read[0].float(), state)
+
+
+class _Scan(_Recurrence):
+    """State space of Mamba-2, whose decay is one number a head and row."""
+
+    def __init__(
+        self,
+        stock: Function,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        **options: Any,
+    ) -> None:
+        self.tensors, self.values = (hidden_states, dt, B, C), hidden_states
+        self.packed = _takes_packed(stock, "seq_idx")
+        steps = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        self._stock, self._options = stock, {**options, **steps}
+        self._decay_H, self._bias, self._softplus, self._limit = A, dt_bias, dt_softplus, dt_limit
+        heads, columns = hidden_states.shape[2:]
+        self.shapes = (heads,), (heads, columns, B.shape[3])
+
+    def whole(self, rows: Sequence[Tensor], packing: Packing | None) -> Tensor:
+        """Return the result of whole documents, [1, T, H, V]."""
+        hidden, dt, B, C = rows
+        options = self._options if packing is None else {**self._options, "seq_idx": packing.seq_idx}
+        out: Tensor = self._stock(hidden, dt, self._decay_H, B, C, return_final_states=False, **options)
+        return out
+
+    def cut(self, rows: Sequence[Tensor], *, continued: bool, continues: bool) -> tuple[Tensor, Read, Transition]:
+        """Return the result of a segment that begins with a state of zeros, and what it does to a state."""
+        hidden, dt, B, C = rows
+        out = self._stock(hidden, dt, self._decay_H, B, C, return_final_states=continues, **self._options)
+        offset = None
+        if continues:
+            out, final = out
+            offset = final[0].float()
+        if not continued:
+            return out, None, (None, offset)
+        decays_TH = self._decays(dt[0])
+        return out, (decays_TH, C[0]), (decays_TH[-1] if continues else None, offset)
+
+    def _decays(self, dt_TH: Tensor) -> Tensor:
+        """Return by how much a state has decayed since the segment began, at each row."""
+        dt_TH = dt_TH.float()
+        if self._bias is not None:
+            dt_TH = dt_TH + self._bias.float()
+        if self._softplus:
+            dt_TH = functional.softplus(dt_TH)
+        return (self._decay_H.float() * dt_TH.clamp(*self._limit)).cumsum(0).exp()
+
+    def read(self, read: Read, state: Tensor) -> Tensor:
+        """Return r·S in float32, [T, H, V]."""
+        decays_TH, C_TGN = read
+        of_groups = state.unflatten(0, (C_TGN.shape[1], -1))
+        read_TGHV = torch.einsum("tgn,ghvn->tghv", C_TGN.float(), of_groups)
+        read_THV: Tensor = read_TGHV.flatten(1, 2) * decays_TH.unsqueeze(-1)
+        return read_THV
+
+
+def _delta_rule(
+    stock: Function,
+    call: MixingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    cu_seqlens: None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute a gated delta rule over each document."""
+    return _recur(call, _DeltaRule(stock, query, key, value, g, beta, **options)), None
+
+
+def _scan(
+    stock: Function,
+    call: MixingCall,
+    *tensors: Tensor,
+    initial_states: None = None,
+    return_final_states: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Compute the state space of Mamba-2 over each document."""
+    return _recur(call, _Scan(stock, *tensors, **options))
+
+
+def _convolution_and_scan(stock: Function, call: MixingCall, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Compute a whole Mamba-2 module by one kernel; None if there is no kernel, or documents are cut."""
+    sizes = tuple(size for nano in call.plan.nano_batches for size in nano.cuts.sizes)
+    if call.plan.cuts_documents or not _takes_packed(stock, "seq_idx"):
+        return None
+    if packing := call.plan.nano_batches[0].cuts.packing(sizes):
+        kwargs["seq_idx"] = packing.seq_idx
+    result: Tensor = stock(*args, **kwargs)
+    return result
+
+
+def _recur(call: MixingCall, recurrence: _Recurrence) -> Tensor:
+    """Compute a recurrence over each document, [1, T, H, V].
+
+    Cut segments come first: while their states travel, whole documents are computed.
+    """
+    divided = (call.of_nano_batches(x) for x in recurrence.tensors)
+    parts = [_Part(call, nano, rows, recurrence) for nano, *rows in zip(call.plan.nano_batches, *divided, strict=True)]
+    call.pause()
+    return torch.cat([out for part in parts for out in part.finish()], 1)
+
+
+class _Part:
+    """A recurrence over the segments of one nano-batch; making it computes cut segments and sends their states."""
+
+    def __init__(self, call: MixingCall, nano: BoundNanoBatch, rows: list[Tensor], recurrence: _Recurrence) -> None:
+        self._recurrence, self._cuts = recurrence, nano.cuts
+        self._segments = _grouped(nano, packed=recurrence.packed)
+        sizes = [sum(segments.sizes) for segments in self._segments]
+        self._rows = list(zip(*(torch.split(x, sizes, 1) for x in rows), strict=True))
+        chains = nano.cuts.chains
+        self._cut: dict[int, tuple[Tensor, Read, Transition]] = {}
+        for segments, of_segment in zip(self._segments, self._rows, strict=True):
+            if (number := segments.number) is not None:
+                self._cut[number] = recurrence.cut(
+                    of_segment, continued=chains.continued[number], continues=chains.continues[number]
+                )
+        self._exchange = StateExchange(chains, recurrence.shapes, **call.exchange(nano))
+        self._transitions = [transition for _, _, transition in self._cut.values()]
+        self._token = self._exchange.send(self._transitions, rows)
+        self._empty = recurrence.values[:, :0]
+
+    def finish(self) -> list[Tensor]:
+        """Compute whole documents, and add to cut segments what the states before them change."""
+        outputs = [
+            self._recurrence.whole(rows, self._cuts.packing(segments.sizes))
+            if segments.number is None
+            else self._cut[segments.number][0]
+            for segments, rows in zip(self._segments, self._rows, strict=True)
+        ]
+        # Some result goes through the exchange on every rank, see `StateExchange.receive`.
+        passed = outputs or [self._empty]
+        passed[0], states = self._exchange.receive(self._token, passed[0], self._transitions)
+        for index, segments in enumerate(self._segments):
+            if segments.number is not None and (state := states[segments.number]) is not None:
+                out, read = passed[index], self._cut[segments.number][1]
+                with without_autocast(state.device.type):
+                    passed[index] = (out.float() + self._recurrence.read(read, state)).to(out.dtype)
+        return passed

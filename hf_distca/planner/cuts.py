@@ -1,0 +1,163 @@
+"""Exchanges between the segments of a cut document, for modules that mix its rows in order.
+
+A short convolution needs the rows before a segment, its halo. A recurrence needs the state that the earlier segments
+leave. Both tables follow from the layout alone, so that every rank makes matching ones.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_distca.plan import Layout
+from hf_distca.planner.routes import ExchangedRows
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Halos:
+    """Rows of one rank in a row that has room for a halo before every segment.
+
+    In the extended row each segment follows `width` rows. These hold the document's rows before the segment; where the
+    document has none they stay zero, as a causal convolution pads.
+
+    Attributes:
+        rows: rows of the extended row.
+        places: [local rows] place of each local row.
+        messages: halo rows that lie on other ranks.
+        received_places: places of the received rows, in the order of the sending ranks.
+        local_rows: local rows that are a halo on this rank too.
+        local_places: their places.
+    """
+
+    rows: int
+    places: IntArray
+    messages: ExchangedRows
+    received_places: IntArray
+    local_rows: IntArray
+    local_places: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Chains:
+    """States that the cut segments of one rank need of other segments of their documents.
+
+    States are numbered: first those of this rank's cut segments, in row order, then those that arrive. Forward,
+    states of earlier segments arrive. Backward, gradients of later segments come back on the same ways.
+
+    Attributes:
+        cut: this rank's segments of cut documents, among all its segments.
+        messages: states that go to other ranks, one for each pair of an earlier and a later segment.
+        received: for each arriving state, the cut segment of this rank that needs it.
+        earlier: for each cut segment, the states of all earlier segments, in document order.
+        later: for each cut segment, the gradients of all later segments, in document order.
+    """
+
+    cut: IntArray
+    messages: ExchangedRows
+    received: IntArray
+    earlier: tuple[tuple[int, ...], ...]
+    later: tuple[tuple[int, ...], ...]
+
+
+def halos(layout: Layout, rank: int, width: int) -> Halos:
+    """Return the places of a rank's rows and halos.
+
+    Args:
+        width: rows before a row that a convolution reads: its kernel size - 1.
+    """
+    segments = layout.segments
+    of_rank = np.searchsorted(segments["rank"], segments["rank"], "left")
+    nth = np.arange(len(segments)) - of_rank
+    begins = segments["offset"] + width * nth  # of each halo, in the extended row of its rank
+    reader = np.repeat(np.arange(len(segments)), width)
+    back = np.tile(np.arange(width, 0, -1), len(segments))
+    exists = segments["start"][reader] >= back
+    reader, back = reader[exists], back[exists]
+    position = segments["start"][reader] - back
+    holder = _holders(layout, segments["document"][reader], position)
+    source, target = segments["rank"][holder], segments["rank"][reader]
+    row = segments["offset"][holder] + position - segments["start"][holder]
+    place = begins[reader] + width - back
+    _, received, messages = _messages(source, target, row, rank, layout.ranks)
+    stays = (source == rank) & (target == rank)
+    mine = segments["rank"] == rank
+    sizes = (segments["stop"] - segments["start"])[mine]
+    local = int(sizes.sum())
+    return Halos(
+        rows=local + width * int(mine.sum()),
+        places=np.arange(local) + width * np.repeat(np.arange(1, len(sizes) + 1), sizes),
+        messages=messages,
+        received_places=place[received],
+        local_rows=row[stays],
+        local_places=place[stays],
+    )
+
+
+def _holders(layout: Layout, document: IntArray, position: IntArray) -> IntArray:
+    """Return the segment that holds each of these rows of documents."""
+    segments = layout.segments
+    order = np.lexsort((segments["start"], segments["document"]))
+    span = int(layout.lengths.max(initial=0)) + 1
+    begins = (segments["document"] * span + segments["start"])[order]
+    holders: IntArray = order[np.searchsorted(begins, document * span + position, "right") - 1]
+    return holders
+
+
+def chains(layout: Layout, rank: int) -> Chains:
+    """Return which states a rank's cut segments exchange with other segments."""
+    segments = layout.segments
+    order = np.lexsort((segments["start"], segments["document"]))
+    document = segments["document"][order]
+    count = np.bincount(document, minlength=len(layout.lengths))[document]
+    nth = np.arange(len(order)) - np.searchsorted(document, document, "left")
+    # Pairs of an earlier and a later segment, by later segment.
+    later = np.repeat(np.arange(len(order)), nth)
+    earlier = later - _counted_down(nth)
+    mine = np.flatnonzero(segments["rank"] == rank)
+    number_in_order = np.empty_like(order)
+    number_in_order[order] = np.arange(len(order))
+    cut = np.flatnonzero(count[number_in_order[mine]] > 1)
+    own = np.full(len(segments), -1)
+    own[mine[cut]] = np.arange(len(cut))
+    from_, to = order[earlier], order[later]
+    source, target = segments["rank"][from_], segments["rank"][to]
+    sent, received, messages = _messages(source, target, own[from_], rank, layout.ranks)
+    arrived = np.full(len(from_), -1)
+    arrived[received] = len(cut) + np.arange(len(received))
+    returned = np.full(len(from_), -1)
+    returned[sent] = len(cut) + np.arange(len(sent))
+    before: list[list[int]] = [[] for _ in cut]
+    after: list[list[int]] = [[] for _ in cut]
+    for pair in np.flatnonzero((source == rank) | (target == rank)).tolist():
+        first, last = own[from_[pair]], own[to[pair]]
+        if last >= 0:
+            before[last].append(int(first if first >= 0 else arrived[pair]))
+        if first >= 0:
+            after[first].append(int(last if last >= 0 else returned[pair]))
+    return Chains(cut, messages, own[to[received]], tuple(map(tuple, before)), tuple(map(tuple, after)))
+
+
+def _counted_down(numbers: IntArray) -> IntArray:
+    """Return n, n - 1, ..., 1 for each number n."""
+    ends = np.cumsum(numbers)
+    return np.repeat(ends, numbers) - np.arange(int(numbers.sum()))
+
+
+def _messages(
+    source: IntArray, target: IntArray, item: IntArray, rank: int, ranks: int
+) -> tuple[IntArray, IntArray, ExchangedRows]:
+    """Return which transfers a rank sends and receives, in the order in which they travel.
+
+    Args:
+        source: [transfers] rank that has an item.
+        target: [transfers] rank that needs the item; with `source` itself it does not travel.
+        item: [transfers] number of the item at its source.
+    """
+    sent = np.flatnonzero((source == rank) & (target != rank))
+    sent = sent[np.argsort(target[sent], kind="stable")]
+    received = np.flatnonzero((target == rank) & (source != rank))
+    received = received[np.argsort(source[received], kind="stable")]
+    to, of = (np.bincount(ends, minlength=ranks) for ends in (target[sent], source[received]))
+    return sent, received, ExchangedRows(item[sent], to, of, crossing=bool((source != target).any()))

@@ -1,0 +1,133 @@
+"""Tables of what the segments of cut documents exchange."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_distca.planner.cuts import chains, halos
+from hf_distca.planner.layout import assemble, fixed_layout
+
+
+def test_halo_rows_written_out():
+    # Ranks hold rows 0 to 4 of document 0; all 5 of document 1 ... the second cut is inside document 1, after row 5.
+    layout = fixed_layout([[5, 7, 2]], ranks=3)
+    table = halos(layout, rank=2, width=3)
+    # Room for three rows, rows 5 and 6 of document 1; room for three rows, both rows of document 2.
+    assert (table.rows, table.places.tolist()) == (10, [3, 4, 8, 9])
+    assert table.received_places.tolist() == [0, 1, 2]
+    assert table.messages.recv_counts.tolist() == [0, 3, 0]
+    sender = halos(layout, rank=1, width=3).messages
+    assert (sender.send_rows.tolist(), sender.send_counts.tolist()) == ([2, 3, 4], [0, 0, 3])
+    assert all(halos(layout, rank, width=3).messages.crossing for rank in range(3))
+
+
+def test_halo_of_a_document_that_has_few_rows_before_lies_behind_zeros():
+    # Rows 0; 1 and 2; 3 of one document: the last segment's halo lies on two ranks.
+    layout = assemble(np.array([4]), tuple(np.array([[0, 0, 1, 0], [0, 1, 3, 1], [0, 3, 4, 2]]).T), 3)
+    assert halos(layout, 1, width=3).received_places.tolist() == [2]
+    last = halos(layout, 2, width=3)
+    assert (last.received_places.tolist(), last.messages.recv_counts.tolist()) == ([0, 1, 2], [1, 2, 0])
+    assert halos(layout, 0, width=3).messages.send_counts.tolist() == [0, 1, 1]
+
+
+def test_halo_on_the_same_rank():
+    # Rank 0 holds rows 0, 1 and 4 of a document, rank 1 holds rows 2 and 3.
+    layout = assemble(np.array([5]), tuple(np.array([[0, 0, 2, 0], [0, 4, 5, 0], [0, 2, 4, 1]]).T), 2)
+    table = halos(layout, 0, width=3)
+    assert (table.local_rows.tolist(), table.local_places.tolist()) == ([1], [5])
+    assert table.received_places.tolist() == [6, 7]
+
+
+def test_chains_written_out():
+    layout = fixed_layout([[10]], ranks=4)
+    tables = [chains(layout, rank) for rank in range(4)]
+    # State 0 is the rank's own; those that arrive follow.
+    assert [table.earlier for table in tables] == [((),), ((1,),), ((1, 2),), ((1, 2, 3),)]
+    assert [table.later for table in tables] == [((1, 2, 3),), ((1, 2),), ((1,),), ((),)]
+    assert [table.messages.send_counts.tolist() for table in tables] == [
+        [0, 1, 1, 1],
+        [0, 0, 1, 1],
+        [0, 0, 0, 1],
+        [0, 0, 0, 0],
+    ]
+
+
+def test_states_of_segments_on_the_same_rank_do_not_travel():
+    # Rank 0 has segments 0 and 2 of a document behind a whole one, rank 1 has segment 1.
+    columns = np.array([[0, 0, 3, 0], [1, 0, 2, 0], [1, 4, 5, 0], [1, 2, 4, 1]])
+    layout = assemble(np.array([3, 5]), tuple(columns.T), 2)
+    table = chains(layout, 0)
+    assert table.cut.tolist() == [1, 2]
+    assert (table.earlier, table.later) == (((), (0, 2)), ((2, 1), ()))
+    assert (table.messages.send_rows.tolist(), table.messages.recv_counts.tolist()) == ([0], [0, 1])
+    assert table.received.tolist() == [1]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), ranks=st.integers(1, 4), seed=st.integers(0, 99))
+def test_any_layout(width, lengths, ranks, seed):
+    """What ranks send fits what others receive; every halo has the rows before its segment, every chain all states."""
+    layout = _random_layout(lengths, ranks, np.random.default_rng(seed))
+    rows = [
+        [(document, row) for document, start, stop, *_ in layout.of_rank(rank).tolist() for row in range(start, stop)]
+        for rank in range(ranks)
+    ]
+    tables = [halos(layout, rank, width) for rank in range(ranks)]
+    sent = [_sent(table.messages) for table in tables]
+    for rank, table in enumerate(tables):
+        extended: list = [None] * table.rows
+        for place, row in zip(table.places, rows[rank], strict=True):
+            extended[place] = row
+        for place, row in zip(table.local_places, table.local_rows, strict=True):
+            extended[place] = rows[rank][row]
+        arrived = [rows[source][row] for source in range(ranks) for row in sent[source][rank]]
+        assert table.messages.recv_counts.tolist() == [len(sent[source][rank]) for source in range(ranks)]
+        for place, row in zip(table.received_places, arrived, strict=True):
+            extended[place] = row
+        expected = []
+        for document, start, stop, *_ in layout.of_rank(rank).tolist():
+            expected += [(document, row) if row >= 0 else None for row in range(start - width, stop)]
+        assert extended == expected
+
+    links = [chains(layout, rank) for rank in range(ranks)]
+    sent = [_sent(table.messages) for table in links]
+    names = [
+        [tuple(segment) for segment in layout.of_rank(rank)[["document", "start"]][table.cut].tolist()]
+        for rank, table in enumerate(links)
+    ]
+    for rank, table in enumerate(links):
+        arrived = [names[source][state] for source in range(ranks) for state in sent[source][rank]]
+        returned = [
+            names[target][links[target].received[i]]
+            for target in range(ranks)
+            for i in range(len(links[target].received))
+            if _source(links[target].messages, i) == rank
+        ]
+        for segment, earlier, later in zip(names[rank], table.earlier, table.later, strict=True):
+            of_document = sorted(name for of_rank in names for name in of_rank if name[0] == segment[0])
+            nth = of_document.index(segment)
+            assert [[*names[rank], *arrived][state] for state in earlier] == of_document[:nth]
+            assert [[*names[rank], *returned][state] for state in later] == of_document[nth + 1 :]
+
+
+def _random_layout(lengths, ranks, random):
+    columns = []
+    for document, length in enumerate(lengths):
+        cuts = np.flatnonzero(random.random(length - 1) < 0.4) + 1
+        ends = [0, *cuts.tolist(), length]
+        columns += [(document, start, stop, int(random.integers(ranks))) for start, stop in itertools.pairwise(ends)]
+    order = random.permutation(len(columns))
+    return assemble(np.array(lengths), tuple(np.array(columns)[order].T), ranks)
+
+
+def _sent(messages) -> list[list[int]]:
+    """For each rank, the items that go there."""
+    return [part.tolist() for part in np.split(messages.send_rows, np.cumsum(messages.send_counts)[:-1])]
+
+
+def _source(messages, received: int) -> int:
+    """The rank from which an item came."""
+    return int(np.searchsorted(np.cumsum(messages.recv_counts), received, "right"))

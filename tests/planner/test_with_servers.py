@@ -25,6 +25,17 @@ def test_ranks_and_servers_finish_together():
     assert (loads_of(plan) > 0).all()
 
 
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 1.0), (1.0, 3.0)])
+def test_ranks_that_do_not_serve_compute_nothing(speeds):
+    workers = Workers((1.0, 1.0, *speeds), (0.0,) * (2 + len(speeds)))
+    plan = balance_with_servers(fixed_layout(ROWS), AttentionKind(), workers, SETTINGS, ranks_serve=False)
+    check_plan(plan)
+    loads = loads_by_row(plan)
+    assert loads[:2] == [0, 0]
+    times = np.array(loads[2:]) / speeds
+    assert times.max() <= 1.02 * sum(loads) / sum(speeds)
+
+
 @given(st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=2, max_size=2), st.integers(1, 3))
 def test_ranks_that_do_not_serve_keep_no_task_however_small(rows, servers):
     workers = Workers.uniform(2 + servers)

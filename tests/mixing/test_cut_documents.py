@@ -58,7 +58,14 @@ JOINED = {ranks: [[[*first, *second] for first, second in zip(*nanos, strict=Tru
 
 def make_model(model_type: str, implementation: str = "distca", *, lora: bool = False):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), attn_implementation=implementation)
+    config = tiny_config(model_type)
+    for name in ("mamba_n_groups", "n_groups"):
+        if hasattr(config, name):
+            setattr(config, name, 2)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # a state lasts for a document: else what other ranks add would hardly count
+            torch.nn.init.uniform_(parameter, -6.0, -4.0)
     if lora:
         modules = ["q_proj", "in_proj", "in_proj_ba"]  # gates alone, so that values of a first layer need no gradient
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False))

@@ -65,7 +65,7 @@ def make_model(model_type: str, implementation: str = "distca", *, lora: bool = 
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # a state lasts for a document: else what other ranks add would hardly count
-            torch.nn.init.uniform_(parameter, -6.0, -4.0)
+            torch.nn.init.uniform_(parameter, -4.5, -2.5)
     if lora:
         modules = ["q_proj", "in_proj", "in_proj_ba"]  # gates alone, so that values of a first layer need no gradient
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False))

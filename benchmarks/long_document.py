@@ -23,7 +23,7 @@ SAMPLES = 64
 
 
 def estimated(case: OneDocument) -> list[float]:
-    """MiB that each rank takes, told from the plan alone."""
+    """Return the MiB that each rank takes, counted from the plan alone."""
     plan, mode, use = case.plan(), fake_tensors(), Use(counted_kernel("cpu"))
     return [
         sum(count_core_attention(plan, case.kind, torch.float32, rank, use, mode).values()) / 2**20

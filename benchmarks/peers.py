@@ -75,7 +75,7 @@ MIXES = {
 """Tokens of the documents of a step, of TOKENS in all; multiples of 32."""
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 2, "num_attention_heads": 4}
 PACKED = "documents_by_position"
-"""Attention implementation of rows whose documents are told by their positions."""
+"""Attention implementation for rows in which positions mark the documents."""
 KERNEL = get_kernel("auto", torch.device("cpu"))
 Examples = list[dict[str, Any]]
 Figures = dict[str, dict[str, Any]]

@@ -21,7 +21,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 
 LEARNING_RATE = 1e-3
 TIMES_STOCK = 4.0
-"""So many times as far from the exact losses as those of stock attention they may be, which wander apart too."""
+"""Largest allowed ratio of our deviation from exact losses to the deviation of stock attention."""
 TIMEOUT_S = 20
 """Seconds after which a rank whose partner has failed gives up."""
 
@@ -132,7 +132,7 @@ def check_planned_steps(setting: Setting) -> Findings:
 
 
 def _many_steps(setting: Setting, findings: Findings) -> None:
-    """The losses of many steps with changing plans stay as close to exact ones as those of stock attention."""
+    """Check that losses of many steps with changing plans are as close to exact losses as stock attention's."""
     exact = _losses(setting, "sdpa", exact=True)
     stock, planned = _losses(setting, "sdpa"), _losses(setting, "distca")
     farthest = max(abs(a - b) for a, b in zip(stock, exact, strict=True))

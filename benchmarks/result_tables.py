@@ -158,14 +158,13 @@ def chosen_networks() -> Rows:
         yield str(per_node), f"{network:g}", *(f"{of[kind]['median']:.2f} ({of[kind]['worst']:.2f})" for kind in kinds)
 
 
-@table_of("chosen")
+@table_of("typical_data")
 def chosen_data_sets() -> Rows:
     """Chosen plans beside all other strategies on data sets."""
-    yield "documents", "GPUs", "median", "worst", "micro-batches below 0.99", "planning, ms: median (95 %)"
-    for row in result("chosen")["data_sets"]:
-        planning = f"{row['planning, ms']:.0f} ({row['planning, 95 %, ms']:.0f})"
-        ratios = f"{row['median']:.2f}", f"{row['worst']:.2f}", f"{row['share below 0.99']:.1%}"
-        yield CORPORA.get(row["documents"], row["documents"]), str(row["GPUs"]), *ratios, planning
+    yield "documents", "GPUs", "median", "worst", "micro-batches below 0.99"
+    for row in result("typical_data")["settings"]:
+        median, worst = (f"{row['over_best_fitting'][name]:.2f}" for name in ("median", "worst"))
+        yield row["documents"], str(row["ranks"]), median, worst, f"{row['slower_than_best_fitting']:.1%}"
 
 
 @table_of(*STEP_TIMES)

@@ -4,7 +4,8 @@ Every micro-batch is simulated with hf_distca's defaults and with every other st
 
   best other     the fastest strategy that keeps every document whole, so that all compute the same; taken for each
                  micro-batch, with hindsight
-  best fixed     the same, but one strategy for all micro-batches, as a launch sets it
+  best fitting   the same, of the strategies that hold at most 32768 tokens on each GPU
+  best fixed     as best other, but one strategy for all micro-batches, as a launch sets it
   plain packing  documents packed by tokens. What a rank cannot hold is cut, which drops attention across the cuts
 
 Beside plain packing the gain is (t · r + m) / (r + 1 + w). The unit of r, m and w is the mean core attention of a rank
@@ -36,6 +37,8 @@ from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, all_strateg
 
 RANKS, RANKS_PER_NODE, TOKENS_PER_RANK = (8, 64), 8, 32768
 BUSIEST = "busiest packed rank"
+FAST_ENOUGH = 0.99
+"""Ratio below which a micro-batch counts as slower than the best fitting strategy."""
 
 
 def data() -> Iterator[tuple[str, Draw]]:
@@ -88,6 +91,15 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
         min((steps[name][index].seconds, name) for name in names if not steps[name][index].documents_cut)
         for index in range(len(planned))
     ]
+    fitting = [
+        min(
+            step.seconds
+            for step in (steps[name][index] for name in names)
+            if not step.documents_cut and step.tokens_most <= TOKENS_PER_RANK
+        )
+        / own.seconds
+        for index, own in enumerate(planned)
+    ]
     fixed = [name for name in names if not any(step.documents_cut for step in steps[name])]
     unit = mean(planned, lambda step: step.attention.mean())
     return {
@@ -95,6 +107,8 @@ def comparison(steps: Mapping[str, Sequence[StepTime]]) -> dict[str, Any]:
         "best_other": Counter(name for _, name in best).most_common(1)[0][0],
         "over_best_other": float(np.mean([of for of, _ in best])) / seconds,
         "over_best_other_of_batches": spread([of / own.seconds for (of, _), own in zip(best, planned, strict=True)]),
+        "over_best_fitting": {"median": float(np.median(fitting)), "worst": min(fitting)},
+        "slower_than_best_fitting": float(np.mean(np.array(fitting) < FAST_ENOUGH)),
         "over_best_fixed": min(mean(steps[name], lambda step: step.seconds) for name in fixed) / seconds,
         "over_plain": mean(plain, lambda step: step.seconds) / seconds,
         "plain_drops": 1 - mean(plain, lambda step: step.attention.mean()) / unit,

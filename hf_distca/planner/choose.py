@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
 from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed, packed_seconds
-from hf_distca.planner.groups import Placing, arrange, partitions, place_in_groups
+from hf_distca.planner.groups import Placing, nano_batches_in_groups, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
@@ -397,13 +397,9 @@ class _Search:
         chosen, part = replace(self._settings, balance_tolerance=tolerance), placing
         if sampled:
             part, chosen = self._sample(placing, chosen)
-        arranged = arrange(self._lengths, part, chosen, self._costs, count, evenly=evenly)
-        if arranged is None:
+        nano_batches = nano_batches_in_groups(self._lengths, part, chosen, self._costs, count, evenly=evenly)
+        if nano_batches is None:
             return None
-        nano_batches = tuple(
-            NanoBatch(documents, layout, {kind: arranged.tasks(layout, kind, chosen) for kind in chosen.kinds})
-            for documents, layout in zip(arranged.documents, arranged.layouts, strict=True)
-        )
         return self._candidate(nano_batches, placing, tolerance, chosen, evenly=evenly)
 
     def _sample(self, placing: Placing, settings: PlanSettings) -> tuple[Placing, PlanSettings]:

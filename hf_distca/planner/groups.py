@@ -5,14 +5,14 @@ rows inside nodes only. One group of all ranks is the joint layout. Smaller grou
 better.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_distca.plan import AttentionKind, Layout, Plan
+from hf_distca.plan import AttentionKind, Layout, NanoBatch, Plan
 from hf_distca.planner.build import local_plan, plan_tasks
 from hf_distca.planner.layout import assemble, joint_layout, layout_of_kind, mirrored, split_documents
 from hf_distca.planner.seconds import StepCosts
@@ -108,38 +108,32 @@ def place_in_groups(
         return Placing.of_all(seconds, speeds)
     speed_of = np.add.reduceat(speeds, np.cumsum((0, *sizes[:-1]))).tolist()
     room = [size * tokens_per_rank for size in sizes]
-    order = np.argsort(-seconds, kind="stable")
-    left: list[int] = []
-    chosen, loads = _give_out(
-        lengths[order].tolist(), seconds[order].tolist(), room, speed_of, lambda nth: left.append(int(order[nth]))
-    )
+    group_of, loads = _give_out(lengths, seconds, room, speed_of)
     if any(size * tokens_per_rank - space < size for size, space in zip(sizes, room, strict=True)):
         return None
-    group_of = np.full(len(lengths), -1)
-    group_of[order] = chosen
     by_group = np.argsort(group_of, kind="stable")
-    documents = tuple(np.split(by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes)))))[1:]
-    return Placing(sizes, documents, tuple(left), np.array(loads))
+    left, *documents = np.split(by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes))))
+    return Placing(sizes, tuple(documents), tuple(left.tolist()), np.array(loads))
 
 
 def _give_out(
-    rows: list[int], costs: list[float], room: list[int], speeds: list[float], unplaced: Callable[[int], None]
-) -> tuple[list[int], list[float]]:
-    """Give each document in turn to the bin with the least work, of those with room for it.
+    lengths: IntArray, costs: FloatArray, room: list[int], speeds: list[float]
+) -> tuple[IntArray, list[float]]:
+    """Give each document, the costliest first, to the bin with the least work of those with room for it.
 
     Args:
-        rows, costs: [documents] of each document.
+        lengths, costs: [documents] of each document.
         room: [bins] rows that each bin still takes; lowered by what it gets.
         speeds: [bins] cost per unit of work of each bin.
-        unplaced: called with the number of a document that no bin has room for; may lower `room`.
 
     Returns:
-        [documents] the bin of each, or -1; [bins] the work of each.
+        [documents] the bin of each, -1 where no bin has room; [bins] the work of each.
     """
     ready = [(0.0, each) for each in range(len(room))]  # heap by work
     small: list[tuple[int, int, float]] = []  # heap by room of bins that had too little for an earlier document
     chosen, work = [], [0.0] * len(room)
-    for nth, (size, cost) in enumerate(zip(rows, costs, strict=True)):
+    order = np.argsort(-costs, kind="stable")
+    for size, cost in zip(lengths[order].tolist(), costs[order].tolist(), strict=True):
         while small and -small[0][0] >= size:
             _, each, load = heappop(small)
             heappush(ready, (load, each))
@@ -154,59 +148,18 @@ def _give_out(
             heapreplace(ready, (load, each))
         else:
             chosen.append(-1)
-            unplaced(nth)
-    return chosen, work
+    bin_of = np.empty(len(order), np.int64)
+    bin_of[order] = chosen
+    return bin_of, work
 
 
-@dataclass(frozen=True, eq=False)
-class Arrangement:
-    """Layouts of a micro-batch in groups, and the tolerance of each group.
-
-    Attributes:
-        documents: for each nano-batch, [documents] indices of its documents.
-        slack: [groups] how far above its group's mean a rank may be, as a fraction of the mean.
-    """
-
-    placing: Placing
-    documents: tuple[IntArray, ...]
-    layouts: tuple[Layout, ...]
-    slack: tuple[float, ...]
-
-    def tasks(self, layout: Layout, kind: AttentionKind, settings: PlanSettings) -> Plan:
-        """Balance the core attention of one kind of layer inside each group, in one stage.
-
-        The tolerance of each group replaces the one in the settings.
-        """
-        sizes = self.placing.sizes
-        inside = self._inside_nodes(settings)
-        if max(sizes) == 1:
-            plan = local_plan(layout_of_kind(layout, kind), kind.window)
-        else:
-            flat = replace(settings, ranks_per_node=1) if inside else settings
-            groups = np.repeat(np.arange(len(sizes)), sizes)
-            plan = plan_tasks(layout, kind, flat, groups=groups.tolist(), tolerance=np.repeat(self.slack, sizes))
-        return replace(plan, nodes=settings.nodes if self.placing.left or not inside else None)
-
-    def _inside_nodes(self, settings: PlanSettings) -> bool:
-        """Return whether every group lies inside one node."""
-        stops = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist())
-        return stops <= set(np.cumsum(self.placing.sizes).tolist())
-
-
-def _nodes_in(first: int, size: int, settings: PlanSettings) -> tuple[int, ...] | int:
-    """Return how many of some consecutive ranks each node has; 1 if all their links are alike."""
-    if settings.nodes is None:
-        return 1
-    sizes = np.unique(settings.nodes[first : first + size], return_counts=True)[1].tolist()
-    return 1 if len(sizes) == 1 else tuple(sizes)
-
-
-def arrange(
-    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts, nano_batches: int, *, evenly: bool
-) -> Arrangement | None:
-    """Lay out the documents of every group on its ranks.
+def nano_batches_in_groups(
+    lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts, count: int, *, evenly: bool
+) -> tuple[NanoBatch, ...] | None:
+    """Lay out the documents of every group on its ranks and balance their core attention there, in one stage.
 
     Args:
+        count: number of nano-batches.
         evenly: divide each long document evenly over its whole group and leave the others whole; otherwise the joint
             layout cuts as few documents as it can.
 
@@ -216,44 +169,48 @@ def arrange(
     """
     slack = _slack(lengths, placing, settings, costs)
     seconds = document_seconds(lengths, costs)
-    segments: list[list[IntArray]] = [[] for _ in range(nano_batches)]
+    segments: list[list[IntArray]] = [[] for _ in range(count)]
     first = 0
     for documents, size, most in zip(placing.documents, placing.sizes, slack, strict=True):
         parts = [documents]
-        if nano_batches == 2:
+        if count == 2:
             halves = split_documents(lengths[documents], size) or _longest_apart(lengths[documents], size)
             if halves is None:
                 return None
             parts = [documents[half] for half in halves]
+        room = np.full(size, settings.tokens_per_rank)
         for number, part in enumerate(parts):
             if evenly and size > 1:
                 # A rank that the first nano-batch filled could not share long documents of the second.
-                share = int(lengths[part].sum()) / int(lengths[documents].sum())
-                room = np.full(size, int(settings.tokens_per_rank * (share if number == 0 else 1)))
-                if number == 1:
-                    before = segments[0][-1]
-                    np.subtract.at(room, before[:, 3] - first, before[:, 2] - before[:, 1])
-                placed = divide_evenly(lengths[part], seconds[part], room)
+                share = 1 if number == count - 1 else int(lengths[part].sum()) / int(lengths[documents].sum())
+                placed = divide_evenly(lengths[part], seconds[part], (room * share).astype(np.int64))
+                if placed is None:
+                    return None
+                np.subtract.at(room, placed[:, 3], placed[:, 2] - placed[:, 1])
             else:
                 placed = _in_group(lengths[part], first, size, most, settings, backwards=number == 1)
-            if placed is None:
-                return None
             placed[:, 0] = part[placed[:, 0]]
             placed[:, 3] += first
             segments[number].append(placed)
         first += size
     tables = [np.concatenate(each) for each in segments]
     if placing.left:
-        tables[0] = np.concatenate([tables[0], _wherever_room(lengths, placing.left, tables, settings)])
-    every, layouts = [], []
+        held = np.concatenate(tables)
+        used = np.bincount(held[:, 3], weights=held[:, 2] - held[:, 1], minlength=settings.ranks)
+        room = settings.tokens_per_rank - used.astype(np.int64)
+        tables[0] = np.concatenate([tables[0], _cut_where_room(placing.left, lengths, room.tolist())])
+    laid_out = []
     for table in tables:
         documents, own = np.unique(table[:, 0], return_inverse=True)
         columns = (own, table[:, 1], table[:, 2], table[:, 3])
-        every.append(documents)
-        layouts.append(assemble(lengths[documents], columns, settings.ranks, by_document=True))
-    if min(int(layout.tokens.min()) for layout in layouts) == 0:
-        return None
-    return Arrangement(placing, tuple(every), tuple(layouts), slack)
+        layout = assemble(lengths[documents], columns, settings.ranks, by_document=True)
+        if int(layout.tokens.min()) == 0:
+            return None
+        laid_out.append((documents, layout))
+    return tuple(
+        NanoBatch(documents, layout, {kind: _tasks(layout, kind, settings, placing, slack) for kind in settings.kinds})
+        for documents, layout in laid_out
+    )
 
 
 def _longest_apart(lengths: IntArray, size: int) -> list[IntArray] | None:
@@ -266,8 +223,8 @@ def _longest_apart(lengths: IntArray, size: int) -> list[IntArray] | None:
     return [np.array([longest]), others] if int(lengths[others].sum()) >= size else None
 
 
-def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts) -> tuple[float, ...]:
-    """Return [groups] how far above its group's mean a rank may be.
+def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: StepCosts) -> list[float]:
+    """Return [groups] how far above its group's mean a rank may be, as a fraction of the mean.
 
     A rank may finish as late as the slowest group, plus the tolerance.
     """
@@ -277,7 +234,22 @@ def _slack(lengths: IntArray, placing: Placing, settings: PlanSettings, costs: S
         attention = seconds - costs.token * int(lengths[documents].sum()) / size
         spare = (limit - seconds) / attention if attention > 0 else MOST_SLACK
         slack.append(min(max(spare, settings.balance_tolerance), MOST_SLACK))
-    return tuple(slack)
+    return slack
+
+
+def _tasks(
+    layout: Layout, kind: AttentionKind, settings: PlanSettings, placing: Placing, slack: Sequence[float]
+) -> Plan:
+    """Balance the core attention of one kind of layer inside each group."""
+    sizes = placing.sizes
+    inside = set(np.cumsum(settings.node_sizes or (settings.ranks,)).tolist()) <= set(np.cumsum(sizes).tolist())
+    if max(sizes) == 1:
+        plan = local_plan(layout_of_kind(layout, kind), kind.window)
+    else:
+        flat = replace(settings, ranks_per_node=1) if inside else settings
+        groups = np.repeat(np.arange(len(sizes)), sizes)
+        plan = plan_tasks(layout, kind, flat, groups=groups.tolist(), tolerance=np.repeat(slack, sizes))
+    return replace(plan, nodes=settings.nodes if placing.left or not inside else None)
 
 
 def _in_group(
@@ -287,15 +259,16 @@ def _in_group(
     if size == 1:
         zeros = np.zeros_like(lengths)
         return np.stack([np.arange(len(lengths)), zeros, lengths, zeros], axis=1)
-    nodes = _nodes_in(first, size, settings)
-    sizes = nodes if isinstance(nodes, tuple) else None
+    sizes: list[int] = []  # ranks of each node; none if all links are alike
+    if settings.nodes is not None:
+        sizes = np.unique(settings.nodes[first : first + size], return_counts=True)[1].tolist()
     # The first ranks get one row more, in the second nano-batch the last ranks: so no rank holds too many rows.
     kind = settings.dominant_kind
     layout = joint_layout(
         lengths,
         size,
         settings.tokens_per_rank,
-        node_sizes=sizes[::-1] if sizes and backwards else sizes,
+        node_sizes=None if len(sizes) < 2 else sizes[::-1] if backwards else sizes,
         window=kind.window or kind.chunk,
         balance_tolerance=slack,
         balance_block_size=settings.balance_block_size,
@@ -328,48 +301,28 @@ def divide_evenly(lengths: IntArray, seconds: FloatArray, room: IntArray) -> Int
     ranks = np.tile(np.append(np.arange(size), np.arange(size)[::-1]), len(long))
     divided = np.stack([np.repeat(long, 2 * size), (stops - parts).ravel(), stops.ravel(), ranks], axis=1)
     left: list[int] = (room - rows.sum(axis=0)).tolist()
-    short = short[np.argsort(-seconds[short], kind="stable")]
-    cut: list[tuple[int, int, int, int]] = []
-    chosen, _ = _give_out(
-        lengths[short].tolist(),
-        seconds[short].tolist(),
-        left,
-        [1.0] * size,
-        lambda nth: cut.extend(_cut_where_room(int(short[nth]), int(lengths[short[nth]]), left)),
-    )
+    rank_of, _ = _give_out(lengths[short], seconds[short], left, [1.0] * size)
+    cut = _cut_where_room(short[rank_of < 0].tolist(), lengths, left)
     if min(left) < 0:
         return None
-    rank_of = np.array(chosen, np.int64)
     short, rank_of = short[rank_of >= 0], rank_of[rank_of >= 0]
     whole = np.stack([short, np.zeros_like(short), lengths[short], rank_of], axis=1)
-    return np.concatenate([divided, whole, np.array(cut, np.int64).reshape(-1, 4)])
+    return np.concatenate([divided, whole, cut])
 
 
-def _wherever_room(
-    lengths: IntArray, left: Sequence[int], placed: Sequence[IntArray], settings: PlanSettings
-) -> IntArray:
-    """Return [segments, 4] of documents that fit in no group, cut over the ranks with the most room."""
-    held = np.concatenate(placed)
-    used = np.bincount(held[:, 3], weights=held[:, 2] - held[:, 1], minlength=settings.ranks)
-    room = (settings.tokens_per_rank - used.astype(np.int64)).tolist()
-    cut = [piece for document in left for piece in _cut_where_room(document, int(lengths[document]), room)]
-    return np.array(cut, np.int64)
-
-
-def _cut_where_room(document: int, length: int, room: list[int]) -> list[tuple[int, int, int, int]]:
-    """Cut a document over the ranks with the most room, and subtract its rows from their room.
+def _cut_where_room(documents: Iterable[int], lengths: IntArray, room: list[int]) -> IntArray:
+    """Return [segments, 4] of documents that fit nowhere whole, cut over the ranks with the most room.
 
     Args:
-        room: [ranks] rows that each rank takes; becomes negative if all ranks together have too little.
-
-    Returns:
-        (document, start, stop, rank) of each piece.
+        room: [ranks] rows that each rank takes, lowered by what it gets; negative if all have too little together.
     """
-    pieces, start = [], 0
-    while start < length:
-        rank = room.index(max(room))
-        stop = min(start + room[rank], length) if room[rank] > 0 else length
-        pieces.append((document, start, stop, rank))
-        room[rank] -= stop - start
-        start = stop
-    return pieces
+    pieces = []
+    for document in documents:
+        start, length = 0, int(lengths[document])
+        while start < length:
+            rank = room.index(max(room))
+            stop = min(start + room[rank], length) if room[rank] > 0 else length
+            pieces.append((document, start, stop, rank))
+            room[rank] -= stop - start
+            start = stop
+    return np.array(pieces, np.int64).reshape(-1, 4)

@@ -37,15 +37,11 @@ Turn = Literal["alone", "first", "second"]
 Location = Literal["local", "received"]
 """Location of rows: among the rank's own rows of the nano-batch, or among received rows.
 
-Results of a kernel call, and gradients of queries, go to the location of the queries; gradients of keys and values go
-to the location of the keys.
+Results and gradients of queries go to the location of the queries, gradients of K and V to that of the keys.
 """
 
 TaskName = Literal["local", "local 1/2", "local 2/2", "remote-KV", "remote-query", "remote-query prefix"]
-"""Tasks of one kernel call, see `hf_distca.planner.routes`.
-
-If local tasks alone have to hide two exchanges, the backward computes them in two halves of about equal pairs.
-"""
+"""Tasks of one kernel call, see `hf_distca.planner.routes`; halves of the local tasks have about equal pairs."""
 
 Group = tuple[TaskName, int]
 """Tasks of one kernel call and the stage of their K/V rows; 0 for local tasks."""
@@ -60,7 +56,9 @@ Kept = Literal["nothing", "received", "results"]
 """Received rows that the forward keeps for the backward: nothing (rows are sent again), Q, K and V, or O and LSE
 too."""
 
-LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Literal["before pause", "after pause", "after remote-KV"], ...]] = {
+Place = Literal["before pause", "after pause", "after remote-KV"]
+
+LOCAL_TASKS: dict[tuple[Direction, Turn], tuple[Place, ...]] = {
     ("forward", "alone"): ("before pause",),
     ("forward", "first"): ("after pause",),
     ("forward", "second"): ("before pause",),
@@ -186,33 +184,42 @@ def make_schedule(
         forwards: whether any rank forwards K/V rows.
         kept: rows that the backward has already; the forward sends everything.
     """
-    forward = direction == "forward"
-    queries = Transfer("queries", _columns_of_queries(direction, kept))
+
+    def present(*calls: KernelCall) -> tuple[KernelCall, ...]:
+        return tuple(call for call in calls if call.group in groups)
+
+    forward, divided = direction == "forward", stages > 1 and not windowed
+    with_queries = {"nothing": ("do", "o", "lse", "q"), "received": ("do", "o", "lse"), "results": ("do",)}
+    queries = Transfer("queries", ("q",) if forward else with_queries[kept])
     sent_keys = stages if forward or kept == "nothing" else 0
     keys_there = tuple(Transfer("keys", ("k", "v"), stage=stage) for stage in range(sent_keys))
-    keys_back = () if forward else tuple(replace(_KEYS_BACK, stage=stage) for stage in range(stages))
+    keys_back = tuple(Transfer("keys", ("dk", "dv"), True, stage) for stage in range(0 if forward else stages))
     to_servers = Transfer("servers", ("q", "k", "v") if forward else ("q", "do", "o", "lse", "k", "v"))
     results = ("o", "lse") if forward else ("dq",)
     queries_back = Transfer("queries", results, back=True)
     from_servers = Transfer("servers", results if forward else ("dq", "dk", "dv"), back=True)
 
-    local = _local_calls(direction, turn, groups)
-    calls = [
-        (
-            _remote_query_calls(groups, stage, divided=stages > 1 and not windowed),
-            _calls(groups, KernelCall("remote-KV", "local", "received", windowed, windowed, stage)),
-        )
-        for stage in range(stages)
-    ]
-    stage_phases = _stages_in_hops if forwards else _stages
-    phases = [
-        Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
-        Phase(run=local.get("before pause", ()), pause=True),
-        *stage_phases((queries, queries_back), keys_there, keys_back, calls, local.get("after pause", ())),
-        Phase(run=local.get("after remote-KV", ()), pause=True),
-        Phase(wait=(queries_back, *keys_back[-2 if forwards else -1 :], *((from_servers,) if servers else ()))),
-    ]
-    return _joined(phases)
+    calls = []
+    for stage in range(stages):
+        remote_query = KernelCall("remote-query", "received", "received", first=not divided, stage=stage)
+        prefix = replace(remote_query, tasks="remote-query prefix", causal=False)
+        remote_kv = KernelCall("remote-KV", "local", "received", windowed, windowed, stage)
+        calls.append((present(remote_query, prefix), present(remote_kv)))
+    places = LOCAL_TASKS[direction, turn]
+    halves: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
+    if len(places) == 1 or ("local 1/2", 0) not in groups:
+        places, halves = places[:1], ("local",)
+    local = {place: present(KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)}
+    of_stages = _stages_in_hops if forwards else _stages
+    return _joined(
+        [
+            Phase(send=(queries, *keys_there[:AHEAD], *((to_servers,) if servers else ()))),
+            Phase(run=local.get("before pause", ()), pause=True),
+            *of_stages(queries, queries_back, keys_there, keys_back, calls, local.get("after pause", ())),
+            Phase(run=local.get("after remote-KV", ()), pause=True),
+            Phase(wait=(queries_back, *keys_back[-2 if forwards else -1 :], *((from_servers,) if servers else ()))),
+        ]
+    )
 
 
 @cache
@@ -236,7 +243,8 @@ Calls = tuple[KernelCall, ...]
 
 
 def _stages(
-    queries: tuple[Transfer, Transfer],
+    queries: Transfer,
+    queries_back: Transfer,
     keys_there: tuple[Transfer, ...],
     keys_back: tuple[Transfer, ...],
     calls: Sequence[tuple[Calls, Calls]],
@@ -255,9 +263,9 @@ def _stages(
         phases += [
             # Remote-query tasks come first: their results have to travel.
             Phase(
-                wait=(*(queries[:1] if stage == 0 else ()), *keys_there[stage : stage + 1]),
+                wait=(*((queries,) if stage == 0 else ()), *keys_there[stage : stage + 1]),
                 run=remote_query,
-                send=queries[1:] if last else (),
+                send=(queries_back,) if last else (),
             ),
             Phase(run=remote_kv),
             # The next stage's rows overwrite the memory of the stage whose gradients have returned.
@@ -270,7 +278,8 @@ def _stages(
 
 
 def _stages_in_hops(
-    queries: tuple[Transfer, Transfer],
+    queries: Transfer,
+    queries_back: Transfer,
     keys_there: tuple[Transfer, ...],
     keys_back: tuple[Transfer, ...],
     calls: Sequence[tuple[Calls, Calls]],
@@ -284,14 +293,14 @@ def _stages_in_hops(
     for stage, (remote_query, remote_kv) in enumerate(calls):
         last = stage == len(calls) - 1
         wait = (
-            *(queries[:1] if stage == 0 else ()),
+            *((queries,) if stage == 0 else ()),
             *forwarded[stage : stage + 1],
             *keys_there[stage + 1 : stage + 2],
         )
         send = (*forwarded[stage + 1 : stage + 2], *keys_there[stage + AHEAD : stage + AHEAD + 1])
         phases += [
             *([Phase(wait=wait, send=send)] if send else []),
-            Phase(wait=() if send else wait, run=remote_query, send=queries[1:] if last else ()),
+            Phase(wait=() if send else wait, run=remote_query, send=(queries_back,) if last else ()),
             Phase(run=remote_kv, send=to_gateways[stage : stage + 1]),
             Phase(
                 wait=(*to_gateways[:stage][-1:], *keys_back[: max(stage - 1, 0)][-1:]),
@@ -299,42 +308,6 @@ def _stages_in_hops(
             ),
         ]
     return [*phases, Phase(wait=to_gateways[-1:], send=keys_back[-1:])]
-
-
-_KEYS_BACK = Transfer("keys", ("dk", "dv"), back=True)
-
-
-def _columns_of_queries(direction: Direction, kept: Kept) -> tuple[str, ...]:
-    """Return the columns that travel with queries."""
-    if direction == "forward":
-        return ("q",)
-    return {"nothing": ("do", "o", "lse", "q"), "received": ("do", "o", "lse"), "results": ("do",)}[kept]
-
-
-def _calls(groups: frozenset[Group], *calls: KernelCall) -> tuple[KernelCall, ...]:
-    """Return the kernel calls whose tasks the rank has."""
-    return tuple(call for call in calls if call.group in groups)
-
-
-def _remote_query_calls(groups: frozenset[Group], stage: int, *, divided: bool) -> tuple[KernelCall, ...]:
-    """Return the kernel calls of received queries on a stage.
-
-    Args:
-        divided: whether the keys of a query are in several stages.
-    """
-    call = KernelCall("remote-query", "received", "received", first=not divided, stage=stage)
-    return _calls(groups, call, replace(call, tasks="remote-query prefix", causal=False))
-
-
-def _local_calls(direction: Direction, turn: Turn, groups: frozenset[Group]) -> dict[str, tuple[KernelCall, ...]]:
-    """Return the kernel calls of local tasks, by their place in the schedule."""
-    places = LOCAL_TASKS[direction, turn]
-    halves: tuple[TaskName, ...] = ("local 1/2", "local 2/2")
-    if ("local 1/2", 0) not in groups or len(places) == 1:
-        return {places[0]: _calls(groups, KernelCall("local", "local", "local"))}
-    return {
-        place: _calls(groups, KernelCall(half, "local", "local")) for place, half in zip(places, halves, strict=True)
-    }
 
 
 def _joined(phases: list[Phase]) -> Schedule:

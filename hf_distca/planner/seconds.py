@@ -47,18 +47,13 @@ class KernelCost:
 
     def seconds(self, tasks: Tasks) -> FloatArray:
         """Return [workers] seconds of each worker's tasks."""
-        amount: FloatArray = (
-            self.call * tasks.calls + self.row * tasks.rows + self.key * tasks.keys + self.pair * tasks.pairs
-        )
-        return amount
+        total: FloatArray = self.call * tasks.calls + self.row * tasks.rows + self.key * tasks.keys
+        return total + self.pair * tasks.pairs
 
     def for_kind(self, measured: AttentionKind, kind: AttentionKind) -> "KernelCost":
-        """Return the cost of another kind of attention.
-
-        Pairs and query rows scale with query heads, K/V rows with key-value heads.
-        """
-        queries = kind.q_heads * (kind.dim_qk + kind.dim_v) / (measured.q_heads * (measured.dim_qk + measured.dim_v))
-        keys = kind.kv_heads * (kind.dim_qk + kind.dim_v) / (measured.kv_heads * (measured.dim_qk + measured.dim_v))
+        """Return the cost of another kind: K/V rows scale with key-value heads, all else with query heads."""
+        dims = (kind.dim_qk + kind.dim_v) / (measured.dim_qk + measured.dim_v)
+        queries, keys = dims * kind.q_heads / measured.q_heads, dims * kind.kv_heads / measured.kv_heads
         return KernelCost(self.call, self.row * queries, self.key * keys, self.pair * queries)
 
     def scaled(self, by: float) -> "KernelCost":
@@ -73,9 +68,6 @@ class KernelCost:
     def fitted(cls, tasks: Tasks, seconds: FloatArray, weights: FloatArray | None = None) -> "KernelCost":
         """Fit costs to measured times, with the least error relative to each time and no negative cost.
 
-        Every subset of the four costs gets a least-squares solution. The solution with the least error and no negative
-        number is taken.
-
         Args:
             tasks: [n] measured calls.
             seconds: [n] time of each call.
@@ -84,7 +76,7 @@ class KernelCost:
         counts = np.sqrt(np.ones_like(seconds) if weights is None else weights)
         columns = np.stack([tasks.calls, tasks.rows, tasks.keys, tasks.pairs], axis=1) * (counts / seconds)[:, None]
         best, least = np.zeros(4), np.inf
-        for count in range(1, 5):
+        for count in range(1, 5):  # of every subset of the four costs, the least-squares solution
             for chosen in combinations(range(4), count):
                 part = columns[:, chosen]
                 found, *_ = np.linalg.lstsq(part, counts, rcond=None)
@@ -135,12 +127,7 @@ class Links:
 
 @dataclass(frozen=True)
 class KindCosts:
-    """Costs of core attention in the layers of one kind.
-
-    Attributes:
-        forward: cost of a kernel call.
-        backward: cost of a kernel call's backward.
-    """
+    """Costs of a kernel call and of its backward, in the layers of one kind."""
 
     kind: AttentionKind
     layers: int

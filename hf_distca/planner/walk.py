@@ -4,9 +4,9 @@ Arrays are [ranks] seconds unless they say otherwise. The log-sum-exp that trave
 head, O some 256.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -24,8 +24,6 @@ from hf_distca.planner.stages import stage_rows
 
 SETTLED = 2
 """Number of layers to walk; the last is taken, since a layer begins while exchanges of the one before still end."""
-
-
 MOMENT = 1e-12
 """Least seconds of a transfer, to avoid a division by zero."""
 
@@ -64,28 +62,9 @@ def walk_layer(
         slowness: factor by which each rank's kernel calls are slower, or one number for all.
     """
     layer = _Layer(nano_batches, kernel, before, after, links, direction, slowness)
-    begun = 0.0
     for _ in range(SETTLED):
-        begun = float(layer.clock.max())
-        layer.waited = np.zeros_like(layer.clock)
-        for act in layer.acts:
-            act()
-    return Walked(float(layer.clock.max()) - begun, layer.attention, layer.other, layer.waited)
-
-
-@dataclass(frozen=True, eq=False)
-class _TransferCost:
-    """Costs of a transfer.
-
-    Attributes:
-        takes_part: [ranks] whether a rank sends or receives.
-        links: for each link in use, its index, [ranks] whether a rank uses it, and [ranks] seconds.
-        busy: [ranks] seconds that the rank's computation loses during the whole transfer; None if it loses none.
-    """
-
-    takes_part: NDArray[np.bool_]
-    links: tuple[tuple[int, NDArray[np.bool_], FloatArray], ...]
-    busy: FloatArray | None
+        walked = layer.walk()
+    return walked
 
 
 Key = tuple[int, str]
@@ -93,15 +72,7 @@ Key = tuple[int, str]
 
 
 class _Layer:
-    """Clocks of all ranks, and what ranks do in a layer: the nano-batches in turn, from pause to pause.
-
-    Attributes:
-        acts: the actions, in order.
-        attention: [ranks] seconds in kernel calls.
-        other: [ranks] seconds in all other computation.
-        clock: [ranks] present time of each rank.
-        waited: [ranks] time spent waiting for exchanges.
-    """
+    """Clocks of all ranks in a layer; see `walk_layer` for the arguments."""
 
     def __init__(
         self,
@@ -114,20 +85,27 @@ class _Layer:
         slowness: FloatArray | float,
     ) -> None:
         ranks = nano_batches[0].ranks
-        self._nano_batches, self._kernel_cost, self._links = nano_batches, kernel, links
+        self._nano_batches, self._kernel, self._links = nano_batches, kernel, links
         self._before, self._after, self._slowness, self._direction = before, after, slowness, direction
-        self._sent: set[Key] = set()
-        self.attention, self.other, self.clock, self.waited = (np.zeros(ranks) for _ in range(4))
-        self._servers_free = np.zeros(nano_batches[0].servers)
+        self._clock = np.zeros(ranks)
         self._links_free = np.zeros((2, ranks))
-        self._arrives: dict[Key, FloatArray] = {}  # [ranks] when the rows arrive
-        self._departed: dict[Key, tuple[FloatArray, FloatArray]] = {}  # [ranks] when they left, `_TransferCost.busy`
-        order = range(len(nano_batches))
-        parts = [list(self._parts(index)) for index in (order if direction == "forward" else reversed(order))]
-        self.acts = [act for turn in zip_longest(*parts, fillvalue=()) for part in turn for act in part]
+        self._servers_free = np.zeros(nano_batches[0].servers)
+        self._arrives: dict[Key, FloatArray] = {}
+        self._departed: dict[Key, tuple[FloatArray, FloatArray]] = {}  # when, and seconds of the rank's own time
+        self._kernel_seconds = cache(self._kernel_seconds_of)
+        self._sizes = cache(self._sizes_of)
 
-    def _parts(self, index: int) -> Iterator[list[Callable[[], None]]]:
-        """Yield the actions of a nano-batch up to each pause."""
+    def walk(self) -> Walked:
+        """Let the nano-batches take turns, from pause to pause."""
+        begun = float(self._clock.max())
+        self._attention, self._other, self._waited = (np.zeros_like(self._clock) for _ in range(3))
+        order = range(len(self._nano_batches))
+        for _ in zip_longest(*map(self._carried_out, order if self._direction == "forward" else reversed(order))):
+            pass
+        return Walked(float(self._clock.max()) - begun, self._attention, self._other, self._waited)
+
+    def _carried_out(self, index: int) -> Iterator[None]:
+        """Carry out a nano-batch, and yield at each pause."""
         counted = self._nano_batches[index]
         turn: Turn = "alone" if len(self._nano_batches) == 1 else ("first", "second")[index]
         schedule = make_schedule(
@@ -139,86 +117,84 @@ class _Layer:
             forwards=counted.forwards,
             servers=counted.servers > 0,
         )
-        self.other += self._before[index] + self._after[index]
-        acts: list[Callable[[], None]] = [partial(self._compute, self._before[index])]
-        kernel_seconds = cache(partial(self._kernel_seconds, counted))
-        transfer_cost = cache(partial(self._transfer_cost, counted))
+        self._other += self._before[index] + self._after[index]
+        self._clock = self._clock + self._before[index]
         for phase in schedule:
-            acts += [
-                partial(self._wait, (index, transfer.name))
-                for transfer in phase.wait
-                if (index, transfer.name) in self._sent
-            ]
+            for transfer in phase.wait:
+                self._wait((index, transfer.name))
             for call in phase.run:
-                self.attention += kernel_seconds(call.tasks)
-                acts.append(partial(self._compute, kernel_seconds(call.tasks)))
+                seconds = self._kernel_seconds(index, call.tasks)
+                self._attention += seconds
+                self._clock = self._clock + seconds
             for transfer in phase.send:
                 if transfer.rows == "servers":
-                    back = next(t for phase in schedule for t in phase.wait if t.rows == "servers")
-                    self._sent.add((index, back.name))
-                    acts.append(partial(self._serve, (index, back.name), counted, transfer, back))
-                elif (cost := transfer_cost(transfer.rows, transfer.columns)) is not None:
-                    self._sent.add((index, transfer.name))
-                    acts.append(partial(self._send, (index, transfer.name), cost))
+                    back = next(each for each in schedule[-1].wait if each.rows == "servers")
+                    self._serve((index, back.name), transfer, back)
+                else:
+                    self._send((index, transfer.name), self._sizes(index, transfer.rows, transfer.columns))
             if phase.pause:
-                yield acts
-                acts = []
-        yield [*acts, partial(self._compute, self._after[index])]
+                yield
+        self._clock = self._clock + self._after[index]
 
-    def _kernel_seconds(self, counted: CountedPlan, tasks: str) -> FloatArray:
-        """Return [ranks] seconds of a kernel call."""
-        return self._kernel_cost.seconds(_tasks(counted, tasks))[: counted.ranks] * self._slowness
+    def _kernel_seconds_of(self, index: int, tasks: str) -> FloatArray:
+        counted = self._nano_batches[index]
+        return self._kernel.seconds(_tasks(counted, tasks))[: counted.ranks] * self._slowness
 
-    def _transfer_cost(self, counted: CountedPlan, rows: str, columns: tuple[str, ...]) -> _TransferCost | None:
-        """Return the costs of a transfer; None if nothing travels."""
-        size = _bytes(counted, rows, columns)
-        used = tuple(
-            (link, size[link] > 0, cost.seconds(size[link]))
-            for link, cost in enumerate((self._links.within, self._links.between))
-            if size[link].any()
-        )
-        if not used:
+    def _sizes_of(self, index: int, rows: str, columns: tuple[str, ...]) -> "_Sizes | None":
+        """Return what a transfer takes; None if nothing travels."""
+        size = _bytes(self._nano_batches[index], rows, columns)
+        if not size.any():
             return None
-        largest = size.max(axis=0)
-        return _TransferCost(largest > 0, used, largest * self._links.busy if self._links.busy else None)
+        links = (self._links.within, self._links.between)
+        used = [
+            (link, size[link] > 0, cost.seconds(size[link])) for link, cost in enumerate(links) if size[link].any()
+        ]
+        return size.max(axis=0), used
 
-    def _compute(self, seconds: FloatArray) -> None:
-        self.clock = self.clock + seconds
+    def _send(self, key: Key, sizes: "_Sizes | None") -> None:
+        if sizes is None:
+            return
+        largest, links = sizes
+        self._clock = self._clock + self._links.start
+        # Rows arrive only after every sender has reached this point.
+        ready = float(self._clock[largest > 0].max())
+        arrives = self._clock
+        for link, used, seconds in links:
+            done = np.maximum(self._links_free[link], ready) + seconds
+            np.copyto(self._links_free[link], done, where=used)
+            arrives = np.where(used, np.maximum(arrives, done), arrives)
+        self._arrives[key] = arrives
+        if self._links.busy:
+            self._departed[key] = self._clock, largest * self._links.busy
 
     def _wait(self, key: Key) -> None:
+        if key not in self._arrives:
+            return
         arrives = self._arrives.pop(key)
         if key in self._departed:
             # The exchange took some of the rank's own time while the rank computed.
             departed, busy = self._departed.pop(key)
             travelled = np.maximum(arrives - departed, MOMENT)
-            self.clock = self.clock + busy * np.minimum((self.clock - departed) / travelled, 1.0)
-        later = np.maximum(self.clock, arrives)
-        self.waited += later - self.clock
-        self.clock = later
+            self._clock = self._clock + busy * np.minimum((self._clock - departed) / travelled, 1.0)
+        later = np.maximum(self._clock, arrives)
+        self._waited += later - self._clock
+        self._clock = later
 
-    def _send(self, key: Key, cost: _TransferCost) -> None:
-        self.clock = self.clock + self._links.start
-        # Rows arrive only after every sender has reached this point.
-        ready = float(self.clock[cost.takes_part].max())
-        arrives = self.clock
-        for link, used, seconds in cost.links:
-            done = np.maximum(self._links_free[link], ready) + seconds
-            np.copyto(self._links_free[link], done, where=used)
-            arrives = np.where(used, np.maximum(arrives, done), arrives)
-        self._arrives[key] = arrives
-        if cost.busy is not None:
-            self._departed[key] = self.clock, cost.busy
-
-    def _serve(self, key: Key, counted: CountedPlan, there: Transfer, back: Transfer) -> None:
+    def _serve(self, key: Key, there: Transfer, back: Transfer) -> None:
         """Let servers compute once their rows have arrived, and send the results."""
-        ranks, link = counted.ranks, self._links.between
+        counted, link = self._nano_batches[key[0]], self._links.between
+        ranks = counted.ranks
         sent, returned = (_bytes(counted, each.rows, each.columns).max(axis=0) for each in (there, back))
-        begins = np.maximum(self._servers_free, (self.clock + link.seconds(sent[:ranks])).max())
-        begins = np.maximum(begins, self.clock.min() + link.seconds(sent[ranks:]))
-        self._servers_free = begins + self._kernel_cost.seconds(counted.remote_query)[ranks:]
+        begins = np.maximum(self._servers_free, (self._clock + link.seconds(sent[:ranks])).max())
+        begins = np.maximum(begins, self._clock.min() + link.seconds(sent[ranks:]))
+        self._servers_free = begins + self._kernel.seconds(counted.remote_query)[ranks:]
         done = float((self._servers_free + link.seconds(returned[ranks:])).max(initial=0.0))
         # Only the servers wait for the rows that go there.
         self._arrives[key] = np.where(sent[:ranks] > 0, done, 0.0)
+
+
+_Sizes = tuple[FloatArray, list[tuple[int, NDArray[np.bool_], FloatArray]]]
+"""[ranks] the most bytes of a rank on a link; and for each link in use its index, who uses it, and their seconds."""
 
 
 @cache

@@ -372,8 +372,8 @@ def test_all_tables_have_the_figures_of_the_results(tables):
     assert not stale, "python benchmarks/result_tables.py writes their tables anew"
     shown = [mark.group(1, 2) for text in texts.values() for mark in tables.MARK.finditer(text)]
     assert {name for name, _ in shown} == set(tables.TABLES)
-    by = {"chosen_networks": "chosen_data_sets", "planner_nodes": "planner", "plain_packing": "one_strategy"}
-    by |= {"expectations": "one_strategy", "peers_ulysses": "peers"}
+    by = {"planner_nodes": "planner", "peers_ulysses": "peers"}
+    by |= dict.fromkeys(("chosen_data_sets", "expectations", "plain_packing"), "one_strategy")
     assert {by.get(name, name) for name, _ in shown} - {"memory_guide"} <= {name for name, command in shown if command}
     page = "before\n\n<!-- checkpointing -->\n\n<!-- checkpointing commands -->\nafter\n"
     written = tables.written(page)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.groups import arrange, divide_evenly, partitions, place_in_groups
+from hf_distca.planner.groups import divide_evenly, nano_batches_in_groups, partitions, place_in_groups
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import PlanSettings
@@ -38,37 +38,40 @@ def test_neighbours_are_joined_inside_nodes_first(nodes, expected):
     assert partitions(nodes) == expected
 
 
-def test_the_costliest_document_goes_to_who_has_the_least():
-    lengths = np.array([3, 9, 4, 5])
-    placing = place_in_groups(lengths, lengths.astype(float), (1, 1), 12, np.ones(sum((1, 1))))
-    assert [documents.tolist() for documents in placing.documents] == [[0, 1], [2, 3]]
-    assert placing.seconds.tolist() == [12.0, 9.0]
-    assert placing.slowest == 12.0
+def placed(lengths, sizes, tokens, seconds=None, slowness=None):
+    lengths = np.array(lengths)
+    seconds = lengths.astype(float) if seconds is None else np.array(seconds)
+    return place_in_groups(lengths, seconds, sizes, tokens, 1 / np.array(slowness or [1.0] * sum(sizes)))
+
+
+def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
+    of_plans = PlanSettings(sum(placing.sizes), tokens, (KIND,), **settings)
+    return nano_batches_in_groups(np.array(lengths), placing, of_plans, costs(), count, evenly=evenly)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "tokens", "others", "documents", "seconds"),
+    [
+        ([3, 9, 4, 5], (1, 1), 12, {}, [[0, 1], [2, 3]], [12, 9]),
+        # Documents of one second each: the rank that takes three times as long gets one of four.
+        ([4] * 4, (1, 1), 16, {"seconds": [1.0] * 4, "slowness": [1.0, 3.0]}, [[0, 1, 2], [3]], [3, 3]),
+        ([6] * 3, (1, 2), 6, {}, [[0], [1, 2]], [6, 6]),
+    ],
+    ids=["costliest first", "a slow rank", "uneven groups"],
+)
+def test_a_document_goes_to_the_group_with_the_least_work(lengths, sizes, tokens, others, documents, seconds):
+    placing = placed(lengths, sizes, tokens, **others)
+    assert [each.tolist() for each in placing.documents] == documents
+    assert placing.seconds.tolist() == seconds
+    assert placing.slowest == max(seconds)
     assert placing.left == ()
 
 
-def test_slower_ranks_get_less():
-    """Documents of one second each: the rank that takes three times as long gets one of four."""
-    lengths = np.array([4, 4, 4, 4])
-    placing = place_in_groups(lengths, np.ones(4), (1, 1), 16, 1 / np.array([1.0, 3.0]))
-    assert [len(documents) for documents in placing.documents] == [3, 1]
-    assert placing.seconds.tolist() == [3.0, 3.0]
-
-
-def test_a_group_of_more_ranks_takes_more():
-    lengths = np.array([6, 6, 6])
-    placing = place_in_groups(lengths, lengths.astype(float), (1, 2), 6, np.ones(sum((1, 2))))
-    assert [len(documents) for documents in placing.documents] == [1, 2]
-    assert placing.seconds.tolist() == [6.0, 6.0]
-
-
 def test_what_no_group_has_room_for_is_left_and_cut_wherever_there_is_room():
-    lengths = np.array([7, 7, 4])
-    placing = place_in_groups(lengths, lengths.astype(float), (1, 1), 9, np.ones(sum((1, 1))))
+    placing = placed([7, 7, 4], (1, 1), 9)
     assert placing.left == (2,)
-    found = arrange(lengths, placing, PlanSettings(2, 9, (KIND,)), costs(), 1, evenly=False)
-    (layout,) = found.layouts
-    assert [tuple(segment)[:4] for segment in layout.segments.tolist()] == [
+    (nano,) = in_groups([7, 7, 4], placing, 9)
+    assert [tuple(segment)[:4] for segment in nano.layout.segments.tolist()] == [
         (0, 0, 7, 0),
         (2, 0, 2, 0),
         (1, 0, 7, 1),
@@ -84,8 +87,7 @@ def test_what_no_group_has_room_for_is_left_and_cut_wherever_there_is_room():
     ],
 )
 def test_documents_that_groups_cannot_hold(lengths, sizes):
-    lengths = np.array(lengths)
-    assert place_in_groups(lengths, lengths.astype(float), sizes, 9, np.ones(sum(sizes))) is None
+    assert placed(lengths, sizes, 9) is None
 
 
 def evenly(lengths, room):
@@ -112,37 +114,24 @@ def test_dividing_evenly_keeps_to_the_room_of_every_rank():
 
 
 def test_no_rank_is_left_without_a_row():
-    lengths = np.array([20, 3])  # apart in two nano-batches, the second too short for two ranks to share
-    placing = place_in_groups(lengths, lengths.astype(float), (2,), 16, np.ones(sum((2,))))
-    evenly, joint = (
-        arrange(lengths, placing, PlanSettings(2, 16, (KIND,)), costs(), 2, evenly=e) for e in (True, False)
-    )
-    assert evenly is None
-    assert [layout.tokens.min() for layout in joint.layouts] == [10, 1]
+    lengths = [20, 3]  # apart in two nano-batches, the second too short for two ranks to share
+    placing = placed(lengths, (2,), 16)
+    assert in_groups(lengths, placing, 16, 2, evenly=True) is None
+    assert [nano.layout.tokens.min() for nano in in_groups(lengths, placing, 16, 2)] == [10, 1]
 
 
 def test_attention_is_balanced_inside_every_group():
-    lengths = np.full(18, 4)  # five of a group's nine documents on one rank, four on the other
-    of_plans = PlanSettings(4, 20, (KIND,), balance_block_size=1)
-    placing = place_in_groups(lengths, lengths.astype(float), (2, 2), 20, np.ones(sum((2, 2))))
-    found = arrange(lengths, placing, of_plans, costs(), 1, evenly=True)
-    assert found.layouts[0].tokens.tolist() == [20, 16, 20, 16]
-    assert loads_of(found.tasks(found.layouts[0], KIND, of_plans)).tolist() == [45, 45, 45, 45]
+    lengths = [4] * 18  # five of a group's nine documents on one rank, four on the other
+    (nano,) = in_groups(lengths, placed(lengths, (2, 2), 20), 20, evenly=True, balance_block_size=1)
+    assert nano.layout.tokens.tolist() == [20, 16, 20, 16]
+    assert loads_of(nano.plans[KIND]).tolist() == [45, 45, 45, 45]
 
 
 @pytest.mark.parametrize(("sizes", "nodes"), [((4, 4), (0, 0, 1, 1, 2, 2, 3, 3)), ((2, 2, 2, 2), None)])
 def test_rows_are_forwarded_where_groups_have_ranks_of_several_nodes(sizes, nodes):
-    lengths = np.array([8, 8, 8, 8])
-    of_plans = PlanSettings(8, 8, (KIND,), balance_block_size=1, ranks_per_node=2)
-    found = arrange(
-        lengths,
-        place_in_groups(lengths, lengths.astype(float), sizes, 8, np.ones(sum(sizes))),
-        of_plans,
-        costs(),
-        1,
-        evenly=False,
-    )
-    assert found.tasks(found.layouts[0], KIND, of_plans).nodes == nodes
+    lengths = [8] * 4
+    (nano,) = in_groups(lengths, placed(lengths, sizes, 8), 8, balance_block_size=1, ranks_per_node=2)
+    assert nano.plans[KIND].nodes == nodes
 
 
 @pytest.mark.parametrize(
@@ -177,22 +166,22 @@ def test_every_arrangement_is_a_plan_within_its_groups(drawn, nano_batches, even
     kind = AttentionKind(window, 4, 2, 8, 8)
     of_plans = PlanSettings(ranks, tokens, (kind,), balance_block_size=4, ranks_per_node=nodes)
     for sizes in partitions(nodes):
-        placing = place_in_groups(lengths, lengths.astype(float) ** 2, sizes, tokens, np.ones(sum(sizes)))
+        placing = placed(lengths, sizes, tokens, lengths.astype(float) ** 2)
         if placing is None:
             continue
-        found = arrange(lengths, placing, of_plans, costs(), nano_batches, evenly=evenly)
+        found = nano_batches_in_groups(lengths, placing, of_plans, costs(), nano_batches, evenly=evenly)
         if found is None:
             continue
-        assert len(found.layouts) == nano_batches
-        assert sorted(np.concatenate(found.documents).tolist()) == list(range(len(lengths)))
-        assert np.sum([layout.tokens for layout in found.layouts], axis=0).max() <= tokens
-        assert min(layout.tokens.min() for layout in found.layouts) > 0
+        assert len(found) == nano_batches
+        assert sorted(np.concatenate([nano.documents for nano in found]).tolist()) == list(range(len(lengths)))
+        assert np.sum([nano.layout.tokens for nano in found], axis=0).max() <= tokens
+        assert min(nano.layout.tokens.min() for nano in found) > 0
         group_of = np.repeat(np.arange(len(sizes)), sizes)
-        for documents, layout in zip(found.documents, found.layouts, strict=True):
-            plan = found.tasks(layout, kind, of_plans)
+        for nano in found:
+            plan = nano.plans[kind]
             check_plan(plan)
-            assert layout.lengths.tolist() == lengths[documents].tolist()
+            assert nano.layout.lengths.tolist() == lengths[nano.documents].tolist()
             if not placing.left:
-                for table, place in ((plan.tasks, "worker"), (layout.segments, "rank")):
+                for table, place in ((plan.tasks, "worker"), (nano.layout.segments, "rank")):
                     groups = {(document, group_of[rank]) for document, rank in table[["document", place]].tolist()}
                     assert len(groups) == len(set(table["document"].tolist()))

@@ -7,8 +7,19 @@ import pytest
 
 from hf_distca.planner.schedule import KernelCall, Phase, Transfer, make_schedule, stage_slots
 
-ALL = frozenset((tasks, 0) for tasks in ("local", "local 1/2", "local 2/2", "remote-KV", "remote-query"))
-UNDIVIDED = frozenset((tasks, 0) for tasks in ("local", "remote-KV", "remote-query"))
+
+def groups_of(direction, turn, stages):
+    """All groups of tasks that a nano-batch of so many stages may have."""
+    own = ("local 1/2", "local 2/2") if (direction, turn) == ("backward", "alone") else ("local",)
+    tasks = ("remote-query", "remote-query prefix", "remote-KV") if stages > 1 else ("remote-query", "remote-KV")
+    return frozenset([*((half, 0) for half in own), *itertools.product(tasks, range(stages))])
+
+
+def made(direction, turn, stages=1, forwards=False, **options):
+    groups = groups_of(direction, turn, stages)
+    return make_schedule(
+        direction, turn, **{"groups": groups, "windowed": False, "stages": stages, "forwards": forwards} | options
+    )
 
 
 def names(schedule):
@@ -16,171 +27,52 @@ def names(schedule):
     return [part for phase in schedule for part in ([phase.name, "|"] if phase.pause else [phase.name])]
 
 
-def test_a_forward_written_out():
-    q, kv = Transfer("queries", ("q",)), Transfer("keys", ("k", "v"))
-    results = Transfer("queries", ("o", "lse"), back=True)
-    assert make_schedule("forward", "first", groups=UNDIVIDED, windowed=False) == (
-        Phase(send=(q, kv), pause=True),
-        Phase(run=(KernelCall("local", "local", "local"),)),
-        Phase(wait=(q, kv), run=(KernelCall("remote-query", "received", "received"),), send=(results,)),
-        Phase(run=(KernelCall("remote-KV", "local", "received", causal=False, first=False),), pause=True),
-        Phase(wait=(results,)),
-    )
-
-
-@pytest.mark.parametrize(
-    ("direction", "turn", "expected"),
-    [
-        (
-            "forward",
-            "alone",
-            "send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse",
-        ),
-        (
-            "forward",
-            "first",
-            "send q, k v / | / run local / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse",
-        ),
-        (
-            "forward",
-            "second",
-            "send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse",
-        ),
-        (
-            "backward",
-            "alone",
-            "send do o lse q, k v / run local 1/2 / | / wait do o lse q, k v; run remote-query; send dq / "
-            "run remote-KV; send dk dv / run local 2/2 / | / wait dq, dk dv",
-        ),
-        (
-            "backward",
-            "second",
-            "send do o lse q, k v / | / run local / wait do o lse q, k v; run remote-query; send dq / "
-            "run remote-KV; send dk dv / | / wait dq, dk dv",
-        ),
-        (
-            "backward",
-            "first",
-            "send do o lse q, k v / | / wait do o lse q, k v; run remote-query; send dq / "
-            "run remote-KV; send dk dv / run local / | / wait dq, dk dv",
-        ),
-    ],
-)
-def test_phases_in_order(direction, turn, expected):
-    groups = ALL if turn == "alone" else UNDIVIDED
-    assert " / ".join(names(make_schedule(direction, turn, groups=groups, windowed=False))) == expected
-
-
-def test_own_tasks_that_are_not_divided_are_computed_while_rows_go_there():
-    schedule = make_schedule("backward", "alone", groups=frozenset([("local", 0)]), windowed=False)
-    assert [phase.name for phase in schedule if phase.run] == ["run local"]
-    assert schedule[1].name == "run local"
-    assert schedule[1].pause
-
-
-def test_a_window_makes_prefix_tasks_whole():
-    schedule = make_schedule("forward", "alone", groups=UNDIVIDED, windowed=True)
-    (prefix,) = (call for phase in schedule for call in phase.run if call.tasks == "remote-KV")
-    assert prefix == KernelCall("remote-KV", "local", "received", causal=True, first=True)
-
-
-@pytest.mark.parametrize(
-    ("kept", "sent"),
-    [("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")],
-)
-def test_what_was_kept_is_not_sent_again(kept, sent):
-    schedule = make_schedule("backward", "first", groups=UNDIVIDED, windowed=False, kept=kept)
-    assert schedule[0].name == f"send {sent}"
-    assert next(phase for phase in schedule if phase.wait).name == f"wait {sent}; run remote-query; send dq"
-
-
-@pytest.mark.parametrize("forwards", [False, True])
-@pytest.mark.parametrize(
-    ("direction", "asked", "answered"),
-    [
-        ("forward", "q k v to servers", "o lse from servers"),
-        ("backward", "q do o lse k v to servers", "dq dk dv from servers"),
-    ],
-)
-def test_servers_are_asked_first_and_waited_for_last(direction, asked, answered, forwards):
-    with_servers, without = (
-        make_schedule(direction, "second", groups=UNDIVIDED, windowed=False, forwards=forwards, servers=servers)
-        for servers in (True, False)
-    )
-    assert with_servers[0].name == f"{without[0].name}, {asked}"
-    assert with_servers[-1].name == f"{without[-1].name}, {answered}"
-    assert with_servers[1:-1] == without[1:-1]
-
-
-def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
-    for direction, turn, kept in itertools.product(
-        ("forward", "backward"), ("alone", "first", "second"), ("nothing", "received", "results")
-    ):
-        found = set()
-        for count in range(len(ALL) + 1):
-            for groups in map(frozenset, itertools.combinations(ALL, count)):
-                schedule = make_schedule(direction, turn, groups=groups, windowed=False, kept=kept)
-                assert sum(phase.pause for phase in schedule) == 2
-                order, pauses = [], 0
-                for phase in schedule:
-                    order += [(pauses, "wait", transfer) for transfer in phase.wait]
-                    order += [(pauses, "send", transfer) for transfer in phase.send]
-                    pauses += phase.pause
-                found.add(tuple(order))
-                ran = [call.group for phase in schedule for call in phase.run]
-                divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in groups
-                own = {"local 1/2", "local 2/2"} if divided else {"local"}
-                expected = {(tasks, 0) for tasks in own | {"remote-KV", "remote-query"}}
-                assert sorted(ran) == sorted(groups & expected)
-        assert len(found) == 1
-
-
-DIVIDED = frozenset(
-    [
-        ("local", 0),
-        *((tasks, stage) for tasks in ("remote-KV", "remote-query", "remote-query prefix") for stage in range(4)),
-    ]
-)
-
-
-def test_stages_of_a_forward_written_out():
-    """Two stages are on their way or in use; a further one is sent where one has been computed with."""
-    schedule = make_schedule("forward", "alone", groups=DIVIDED, windowed=False, stages=4)
-    assert names(schedule) == [
-        *["send q, k v, k v [1]", "run local", "|"],
-        *["wait q, k v; run remote-query, remote-query prefix", "run remote-KV; send k v [2]"],
-        *["wait k v [1]; run remote-query [1], remote-query prefix [1]", "run remote-KV [1]; send k v [3]"],
-        *["wait k v [2]; run remote-query [2], remote-query prefix [2]", "run remote-KV [2]"],
-        *["wait k v [3]; run remote-query [3], remote-query prefix [3]; send o lse", "run remote-KV [3]", "|"],
-        "wait o lse",
-    ]
-    remote_query = schedule[2].run
-    assert remote_query == (
-        KernelCall("remote-query", "received", "received", first=False),
-        KernelCall("remote-query prefix", "received", "received", causal=False, first=False),
-    )
-
-
-def test_stages_of_a_backward_written_out():
-    schedule = make_schedule("backward", "first", groups=DIVIDED, windowed=False, stages=4)
-    assert names(schedule) == [
-        *["send do o lse q, k v, k v [1]", "|"],
-        *["wait do o lse q, k v; run remote-query, remote-query prefix", "run remote-KV; send dk dv, k v [2]"],
-        *["wait k v [1]; run remote-query [1], remote-query prefix [1]", "run remote-KV [1]"],
-        *["wait dk dv; send dk dv [1], k v [3]", "wait k v [2]; run remote-query [2], remote-query prefix [2]"],
-        *["run remote-KV [2]", "wait dk dv [1]; send dk dv [2]"],
-        *["wait k v [3]; run remote-query [3], remote-query prefix [3]; send dq", "run remote-KV [3]"],
-        *["wait dk dv [2]; send dk dv [3]", "run local", "|", "wait dq, dk dv [3]"],
-    ]
-
-
-IN_HOPS = {
-    ("forward", "alone", 1): """
+WRITTEN_OUT = {
+    ("forward", "alone", 1, False): """
+send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
+""",
+    ("forward", "first", 1, False): """
+send q, k v / | / run local / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
+""",
+    ("forward", "second", 1, False): """
+send q, k v / run local / | / wait q, k v; run remote-query; send o lse / run remote-KV / | / wait o lse
+""",
+    ("backward", "alone", 1, False): """
+send do o lse q, k v / run local 1/2 / | / wait do o lse q, k v; run remote-query; send dq
+run remote-KV; send dk dv / run local 2/2 / | / wait dq, dk dv
+""",
+    ("backward", "second", 1, False): """
+send do o lse q, k v / | / run local / wait do o lse q, k v; run remote-query; send dq
+run remote-KV; send dk dv / | / wait dq, dk dv
+""",
+    ("backward", "first", 1, False): """
+send do o lse q, k v / | / wait do o lse q, k v; run remote-query; send dq
+run remote-KV; send dk dv / run local / | / wait dq, dk dv
+""",
+    ("forward", "alone", 4, False): """
+send q, k v, k v [1] / run local / |
+wait q, k v; run remote-query, remote-query prefix / run remote-KV; send k v [2]
+wait k v [1]; run remote-query [1], remote-query prefix [1] / run remote-KV [1]; send k v [3]
+wait k v [2]; run remote-query [2], remote-query prefix [2] / run remote-KV [2]
+wait k v [3]; run remote-query [3], remote-query prefix [3]; send o lse / run remote-KV [3] / |
+wait o lse
+""",
+    ("backward", "first", 4, False): """
+send do o lse q, k v, k v [1] / |
+wait do o lse q, k v; run remote-query, remote-query prefix / run remote-KV; send dk dv, k v [2]
+wait k v [1]; run remote-query [1], remote-query prefix [1] / run remote-KV [1]
+wait dk dv; send dk dv [1], k v [3] / wait k v [2]; run remote-query [2], remote-query prefix [2]
+run remote-KV [2] / wait dk dv [1]; send dk dv [2]
+wait k v [3]; run remote-query [3], remote-query prefix [3]; send dq / run remote-KV [3]
+wait dk dv [2]; send dk dv [3] / run local / |
+wait dq, dk dv [3]
+""",
+    ("forward", "alone", 1, True): """
 send q, k v / run local / | / wait k v; send k v forwarded
 wait q, k v forwarded; run remote-query; send o lse / run remote-KV / |
 wait o lse
 """,
-    ("forward", "first", 4): """
+    ("forward", "first", 4, True): """
 send q, k v, k v [1] / | / wait k v; send k v forwarded / run local
 wait q, k v forwarded, k v [1]; send k v forwarded [1], k v [2] / run remote-query, remote-query prefix / run remote-KV
 wait k v forwarded [1], k v [2]; send k v forwarded [2], k v [3]
@@ -190,13 +82,13 @@ run remote-query [2], remote-query prefix [2] / run remote-KV [2]
 wait k v forwarded [3]; run remote-query [3], remote-query prefix [3]; send o lse / run remote-KV [3] / |
 wait o lse
 """,
-    ("backward", "alone", 1): """
+    ("backward", "alone", 1, True): """
 send do o lse q, k v / run local 1/2 / | / wait k v; send k v forwarded
 wait do o lse q, k v forwarded; run remote-query; send dq / run remote-KV; send dk dv to gateways
 wait dk dv to gateways; send dk dv / run local 2/2 / |
 wait dq, dk dv
 """,
-    ("backward", "first", 4): """
+    ("backward", "first", 4, True): """
 send do o lse q, k v, k v [1] / | / wait k v; send k v forwarded
 wait do o lse q, k v forwarded, k v [1]; send k v forwarded [1], k v [2]
 run remote-query, remote-query prefix / run remote-KV; send dk dv to gateways
@@ -211,20 +103,95 @@ wait dk dv to gateways [2], dk dv [1]; send dk dv [2] / wait dk dv to gateways [
 wait dq, dk dv [2], dk dv [3]
 """,
 }
-"""The phases where ranks pass rows on inside nodes, by direction, turn and stages."""
+"""The phases by direction, turn, stages, and whether ranks forward rows inside nodes."""
 
 
-def groups_of(direction, turn, stages):
-    """All groups of tasks that a nano-batch of so many stages may have."""
-    own = ("local 1/2", "local 2/2") if (direction, turn) == ("backward", "alone") else ("local",)
-    tasks = ("remote-query", "remote-query prefix", "remote-KV") if stages > 1 else ("remote-query", "remote-KV")
-    return frozenset([*((half, 0) for half in own), *itertools.product(tasks, range(stages))])
+@pytest.mark.parametrize("case", WRITTEN_OUT, ids=str)
+def test_phases_in_order(case):
+    assert names(made(*case)) == WRITTEN_OUT[case].strip().replace("\n", " / ").split(" / ")
 
 
-@pytest.mark.parametrize("case", IN_HOPS, ids=str)
-def test_each_hop_of_a_stage_travels_while_another_stage_is_computed(case):
-    schedule = make_schedule(*case[:2], groups=groups_of(*case), windowed=False, stages=case[2], forwards=True)
-    assert names(schedule) == IN_HOPS[case].strip().replace("\n", " / ").split(" / ")
+def test_a_forward_written_out():
+    q, kv = Transfer("queries", ("q",)), Transfer("keys", ("k", "v"))
+    results = Transfer("queries", ("o", "lse"), back=True)
+    assert made("forward", "first") == (
+        Phase(send=(q, kv), pause=True),
+        Phase(run=(KernelCall("local", "local", "local"),)),
+        Phase(wait=(q, kv), run=(KernelCall("remote-query", "received", "received"),), send=(results,)),
+        Phase(run=(KernelCall("remote-KV", "local", "received", causal=False, first=False),), pause=True),
+        Phase(wait=(results,)),
+    )
+
+
+def calls(schedule):
+    return [call for phase in schedule for call in phase.run]
+
+
+def test_received_queries_read_whole_stages_and_their_own():
+    assert calls(made("forward", "alone", 2))[1:3] == [
+        KernelCall("remote-query", "received", "received", first=False),
+        KernelCall("remote-query prefix", "received", "received", causal=False, first=False),
+    ]
+
+
+def test_a_window_makes_remote_kv_tasks_whole():
+    *_, call = calls(made("forward", "alone", windowed=True))
+    assert call == KernelCall("remote-KV", "local", "received", causal=True, first=True)
+
+
+def test_local_tasks_that_are_not_divided_are_computed_while_rows_go_there():
+    schedule = made("backward", "alone", groups=frozenset([("local", 0)]))
+    assert [phase.name for phase in schedule if phase.run] == ["run local"]
+    assert schedule[1].name == "run local"
+    assert schedule[1].pause
+
+
+@pytest.mark.parametrize(
+    ("kept", "sent"),
+    [("nothing", "do o lse q, k v"), ("received", "do o lse"), ("results", "do")],
+)
+def test_what_was_kept_is_not_sent_again(kept, sent):
+    schedule = made("backward", "first", kept=kept)
+    assert schedule[0].name == f"send {sent}"
+    assert next(phase for phase in schedule if phase.wait).name == f"wait {sent}; run remote-query; send dq"
+
+
+@pytest.mark.parametrize("forwards", [False, True])
+@pytest.mark.parametrize(
+    ("direction", "asked", "answered"),
+    [
+        ("forward", "q k v to servers", "o lse from servers"),
+        ("backward", "q do o lse k v to servers", "dq dk dv from servers"),
+    ],
+)
+def test_servers_are_asked_first_and_waited_for_last(direction, asked, answered, forwards):
+    with_servers, without = (made(direction, "second", 1, forwards, servers=servers) for servers in (True, False))
+    assert with_servers[0].name == f"{without[0].name}, {asked}"
+    assert with_servers[-1].name == f"{without[-1].name}, {answered}"
+    assert with_servers[1:-1] == without[1:-1]
+
+
+def test_ranks_issue_the_same_transfers_whatever_tasks_they_have():
+    every = sorted(groups_of("backward", "alone", 1) | {("local", 0)})
+    for direction, turn, kept in itertools.product(
+        ("forward", "backward"), ("alone", "first", "second"), ("nothing", "received", "results")
+    ):
+        found = set()
+        for count in range(len(every) + 1):
+            for groups in map(frozenset, itertools.combinations(every, count)):
+                schedule = made(direction, turn, groups=groups, kept=kept)
+                assert sum(phase.pause for phase in schedule) == 2
+                order, pauses = [], 0
+                for phase in schedule:
+                    order += [(pauses, "wait", transfer) for transfer in phase.wait]
+                    order += [(pauses, "send", transfer) for transfer in phase.send]
+                    pauses += phase.pause
+                found.add(tuple(order))
+                divided = (direction, turn) == ("backward", "alone") and ("local 1/2", 0) in groups
+                own = {"local 1/2", "local 2/2"} if divided else {"local"}
+                expected = {(tasks, 0) for tasks in own | {"remote-KV", "remote-query"}}
+                assert sorted(call.group for call in calls(schedule)) == sorted(groups & expected)
+        assert len(found) == 1
 
 
 def happenings(schedule):
@@ -249,22 +216,9 @@ SCHEDULES = [
 ]
 
 
-def made(direction, turn, stages, forwards, kept):
-    return make_schedule(
-        direction,
-        turn,
-        groups=groups_of(direction, turn, stages),
-        windowed=False,
-        stages=stages,
-        forwards=forwards,
-        servers=True,
-        kept=kept,
-    )
-
-
 def test_what_is_sent_is_waited_for_once_and_in_the_order_of_its_group():
     for direction, turn, stages, forwards, kept in SCHEDULES:
-        schedule = made(direction, turn, stages, forwards, kept)
+        schedule = made(direction, turn, stages, forwards, servers=True, kept=kept)
         sent, waited = (
             [transfer for did, transfer in happenings(schedule) if did == verb and transfer.rows != "servers"]
             for verb in ("send", "wait")
@@ -279,7 +233,7 @@ def test_what_is_sent_is_waited_for_once_and_in_the_order_of_its_group():
 
 def test_a_row_takes_one_hop_after_another_and_is_computed_with_in_between():
     for direction, turn, stages, _, kept in SCHEDULES:
-        order = happenings(made(direction, turn, stages, True, kept))
+        order = happenings(made(direction, turn, stages, True, servers=True, kept=kept))
         for stage in range(stages):
             there, back = Transfer("keys", ("k", "v"), stage=stage), Transfer("keys", ("dk", "dv"), True, stage)
             on, passed_back = replace(there, rows="forwarded"), replace(back, rows="forwarded")
@@ -298,7 +252,7 @@ def test_a_row_takes_one_hop_after_another_and_is_computed_with_in_between():
 
 def test_memory_of_a_stage_is_used_again_once_all_of_its_rows_are_back():
     for direction, turn, stages, forwards, kept in SCHEDULES:
-        order = happenings(made(direction, turn, stages, forwards, kept))
+        order = happenings(made(direction, turn, stages, forwards, servers=True, kept=kept))
         slots, in_use = stage_slots(stages, forwards=forwards), 5 if forwards else 3
         assert max(slots) + 1 == min(stages, in_use)
         lives = []

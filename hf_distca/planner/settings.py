@@ -67,7 +67,7 @@ class PlanSettings:
         row_overhead: Cost of a query row besides its pairs, in query-key pairs.
         gather_cost: Cost of gathering a byte of K and V on a rank, in bytes sent.
         ping_pong: Whether to divide micro-batches into two nano-batches where possible.
-        exchange_buffer_bytes: Maximum number of bytes of K and V rows that a rank sends, and receives, at a time.
+        exchange_buffer_bytes: Size of an exchange buffer for K and V rows; a rank has several (`planner/stages.py`).
         kernel: Name of the attention kernel; "auto" takes the device's kernel that suits most models.
         ranks_per_node: Number of consecutive ranks that share a node: one number, or one for each node. With 1, or
             with all ranks on one node, all links are alike.
@@ -137,7 +137,7 @@ class PlanSettings:
         return Workers(tuple(1 / each for each in self.slowness), tuple((besides - besides.min()).tolist()))
 
     def buffer_rows(self, kind: AttentionKind) -> int:
-        """Return how many K/V rows of a layer of a kind a rank may send, and receive, at a time."""
+        """Return how many K/V rows of a layer of a kind an exchange buffer holds."""
         return max(self.exchange_buffer_bytes // self.row_bytes(kind).kv, 1)
 
 

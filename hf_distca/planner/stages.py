@@ -9,7 +9,9 @@ from hf_distca.plan import Plan
 from hf_distca.planner.routes.reads import Arrivals
 
 EXCHANGE_BUFFER_BYTES = 1 << 28
-"""Bytes of K/V rows that a rank sends or receives at a time; 65536 rows of Llama-3-8B in bfloat16."""
+"""Bytes of K/V rows in an exchange buffer; 65536 rows of Llama-3-8B in bfloat16."""
+BUFFERS, BUFFERS_IN_HOPS = 3, 5
+"""Numbers of buffers for sending, and for receiving: the stages that are in memory at once (`stage_slots`)."""
 STAGES_ALONE = 4
 """Number of stages of a lone nano-batch, if the stages are worth it.
 
@@ -32,8 +34,8 @@ def with_stages(plan: Plan, buffer_rows: int, *, stages: int) -> Plan:
 
     Args:
         plan: a plan without stages.
-        buffer_rows: K/V rows that a rank may send, and receive, at a time.
-        stages: approximate number of stages, if they are worth it; the buffer may require more.
+        buffer_rows: K/V rows of an exchange buffer.
+        stages: approximate number of stages, if they are worth it; the buffers may require more.
     """
     most = int(rows_by_stage(plan).max(initial=0))
     return replace(plan, stage_rows=stage_rows(most, buffer_rows, stages=stages, in_hops=plan.nodes is not None))
@@ -42,15 +44,19 @@ def with_stages(plan: Plan, buffer_rows: int, *, stages: int) -> Plan:
 def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool) -> int | None:
     """Return how many K/V rows a stage has; None if all rows travel at once.
 
+    Rows that fit into all buffers together travel in as many stages as asked for: no number takes more memory.
+
     Args:
         most: K/V rows that the busiest rank sends, or receives, in a layer.
     """
-    rows = buffer_rows
-    if stages > 1:
-        share = -(-most // stages)
-        if in_hops:  # rows on the same path are spread over stages in blocks, so stages cannot be quite even
-            share += share // UNEVEN
-        rows = min(buffer_rows, max(share, SMALLEST_STAGE))
+    rows = -(-most // stages)
+    if (
+        in_hops and stages > 1
+    ):  # rows on the same path are spread over stages in blocks, so stages cannot be quite even
+        rows += rows // UNEVEN
+    rows = max(rows, SMALLEST_STAGE)
+    if most > buffer_rows * (BUFFERS_IN_HOPS if in_hops else BUFFERS):
+        rows = min(rows, buffer_rows)
     return rows if most > rows else None
 
 

@@ -117,12 +117,16 @@ def finished(
     """Divide K/V rows of balanced nano-batches into stages, and add figures for logs.
 
     Args:
-        stages: approximate number of stages; None for the usual one.
+        stages: approximate number of stages, as fits into all exchange buffers; None for the usual number, as fits into
+            one.
     """
-    stages = stages or usual_stages(len(nano_batches))
+    count, together = stages or usual_stages(len(nano_batches)), stages is not None
     staged = []
     for nano in nano_batches:
-        plans = {k: with_stages(plan, settings.buffer_rows(k), stages=stages) for k, plan in nano.plans.items()}
+        plans = {
+            kind: with_stages(plan, settings.buffer_rows(kind), stages=count, together=together)
+            for kind, plan in nano.plans.items()
+        }
         staged.append(replace(nano, plans=plans))
     kind = settings.dominant_kind
     packed = loads_as_packed(lengths, settings)

@@ -29,33 +29,34 @@ def usual_stages(nano_batches: int) -> int:
     return STAGES_ALONE if nano_batches == 1 else 1
 
 
-def with_stages(plan: Plan, buffer_rows: int, *, stages: int) -> Plan:
+def with_stages(plan: Plan, buffer_rows: int, *, stages: int, together: bool = False) -> Plan:
     """Divide the plan into stages, if its exchanges need them.
 
     Args:
         plan: a plan without stages.
         buffer_rows: K/V rows of an exchange buffer.
         stages: approximate number of stages, if they are worth it; the buffers may require more.
+        together: as in `stage_rows`.
     """
     most = int(rows_by_stage(plan).max(initial=0))
-    return replace(plan, stage_rows=stage_rows(most, buffer_rows, stages=stages, in_hops=plan.nodes is not None))
+    in_hops = plan.nodes is not None
+    return replace(plan, stage_rows=stage_rows(most, buffer_rows, stages=stages, in_hops=in_hops, together=together))
 
 
-def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool) -> int | None:
+def stage_rows(most: int, buffer_rows: int, *, stages: int, in_hops: bool, together: bool = False) -> int | None:
     """Return how many K/V rows a stage has; None if all rows travel at once.
-
-    Rows that fit into all buffers together travel in as many stages as asked for: no number takes more memory.
 
     Args:
         most: K/V rows that the busiest rank sends, or receives, in a layer.
+        together: whether a stage may take several buffers if all rows fit into all buffers. No number of stages takes
+            more memory then.
     """
     rows = -(-most // stages)
-    if (
-        in_hops and stages > 1
-    ):  # rows on the same path are spread over stages in blocks, so stages cannot be quite even
+    if in_hops and stages > 1:  # rows on the same path are spread in blocks, so stages cannot be quite even
         rows += rows // UNEVEN
     rows = max(rows, SMALLEST_STAGE)
-    if most > buffer_rows * (BUFFERS_IN_HOPS if in_hops else BUFFERS):
+    buffers = 1 if not together else BUFFERS_IN_HOPS if in_hops else BUFFERS
+    if most > buffers * buffer_rows:
         rows = min(rows, buffer_rows)
     return rows if most > rows else None
 

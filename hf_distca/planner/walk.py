@@ -305,8 +305,10 @@ def document_seconds(lengths: IntArray, costs: StepCosts) -> FloatArray:
     return total
 
 
-def in_stages(counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, stages: int) -> CountedPlan:
-    """Return the counts of a plan without stages, with as many stages as it will have."""
+def in_stages(
+    counted: CountedPlan, kind: AttentionKind, settings: PlanSettings, *, stages: int, together: bool = False
+) -> CountedPlan:
+    """Return the counts of a plan without stages, with as many stages as it will have; see `stage_rows`."""
     most = counted.among_ranks.most_keys
-    rows = stage_rows(most, settings.buffer_rows(kind), stages=stages, in_hops=counted.forwards)
+    rows = stage_rows(most, settings.buffer_rows(kind), stages=stages, in_hops=counted.forwards, together=together)
     return counted if rows is None else replace(counted, stages=-(-most // rows))

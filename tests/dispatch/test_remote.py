@@ -214,8 +214,8 @@ def test_two_ranks(rank_pools, lost):
 
 @pytest.mark.parametrize(("model", "window"), [("llama", None), ("mistral", 24)])
 def test_ranks_on_nodes_share_what_a_lost_server_was_to_compute(rank_pools, model, window):
-    # Packed in order, rank 0 holds most of the attention, and of what is lost. A buffer has 2 rows: there are stages.
-    layout = {"document_layout": "fixed", "ranks_per_node": 2, "exchange_buffer_bytes": 128}
+    # Packed in order, rank 0 holds most of the attention, and of what is lost. A buffer has 8 rows: there are stages.
+    layout = {"document_layout": "fixed", "ranks_per_node": 2, "exchange_buffer_bytes": 512}
     events = events_of(rank_pools[4], lost=(0, 1), model=model, window=window, **layout)
     ((_, at_home, shared),) = [event for event in events if event[0] == "repair"]
     assert shared < at_home

@@ -170,7 +170,7 @@ def _buffers(lengths: list[int], ping_pong: bool, ranks_per_node: tuple[int, ...
         TOKENS,
         (kind,),
         4,
-        exchange_buffer_bytes=64 * 128,
+        exchange_buffer_bytes=200 * 128,
         ping_pong=ping_pong,
         ranks_per_node=ranks_per_node,
     )

@@ -54,7 +54,7 @@ def in_groups(lengths, placing, tokens, count=1, *, evenly=False, **settings):
     [
         ([3, 9, 4, 5], (1, 1), 12, {}, [[0, 1], [2, 3]], [12, 9]),
         # Documents of one second each: the rank that takes three times as long gets one of four.
-        ([4] * 4, (1, 1), 16, {"seconds": [1.0] * 4, "slowness": [1.0, 3.0]}, [[0, 1, 2], [3]], [3, 3]),
+        ([4] * 4, (1, 1), 16, {"seconds": [1.0] * 4, "slowness": [1.0, 3.0]}, [[0, 2, 3], [1]], [3, 3]),
         ([6] * 3, (1, 2), 6, {}, [[0], [1, 2]], [6, 6]),
     ],
     ids=["costliest first", "a slow rank", "uneven groups"],

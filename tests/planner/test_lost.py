@@ -65,12 +65,12 @@ def test_with_nodes_tasks_may_be_spread_inside_them_alone():
 
 
 def test_what_a_repair_exchanges_travels_in_the_stages_that_it_needs():
-    # Rank 1 holds rows 8 to 15 and reads rows 0 to 7 of rank 0 for them, which buffers of 2 rows take in four stages.
+    # Rank 1 holds rows 8 to 15 and reads rows 0 to 7 of rank 0 for them, which a buffer of 4 rows takes in two stages.
     # In the plan nothing was exchanged between ranks.
     layout = fixed_layout([[16]], 2)
     plan = Plan(layout, np.array([(0, 0, 8, 0), (0, 8, 16, 2)], TASK), 3)
-    local = lost_server(plan, FAST, settings_of(2, 8, exchange_buffer_bytes=2 * 32))
-    assert (local.tasks.tolist(), local.stage_rows) == ([(0, 8, 16, 1)], 2)
+    local = lost_server(plan, FAST, settings_of(2, 8, exchange_buffer_bytes=4 * 32))
+    assert (local.tasks.tolist(), local.stage_rows) == ([(0, 8, 16, 1)], 4)
     assert lost_server(plan, FAST, settings_of(2, 8)).stage_rows is None
 
 

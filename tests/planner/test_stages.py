@@ -11,14 +11,7 @@ from hf_distca.plan import TASK, Plan
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.stages import (
-    BUFFERS,
-    BUFFERS_IN_HOPS,
-    SMALLEST_STAGE,
-    STAGES_ALONE,
-    rows_by_stage,
-    with_stages,
-)
+from hf_distca.planner.stages import SMALLEST_STAGE, STAGES_ALONE, rows_by_stage, with_stages
 from tests.planner.drawn_plans import plans_of_all_kinds
 
 
@@ -43,12 +36,17 @@ def test_rows_that_are_forwarded_are_sent_and_received_once_more():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "buffer_rows", "stage_rows"),
-    [(None, 8, None), (None, 7, 7), (None, 1, 1), ((0, 0, 1, 1), 5, None), ((0, 0, 1, 1), 4, 4)],
+    ("buffer_rows", "nodes", "together", "stage_rows"),
+    [
+        *((rows, None, False, expected) for rows, expected in ((24, None), (23, 23), (8, 8), (1, 1))),
+        # 24 rows in three buffers, or in five.
+        *((rows, None, True, expected) for rows, expected in ((8, None), (7, 7))),
+        *((rows, (0, 0, 1, 1), True, expected) for rows, expected in ((5, None), (4, 4))),
+    ],
 )
-def test_what_fits_into_all_buffers_travels_at_once(nodes, buffer_rows, stage_rows):
-    # 24 rows in three buffers, or in five.
-    assert with_stages(replace(quarters(32), nodes=nodes), buffer_rows, stages=1).stage_rows == stage_rows
+def test_what_fits_travels_at_once(buffer_rows, nodes, together, stage_rows):
+    plan = replace(quarters(32), nodes=nodes)
+    assert with_stages(plan, buffer_rows, stages=1, together=together).stage_rows == stage_rows
 
 
 def test_a_nano_batch_alone_has_stages_that_hide_its_exchange():
@@ -67,10 +65,7 @@ def test_a_nano_batch_alone_has_stages_that_hide_its_exchange():
 def test_no_rank_sends_or_receives_more_than_fits(plan, buffer_rows):
     staged = with_stages(plan, buffer_rows, stages=1)
     rows, whole = rows_by_stage(staged), rows_by_stage(plan)
-    buffers = BUFFERS_IN_HOPS if plan.nodes else BUFFERS
-    assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffers * buffer_rows)
-    if staged.stage_rows is None:
-        return
+    assert (staged.stage_rows is None) == (whole.max(initial=0) <= buffer_rows)
     if plan.window is None:
         # A row that is forwarded to more ranks travels nevertheless.
         most_readers = max(np.bincount(plan.nodes)) - 1 if plan.nodes else 0

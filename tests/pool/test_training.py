@@ -89,7 +89,7 @@ def trained(port: int, servers: int, options: dict[str, Any]) -> dict[str, Any]:
         document_layout=options.get("document_layout", "joint"),
         balance_block_size=8,
         ping_pong=options.get("ping_pong", False),
-        exchange_buffer_bytes=256,  # of 4 rows: what ranks exchange travels in stages, and so do repairs
+        exchange_buffer_bytes=512,  # of 8 rows: what ranks exchange travels in stages, and so do repairs
     )
     dispatcher = Dispatcher(settings, torch.device("cpu"), keep_received=options.get("keep_received", False))
     directory = Directory("127.0.0.1", port, TOKEN) if rank == 0 else None

@@ -36,7 +36,7 @@ CHECKPOINTING = next(
     for name in ("activation_checkpointing", "gradient_checkpointing")
     if name in TrainingArguments.__dataclass_fields__
 )
-FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True, "exchange_buffer_bytes": 512}  # 4 rows, or 8
+FEW = {**ARGUMENTS, "max_steps": FEW_STEPS, CHECKPOINTING: True, "exchange_buffer_bytes": 2048}  # 16 rows, or 32
 PLAIN = {**FEW, CHECKPOINTING: False}
 FSDP_CHECKPOINTS = {"FSDP_ACTIVATION_CHECKPOINTING": "true"}  # --fsdp_activation_checkpointing true
 FEW_BUT_LARGE = {**FEW, "learning_rate": 3e-2}

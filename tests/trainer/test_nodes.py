@@ -20,7 +20,7 @@ RUN: dict[str, Any] = {
         **BF16,
         "max_steps": STEPS,
         "tokens_per_rank": TOKENS_PER_RANK // 2,
-        "exchange_buffer_bytes": 2048,  # 32 rows
+        "exchange_buffer_bytes": 8192,  # 128 rows
         "ranks_per_node": 2,
     },
 }

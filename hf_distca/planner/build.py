@@ -117,8 +117,7 @@ def finished(
     """Divide K/V rows of balanced nano-batches into stages, and add figures for logs.
 
     Args:
-        stages: approximate number of stages, as fits into all exchange buffers; None for the usual number, as fits into
-            one.
+        stages: approximate number of stages, which may take several buffers; None for the usual number.
     """
     count, together = stages or usual_stages(len(nano_batches)), stages is not None
     staged = []

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
 from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed, packed_seconds
-from hf_distca.planner.groups import Placing, nano_batches_in_groups, partitions, place_in_groups
+from hf_distca.planner.groups import Placing, joined_nodes, nano_batches_in_groups, partitions, place_in_groups
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
@@ -32,8 +32,10 @@ MOST_EVEN_RANKS = 32
 long."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
-OTHER_STAGES = (1, STAGES_ALONE // 2, 2 * STAGES_ALONE)
-"""Numbers of stages that are tried for one nano-batch, which has no other nano-batch to hide its exchange."""
+FEW_STAGES = 1
+"""Number of stages that every plan is tried with besides the usual one."""
+OTHER_STAGES = (STAGES_ALONE // 2, 2 * STAGES_ALONE)
+"""Further numbers of stages that are tried for the chosen plan."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
 SAMPLED_RANKS = 16
@@ -72,6 +74,7 @@ class Candidate:
     Attributes:
         nano_batches: their plans are not in stages yet.
         counted: for each nano-batch, the counts of its plans.
+        stages: about how many stages are fastest; None for the usual number.
         waited: share of the step that the longest-waiting rank waits for exchanges.
     """
 
@@ -79,6 +82,7 @@ class Candidate:
     evenly: bool
     nano_batches: tuple[NanoBatch, ...]
     counted: list[dict[AttentionKind, CountedPlan]]
+    stages: int | None
     choice: PlanChoice
     waited: float
 
@@ -145,6 +149,12 @@ class _Search:
         self._best: Candidate | None = None
         self._even_limit = MOST_EVEN_RANKS  # ranks of the largest groups with evenly divided documents that may help
         self.partitions = partitions(sizes)
+        self._inside = max(level for level, each in enumerate(self.partitions) if max(each) <= self._ranks_of_node)
+        if self._first() > self._inside and len(sizes) > 2:
+            joined = joined_nodes(lengths, self._seconds, sizes, settings.tokens_per_rank, self._speeds)
+            if joined is not None and joined not in self.partitions:
+                self.partitions.insert(self._inside + 1, joined)
+                self._placings = {level: each for level, each in self._placings.items() if level <= self._inside}
 
     def chosen(self, candidates: Iterator[Candidate]) -> MicroBatchPlan:
         """Return the plan of the best of some candidates.
@@ -156,14 +166,11 @@ class _Search:
                 self._best = candidate
         best = self._best
         assert best is not None
-        choice, stages = best.choice, usual_stages(len(best.nano_batches))
-        if len(best.nano_batches) == 1 and (max(best.placing.sizes) > 1 or best.placing.left):
-            for count in OTHER_STAGES:
-                step = self._walked(best.nano_batches, best.counted, self._settings, count)
-                if step.seconds < choice.seconds:
-                    choice = replace(choice, seconds=step.seconds, attention=tuple(step.attention.tolist()))
-                    stages = count
-        choice = replace(choice, packed_seconds=packed_seconds(self._lengths, self._settings, self._costs))
+        options = (best.stages, *OTHER_STAGES)
+        step, stages = self._fastest(best.nano_batches, best.counted, self._settings, options)
+        packed = packed_seconds(self._lengths, self._settings, self._costs)
+        attention = tuple(step.attention.tolist())
+        choice = replace(best.choice, seconds=step.seconds, attention=attention, packed_seconds=packed)
         return finished(self._lengths, best.nano_batches, self._settings, stages, choice)
 
     def candidates(self) -> Iterator[Candidate]:
@@ -433,10 +440,11 @@ class _Search:
         evenly: bool,
     ) -> Candidate:
         counted = self._counted(nano_batches, settings)
-        step = self._walked(nano_batches, counted, settings, usual_stages(len(nano_batches)))
+        step, stages = self._fastest(nano_batches, counted, settings, (None, FEW_STAGES))
         attention = tuple(step.attention.tolist())
         choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
-        return Candidate(placing, evenly, nano_batches, counted, choice, float(step.waited.max()) / step.seconds)
+        waited = float(step.waited.max()) / step.seconds
+        return Candidate(placing, evenly, nano_batches, counted, stages, choice, waited)
 
     def _counted(
         self, nano_batches: Sequence[NanoBatch], settings: PlanSettings
@@ -446,15 +454,23 @@ class _Search:
         count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes, exact=False)
         return [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
 
-    def _walked(
+    def _fastest(
         self,
         nano_batches: Sequence[NanoBatch],
         counted: Sequence[dict[AttentionKind, CountedPlan]],
         settings: PlanSettings,
-        stages: int,
-    ) -> Walked:
-        """Predict a step of counted plans in about `stages` stages."""
-        staged = [
-            {kind: in_stages(plan, kind, settings, stages=stages) for kind, plan in nano.items()} for nano in counted
-        ]
-        return predict_step(staged, [nano.layout.tokens for nano in nano_batches], self._costs)
+        options: Sequence[int | None],
+    ) -> tuple[Walked, int | None]:
+        """Return the fastest of some numbers of stages, with the step that is predicted for it."""
+        tokens = [nano.layout.tokens for nano in nano_batches]
+        steps: dict[tuple[int, ...], tuple[Walked, int | None]] = {}
+        for option in options:
+            count, together = option or usual_stages(len(nano_batches)), option is not None
+            staged = [
+                {kind: in_stages(plan, kind, settings, stages=count, together=together) for kind, plan in nano.items()}
+                for nano in counted
+            ]
+            stages = tuple(plan.stages for nano in staged for plan in nano.values())
+            if stages not in steps:
+                steps[stages] = predict_step(staged, tokens, self._costs), option
+        return min(steps.values(), key=lambda each: each[0].seconds)

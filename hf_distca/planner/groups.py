@@ -24,6 +24,8 @@ FloatArray = NDArray[np.float64]
 
 LONG_SHARE = 0.25
 """Share of a rank's work from which a document is long; shorter ones balance well enough uncut."""
+ALIKE = 0.01
+"""Share by which a group may have more work per rank than the mean and still count as equal."""
 MOST_SLACK = 8.0
 """Maximum tolerance of a group with little work."""
 
@@ -114,6 +116,43 @@ def place_in_groups(
     by_group = np.argsort(group_of, kind="stable")
     left, *documents = np.split(by_group, np.searchsorted(group_of[by_group], np.arange(len(sizes))))
     return Placing(sizes, tuple(documents), tuple(left.tolist()), np.array(loads))
+
+
+def joined_nodes(
+    lengths: IntArray, seconds: FloatArray, node_sizes: Sequence[int], tokens_per_rank: int, speeds: FloatArray
+) -> tuple[int, ...] | None:
+    """Join as few nodes as documents need, for groups of about equal work per rank.
+
+    Args:
+        seconds, speeds: as in `place_in_groups`.
+
+    Returns:
+        [groups] ranks of each group, largest first; None if nodes differ in size, or together have too little room.
+    """
+    size, nodes = max(node_sizes), len(node_sizes)
+    if min(node_sizes) < size:
+        return None
+    most = float(seconds.sum() / speeds.sum()) * (1 + ALIKE)
+    # 1. Documents that are too large for a node get several.
+    needs = np.ceil(np.maximum(seconds / (most * size), lengths / (size * tokens_per_rank))).astype(np.int64)
+    joined = sorted(needs[needs > 1].tolist(), reverse=True)
+    if sum(joined) > nodes:
+        return None
+    joined += [1] * (nodes - sum(joined))
+    # 2. Groups with too much work are joined with those that have the least.
+    placing = place_in_groups(lengths, seconds, tuple(size * each for each in joined), tokens_per_rank, speeds)
+    if placing is None:
+        return None
+    left = sorted(zip(placing.seconds.tolist(), joined, strict=True))
+    together = []
+    while left:
+        load, count = left.pop()
+        work = load * count
+        while left and work > most * count:
+            load, more = left.pop(0)
+            work, count = work + load * more, count + more
+        together.append(count)
+    return tuple(size * each for each in sorted(together, reverse=True))
 
 
 def _give_out(

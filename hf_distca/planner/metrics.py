@@ -333,6 +333,7 @@ class CountedPlan:
         remote_query: tasks of received queries on all of their keys.
         ranks: number of workers that hold rows; the workers after them are dedicated servers.
         forwards: whether K/V rows are forwarded inside nodes.
+        connected: [ranks] the same number for ranks that share documents, directly or over other ranks.
     """
 
     local: Tasks
@@ -345,6 +346,7 @@ class CountedPlan:
     ranks: int
     forwards: bool
     windowed: bool
+    connected: IntArray
 
     @property
     def bytes_moved(self) -> IntArray:
@@ -403,7 +405,27 @@ def count_plan(
         ranks=ranks,
         forwards=plan.nodes is not None,
         windowed=plan.window is not None,
+        connected=_connected(plan),
     )
+
+
+def _connected(plan: Plan) -> IntArray:
+    """Return [ranks] the same number for ranks that share documents, directly or over other ranks."""
+    ranks, segments, tasks = (
+        plan.layout.ranks,
+        plan.layout.segments,
+        plan.tasks[plan.tasks["worker"] < plan.layout.ranks],
+    )
+    document = np.concatenate([segments["document"], tasks["document"]])
+    rank = np.concatenate([segments["rank"], tasks["worker"]])
+    lowest, before = np.arange(ranks), np.zeros(0, np.int64)
+    while not np.array_equal(lowest, before):
+        before = lowest.copy()
+        of_document = np.full(len(plan.layout.lengths), ranks)
+        np.minimum.at(of_document, document, lowest[rank])
+        np.minimum.at(lowest, rank, of_document[document])
+        lowest = lowest[lowest]
+    return lowest
 
 
 def _summed(worker: IntArray, columns: Sequence[IntArray], workers: int) -> Tasks:

@@ -22,6 +22,8 @@ from hf_distca.planner.seconds import FloatArray, KernelCost, Links, StepCosts, 
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.planner.stages import stage_rows
 
+IntArray = NDArray[np.int64]
+
 SETTLED = 2
 """Number of layers to walk; the last is taken, since a layer begins while exchanges of the one before still end."""
 MOMENT = 1e-12
@@ -92,6 +94,7 @@ class _Layer:
         self._servers_free = np.zeros(nano_batches[0].servers)
         self._arrives: dict[Key, FloatArray] = {}
         self._departed: dict[Key, tuple[FloatArray, FloatArray]] = {}  # when, and seconds of the rank's own time
+        self._connected = [_by_number(nano.connected) for nano in nano_batches]
         self._kernel_seconds = cache(self._kernel_seconds_of)
         self._sizes = cache(self._sizes_of)
 
@@ -156,8 +159,7 @@ class _Layer:
             return
         largest, links = sizes
         self._clock = self._clock + self._links.start
-        # Rows arrive only after every sender has reached this point.
-        ready = float(self._clock[largest > 0].max())
+        ready = self._all_there(key[0], largest > 0)
         arrives = self._clock
         for link, used, seconds in links:
             done = np.maximum(self._links_free[link], ready) + seconds
@@ -166,6 +168,19 @@ class _Layer:
         self._arrives[key] = arrives
         if self._links.busy:
             self._departed[key] = self._clock, largest * self._links.busy
+
+    def _all_there(self, index: int, takes_part: NDArray[np.bool_]) -> FloatArray | float:
+        """Return when all senders have reached an exchange: rows arrive only then.
+
+        Ranks that share no documents do not wait for each other, except where the transport takes a rank's own time:
+        it exchanges empty messages too.
+        """
+        order, first, number = self._connected[index]
+        if len(first) == 1 or self._links.busy:
+            return float(self._clock[takes_part].max())
+        reached = np.where(takes_part, self._clock, 0.0)
+        together: FloatArray = np.maximum.reduceat(reached[order], first)[number]
+        return together
 
     def _wait(self, key: Key) -> None:
         if key not in self._arrives:
@@ -195,6 +210,13 @@ class _Layer:
 
 _Sizes = tuple[FloatArray, list[tuple[int, NDArray[np.bool_], FloatArray]]]
 """[ranks] the most bytes of a rank on a link; and for each link in use its index, who uses it, and their seconds."""
+
+
+def _by_number(connected: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the order of ranks by number, the first place of each number in that order, and [ranks] which it is."""
+    order = np.argsort(connected, kind="stable")
+    _, first, number = np.unique(connected, return_index=True, return_inverse=True)
+    return order, np.searchsorted(connected[order], connected[first]), number
 
 
 @cache
@@ -243,9 +265,6 @@ def _larger(moved: NDArray[Any]) -> FloatArray:
     """Return [2, workers] the larger of [2, 2, workers] sent and received."""
     larger: FloatArray = moved.max(axis=1).astype(np.float64)
     return larger
-
-
-IntArray = NDArray[np.int64]
 
 
 def predict_step(

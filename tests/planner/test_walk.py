@@ -38,6 +38,7 @@ def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 
         2,
         False,
         False,
+        np.zeros(2, np.int64),
     )
 
 

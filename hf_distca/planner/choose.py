@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 
 from hf_distca.plan import AttentionKind, MicroBatchPlan, NanoBatch, PlanChoice
 from hf_distca.planner.build import finished, lengths_of, nano_batches_as_set, nano_batches_placed, packed_seconds
-from hf_distca.planner.groups import Placing, joined_nodes, nano_batches_in_groups, partitions, place_in_groups
+from hf_distca.planner.groups import (
+    LONG_SHARE,
+    Placing,
+    joined_nodes,
+    nano_batches_in_groups,
+    partitions,
+    place_in_groups,
+)
 from hf_distca.planner.layout import check_capacity
 from hf_distca.planner.metrics import CountedPlan, count_plan
 from hf_distca.planner.nodes import node_sizes, nodes_of
@@ -40,18 +47,10 @@ GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
 SAMPLED_RANKS = 16
 """Number of ranks that are planned while plans in smaller groups are compared."""
-LONG_OVER_NODES = 0.25
-"""Share of the work of a group of more than two nodes from which a document is always divided evenly."""
-HARDLY_WAITING, HARDLY_WAITING_IN_NODES = 0.06, 0.03
-"""Shares of a step that ranks wait; the second one is for groups inside nodes.
-
-Up to this share, larger groups are tried only if they compute more evenly.
-"""
+HARDLY_WAITING = 0.06
+"""Share of a step that ranks wait, up to which larger groups over nodes are tried only if they compute more evenly."""
 FEW_RANKS = 32
 """Number of ranks up to which the search tries groups of several nodes as readily as groups inside nodes."""
-UNEVEN = 0.05
-"""Share by which the slowest group may compute longer than the mean. Up to it, the search stops at the first larger
-group that is no faster."""
 WAITING, MUCH_WAITING = 0.1, 0.25
 """Shares of a step that ranks wait in two nano-batches, from which a coarser balance may be faster.
 
@@ -63,6 +62,10 @@ NEAR = 0.02
 """Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
 
 
+ACROSS = 0.1
+"""Share of a step that exchanges take at least where few documents are cut, between nodes of many ranks."""
+MOST_PIECES = 1536
+"""Maximum pieces of documents that are divided evenly in groups of more than `MOST_EVEN_RANKS`."""
 MOST_IN_FULL = 6
 """Maximum number of plans made in full, out of those that looked best with some of their groups."""
 
@@ -147,7 +150,6 @@ class _Search:
         self._placings: dict[int, Placing | None] = {}
         self._tried: dict[tuple[int, float, int, bool], Candidate | None] = {}
         self._best: Candidate | None = None
-        self._even_limit = MOST_EVEN_RANKS  # ranks of the largest groups with evenly divided documents that may help
         self.partitions = partitions(sizes)
         self._inside = max(level for level, each in enumerate(self.partitions) if max(each) <= self._ranks_of_node)
         if self._first() > self._inside and len(sizes) > 2:
@@ -239,49 +241,42 @@ class _Search:
         """Try plans whose documents lie inside groups of ranks."""
         finest, *coarser = self._choices.tolerances
         few, *_, many = self._choices.nano_batches * 2
-        top, first = len(self.partitions) - 1, self._first()
-        inside = max(level for level, sizes in enumerate(self.partitions) if max(sizes) <= self._ranks_of_node)
-        many_ranks = self._settings.ranks > FEW_RANKS
-        # 1. Long documents divided evenly, or whole ones only. Ranks compute about alike, so one nano-batch suffices.
-        #    Of many ranks, groups of several nodes take long to plan: they are tried last, as long as they help.
-        level = near = min(first, inside) if many_ranks else first
-        if near == first or not self._leaves_documents(near):
-            self._evenly(near, finest, few)
-        if self._best is None and near == first:
-            self._jointly(first, finest)
-        while level > 0 and (self._best is not None or not many_ranks) and self._worth(level - 1):
-            level -= 1
-            self._evenly(level, finest, few)
-        for level in range(near + 1, max(first, min(first + 1, inside)) + 1):
+        top, first, many_ranks = len(self.partitions) - 1, self._first(), self._settings.ranks > FEW_RANKS
+        # 1. Long documents divided evenly, or whole ones only: in the smallest groups that compute about alike, in
+        #    smaller ones, and in larger ones inside nodes.
+        failed = 0
+        for level in range(first, -1, -1):
+            if failed == 2 or not self._worth(level):
+                break
             best = self._best
-            if not self._worth(level) or (level < first and self._leaves_documents(level)):
+            self._evenly(level, finest, few)
+            failed = failed + 1 if self._best is best and best is not None else 0
+        for level in range(first + 1, self._inside + 1):
+            if self._worth(level):
+                self._evenly(level, finest, few)
+        # 2. Few documents cut, with exchanges hidden by two nano-batches; other groups as long as they help.
+        begin = first if self._best is None else self._level()
+        levels = sorted({min(begin, self._inside), top}) if many_ranks else range(begin, top + 1)
+        failed = 0
+        for level in levels:
+            across = many_ranks and level > self._inside
+            if failed == 2 or not self._worth(level, ACROSS if across else 0.0):
                 continue
-            candidate = self._evenly(level, finest, few)
-            if many_ranks and candidate is not None and best is not None and self._best is best:
-                self._even_limit = max(self.partitions[level])
-                break
-        # 2. Few documents cut, with exchanges hidden by two nano-batches; larger groups as long as they help.
-        level = first if self._best is None else self._level()
-        if self._worth(level):
-            self._jointly(level, finest)
-        while level < top and self._worth(level + 1):
-            level, best = level + 1, self._best
-            if many_ranks and inside < level < first:
+            if many_ranks and not across and self._leaves_documents(level):
                 continue
+            best = self._best
             self._jointly(level, finest)
-            uneven = best is not None and self._until_done(best.placing.slowest) > self._evenly_s * (1 + UNEVEN)
-            if self._best is best and best is not None and not self._leaves_documents(level) and not uneven:
-                break
+            failed = failed + 1 if self._best is best and best is not None else 0
         if self._best is None:
             return
         # 3. Variations of the best plan: two nano-batches, then coarser tolerances.
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
         for level, seconds in even.items():
             near_best = seconds <= min(even.values()) * (1 + NEAR)
-            near_best &= not many_ranks or seconds <= self._best.choice.seconds * (1 + 2 * NEAR)
-            if near_best and self._best.waited > HARDLY_WAITING_IN_NODES and self._worth(level):
+            near_best &= not many_ranks or level <= self._inside
+            if near_best and self._best.waited > HARDLY_WAITING / 2 and self._worth(level):
                 self._evenly(level, finest, many)
-        for tolerance in coarser:
+        for tolerance in coarser[:1] if many_ranks else coarser:
             best = self._best
             hides = len(best.nano_batches) == 2 and not best.evenly
             hides &= best.waited <= (MUCH_WAITING if many_ranks else WAITING)
@@ -329,17 +324,19 @@ class _Search:
         placing = self._placing(level)
         return placing is None or bool(placing.left)
 
-    def _worth(self, level: int) -> bool:
-        """Return whether a level could be faster than the best plan so far."""
+    def _worth(self, level: int, besides: float = 0.0) -> bool:
+        """Return whether a level could be faster than the best plan so far.
+
+        Args:
+            besides: share by which steps are longer than computing at least.
+        """
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
-        inside = max(self.partitions[level]) <= self._ranks_of_node
-        if level > self._level() and self._best.waited <= (HARDLY_WAITING_IN_NODES if inside else HARDLY_WAITING):
+        if level > max(self._level(), self._inside) and self._best.waited <= HARDLY_WAITING:
             # Larger groups exchange more, so they have to compute more evenly.
-
             enough = self._until_done(self._best.placing.slowest) * (1 - GOOD_ENOUGH)
-        return self._slowest(level, enough) < enough
+        return self._slowest(level, enough) * (1 + besides) < enough
 
     def _level(self) -> int:
         """Return the level of the best plan so far."""
@@ -355,22 +352,10 @@ class _Search:
         return self._try(level, tolerance, count, evenly=True)
 
     def _jointly(self, level: int, tolerance: float) -> None:
-        """Try to cut few documents, in the most nano-batches; in fewer too if the exchange is hardly hidden.
-
-        A document that is long for several nodes is divided evenly instead.
-        """
-        placing, most = self._placing(level), max(self.partitions[level])
-        if (
-            placing is not None
-            and 2 * self._ranks_of_node < most <= MOST_EVEN_RANKS
-            and placing.longest_share(self._seconds) > LONG_OVER_NODES
-        ):
-            if most <= self._even_limit:
-                self._evenly(level, tolerance, min(self._choices.nano_batches))
-            return
+        """Try to cut few documents, in the most nano-batches, and in fewer if few ranks hardly hide the exchange."""
         for count in reversed(self._choices.nano_batches):
             candidate = self._try(level, tolerance, count, evenly=False)
-            if candidate is not None and candidate.waited <= HARDLY_HIDDEN:
+            if candidate is not None and (candidate.waited <= HARDLY_HIDDEN or self._settings.ranks > FEW_RANKS):
                 return
 
     def _try(self, level: int, tolerance: float, count: int, *, evenly: bool) -> Candidate | None:
@@ -397,7 +382,7 @@ class _Search:
             None if no such plan exists, or if it equals another plan.
         """
         placing, most = self._placing(level), max(self.partitions[level])
-        if placing is None or (evenly and most > MOST_EVEN_RANKS):
+        if placing is None or (evenly and most > MOST_EVEN_RANKS and self._pieces(placing) > MOST_PIECES):
             return None
         if most == 1 and (not evenly or count != min(self._choices.nano_batches)) and not placing.left:
             return None
@@ -408,6 +393,15 @@ class _Search:
         if nano_batches is None:
             return None
         return self._candidate(nano_batches, placing, tolerance, chosen, evenly=evenly)
+
+    def _pieces(self, placing: Placing) -> int:
+        """Return about how many pieces documents have that are divided evenly over several nodes."""
+        of_groups = zip(placing.documents, placing.sizes, placing.seconds.tolist(), strict=True)
+        return sum(
+            2 * size * int((self._seconds[documents] > LONG_SHARE * self._ranks_of_node * seconds).sum())
+            for documents, size, seconds in of_groups
+            if size > self._ranks_of_node
+        )
 
     def _sample(self, placing: Placing, settings: PlanSettings) -> tuple[Placing, PlanSettings]:
         """Return some groups with the settings of their ranks; all groups if there are few."""

@@ -217,17 +217,17 @@ def nano_batches_in_groups(
             if halves is None:
                 return None
             parts = [documents[half] for half in halves]
-        room = np.full(size, settings.tokens_per_rank)
+        room, nodes = np.full(size, settings.tokens_per_rank), _nodes_in(first, size, settings)
         for number, part in enumerate(parts):
             if evenly and size > 1:
                 # A rank that the first nano-batch filled could not share long documents of the second.
                 share = 1 if number == count - 1 else int(lengths[part].sum()) / int(lengths[documents].sum())
-                placed = divide_evenly(lengths[part], seconds[part], (room * share).astype(np.int64))
+                placed = divide_evenly(lengths[part], seconds[part], (room * share).astype(np.int64), nodes)
                 if placed is None:
                     return None
                 np.subtract.at(room, placed[:, 3], placed[:, 2] - placed[:, 1])
             else:
-                placed = _in_group(lengths[part], first, size, most, settings, backwards=number == 1)
+                placed = _in_group(lengths[part], size, nodes, most, settings, backwards=number == 1)
             placed[:, 0] = part[placed[:, 0]]
             placed[:, 3] += first
             segments[number].append(placed)
@@ -291,23 +291,26 @@ def _tasks(
     return replace(plan, nodes=settings.nodes if placing.left or not inside else None)
 
 
+def _nodes_in(first: int, size: int, settings: PlanSettings) -> Sequence[int]:
+    """Return [nodes] how many of some consecutive ranks each node has; 1 if all their links are alike."""
+    sizes = np.unique(settings.nodes[first : first + size], return_counts=True)[1] if settings.nodes else np.ones(1)
+    return (1,) if len(sizes) == 1 else tuple(sizes.tolist())
+
+
 def _in_group(
-    lengths: IntArray, first: int, size: int, slack: float, settings: PlanSettings, *, backwards: bool
+    lengths: IntArray, size: int, nodes: Sequence[int], slack: float, settings: PlanSettings, *, backwards: bool
 ) -> IntArray:
     """Return [segments, 4] document, start, stop and rank of a group's documents; ranks count from 0."""
     if size == 1:
         zeros = np.zeros_like(lengths)
         return np.stack([np.arange(len(lengths)), zeros, lengths, zeros], axis=1)
-    sizes: list[int] = []  # ranks of each node; none if all links are alike
-    if settings.nodes is not None:
-        sizes = np.unique(settings.nodes[first : first + size], return_counts=True)[1].tolist()
     # The first ranks get one row more, in the second nano-batch the last ranks: so no rank holds too many rows.
     kind = settings.dominant_kind
     layout = joint_layout(
         lengths,
         size,
         settings.tokens_per_rank,
-        node_sizes=None if len(sizes) < 2 else sizes[::-1] if backwards else sizes,
+        node_sizes=None if len(nodes) == 1 else nodes[::-1] if backwards else nodes,
         window=kind.window or kind.chunk,
         balance_tolerance=slack,
         balance_block_size=settings.balance_block_size,
@@ -316,20 +319,24 @@ def _in_group(
     return np.stack([segments[name] for name in ("document", "start", "stop", "rank")], axis=1)
 
 
-def divide_evenly(lengths: IntArray, seconds: FloatArray, room: IntArray) -> IntArray | None:
+def divide_evenly(
+    lengths: IntArray, seconds: FloatArray, room: IntArray, node_sizes: Sequence[int] = (1,)
+) -> IntArray | None:
     """Divide each long document evenly over all ranks of a group.
 
-    Rank r of n has the parts r and 2 n - 1 - r of 2 n, so that all ranks compute alike. Shorter documents stay whole.
+    Rank r of n has the parts r and 2 n - 1 - r of 2 n, so that all ranks compute alike. In a group of several nodes
+    other documents are divided inside a node. Shorter documents stay whole.
 
     Args:
         seconds: [documents] seconds of computing each document.
         room: [ranks] rows that each rank takes.
+        node_sizes: [nodes] ranks of each node, if there are several.
 
     Returns:
         [segments, 4] document, start, stop and rank; None if the ranks have too little room.
     """
     size = len(room)
-    is_long = (seconds > LONG_SHARE * seconds.sum() / size) & (lengths >= 2 * size)
+    is_long = (seconds > LONG_SHARE * seconds.sum() / size * max(node_sizes)) & (lengths >= 2 * size)
     long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
     # Rows that do not divide evenly go to the ranks in turn, those with the most room first.
     share, more = np.divmod(lengths[long], size)
@@ -338,15 +345,34 @@ def divide_evenly(lengths: IntArray, seconds: FloatArray, room: IntArray) -> Int
     parts = np.concatenate([rows // 2, (rows - rows // 2)[:, ::-1]], axis=1)
     stops = np.cumsum(parts, axis=1)
     ranks = np.tile(np.append(np.arange(size), np.arange(size)[::-1]), len(long))
-    divided = np.stack([np.repeat(long, 2 * size), (stops - parts).ravel(), stops.ravel(), ranks], axis=1)
-    left: list[int] = (room - rows.sum(axis=0)).tolist()
-    rank_of, _ = _give_out(lengths[short], seconds[short], left, [1.0] * size)
-    cut = _cut_where_room(short[rank_of < 0].tolist(), lengths, left)
-    if min(left) < 0:
-        return None
-    short, rank_of = short[rank_of >= 0], rank_of[rank_of >= 0]
-    whole = np.stack([short, np.zeros_like(short), lengths[short], rank_of], axis=1)
-    return np.concatenate([divided, whole, cut])
+    divided = [np.stack([np.repeat(long, 2 * size), (stops - parts).ravel(), stops.ravel(), ranks], axis=1)]
+    left = room - rows.sum(axis=0)
+    if len(node_sizes) > 1:
+        begins = np.cumsum((0, *node_sizes[:-1]))
+        node_of, _ = _give_out(
+            lengths[short],
+            seconds[short],
+            np.add.reduceat(left, begins).tolist(),
+            [float(each) for each in node_sizes],
+        )
+        for node, (begin, ranks_here) in enumerate(zip(begins.tolist(), node_sizes, strict=True)):
+            here = short[node_of == node]
+            if not len(here):
+                continue
+            inside = divide_evenly(lengths[here], seconds[here], left[begin : begin + ranks_here])
+            if inside is None:
+                return None
+            inside[:, 0], inside[:, 3] = here[inside[:, 0]], inside[:, 3] + begin
+            np.subtract.at(left, inside[:, 3], inside[:, 2] - inside[:, 1])
+            divided.append(inside)
+        room_left, unplaced = left.tolist(), short[node_of < 0]
+    else:
+        room_left = left.tolist()
+        rank_of, _ = _give_out(lengths[short], seconds[short], room_left, [1.0] * size)
+        whole, rank_of, unplaced = short[rank_of >= 0], rank_of[rank_of >= 0], short[rank_of < 0]
+        divided.append(np.stack([whole, np.zeros_like(whole), lengths[whole], rank_of], axis=1))
+    divided.append(_cut_where_room(unplaced.tolist(), lengths, room_left))
+    return None if min(room_left) < 0 else np.concatenate(divided)
 
 
 def _cut_where_room(documents: Iterable[int], lengths: IntArray, room: list[int]) -> IntArray:

@@ -1,8 +1,8 @@
-"""PlanChoice of the fastest plan for one micro-batch, by predicted seconds.
+"""Choice of the fastest plan for one micro-batch, by predicted seconds.
 
 Every rank chooses alike, since predictions depend on lengths and settings alone. Groups of ranks that exchange nothing
-with each other are searched near the smallest ones that compute about alike. Plans that are quick to make come first.
-Nothing is planned if computing alone takes longer than the best plan so far.
+with each other are searched near the smallest ones that compute about alike. Nothing is planned if computing alone
+takes longer than the best plan so far.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +32,6 @@ from hf_distca.planner.walk import Walked, document_seconds, in_stages, predict_
 
 IntArray = NDArray[np.int64]
 
-DOMINANT_SHARE = 0.1
-"""Share of a group's work from which a document is worth dividing evenly over several nodes."""
-MOST_EVEN_RANKS = 32
-"""Maximum ranks of a group with evenly divided documents; in larger groups planning their many pieces takes too
-long."""
 UNBALANCED = 1e9
 """Tolerance of plans that move nothing for balance: rows travel only where documents are cut."""
 FEW_STAGES = 1
@@ -45,29 +40,27 @@ OTHER_STAGES = (STAGES_ALONE // 2, 2 * STAGES_ALONE)
 """Further numbers of stages that are tried for the chosen plan."""
 GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
-SAMPLED_RANKS = 16
-"""Number of ranks that are planned while plans in smaller groups are compared."""
-HARDLY_WAITING = 0.06
-"""Share of a step that ranks wait, up to which larger groups over nodes are tried only if they compute more evenly."""
-FEW_RANKS = 32
-"""Number of ranks up to which the search tries groups of several nodes as readily as groups inside nodes."""
-WAITING, MUCH_WAITING = 0.1, 0.25
-"""Shares of a step that ranks wait in two nano-batches, from which a coarser balance may be faster.
-
-The second one is for many ranks, whose plans take long.
-"""
-HARDLY_HIDDEN = 0.2
-"""Share of a step that ranks wait in two nano-batches, from which one nano-batch may be faster."""
+DOMINANT_SHARE = 0.1
+"""Share of a group's work from which a document is worth dividing evenly over several nodes."""
+MOST_PIECES = 1536
+"""Maximum pieces of documents that a group of several nodes divides evenly; more take too long to plan."""
 NEAR = 0.02
 """Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
+WAITING = 0.06
+"""Share of a step that ranks wait, up to which larger groups over nodes are tried only if they compute more evenly."""
+HARDLY_HIDDEN = 0.2
+"""Share of a step that ranks wait in two nano-batches, from which one nano-batch may be faster."""
+COARSER_FROM, COARSER_FROM_MANY = 0.1, 0.25
+"""Shares of a step that few, or many, ranks wait in two nano-batches, from which a coarser balance may be faster."""
 
-
-ACROSS = 0.1
-"""Share of a step that exchanges take at least where few documents are cut, between nodes of many ranks."""
-MOST_PIECES = 1536
-"""Maximum pieces of documents that are divided evenly in groups of more than `MOST_EVEN_RANKS`."""
+FEW_RANKS = 32
+"""Number of ranks up to which plans take little time; for more ranks fewer are tried, on the terms below."""
+SAMPLED_RANKS = 16
+"""Number of ranks that are planned while plans in smaller groups are compared."""
 MOST_IN_FULL = 6
 """Maximum number of plans made in full, out of those that looked best with some of their groups."""
+ACROSS = 0.1
+"""Share of a step that exchanges take at least where few documents are cut, between nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +137,8 @@ class _Search:
         self._speeds = 1 / np.array(costs.slowness or (1.0,) * settings.ranks)
         sizes = node_sizes(settings.ranks, settings.ranks_per_node)
         self._nodes, self._ranks_of_node = nodes_of(sizes), max(sizes)
-        self._costs = choices.costs
-        self._seconds = document_seconds(lengths, choices.costs)
+        self._costs = costs
+        self._seconds = document_seconds(lengths, costs)
         self._evenly_s = float(self._seconds.sum() / self._speeds.sum())
         self._placings: dict[int, Placing | None] = {}
         self._tried: dict[tuple[int, float, int, bool], Candidate | None] = {}
@@ -182,18 +175,13 @@ class _Search:
             check_capacity(self._lengths, self._settings.ranks, self._settings.tokens_per_rank)
             yield self._grouped()
             return
-        if layout == "whole" and groups:
-            yield from self._whole()
-        yield from self.as_set(partial(nano_batches_as_set, self._lengths))
-
-    def _whole(self) -> Iterator[Candidate]:
-        """Yield a plan of whole documents, the costliest placed first, without exchange."""
         placing = self._placing(0)
-        if placing is not None and not placing.left:
-            finest, fewest = self._choices.tolerances[0], min(self._choices.nano_batches)
-            candidate = self.planned(0, finest, fewest, evenly=True)
-            if candidate is not None:
-                yield candidate
+        if layout == "whole" and groups and placing is not None and not placing.left:
+            # The costliest document is placed first.
+            whole = self.planned(0, self._choices.tolerances[0], min(self._choices.nano_batches), evenly=True)
+            if whole is not None:
+                yield whole
+        yield from self.as_set(partial(nano_batches_as_set, self._lengths))
 
     def as_set(self, plan: Callable[[PlanSettings], tuple[NanoBatch, ...]]) -> Iterator[Candidate]:
         """Yield plans with the layout of the settings, first those that move nothing for balance.
@@ -219,11 +207,7 @@ class _Search:
                     break
 
     def _grouped(self) -> Candidate:
-        """Return the best plan in groups, with all groups planned.
-
-        A sample of groups may look faster than all of them are. So plans are made in full as long as one could be the
-        best.
-        """
+        """Return the best plan in groups. Sampled plans are made in full as long as one could be the best."""
         self._in_groups()
         found = sorted((each for each in self._tried.values() if each is not None), key=_seconds)
         best = self._best = None
@@ -262,7 +246,7 @@ class _Search:
             across = many_ranks and level > self._inside
             if failed == 2 or not self._worth(level, ACROSS if across else 0.0):
                 continue
-            if many_ranks and not across and self._leaves_documents(level):
+            if many_ranks and not across and (placing := self._placing(level)) is not None and placing.left:
                 continue
             best = self._best
             self._jointly(level, finest)
@@ -271,15 +255,15 @@ class _Search:
             return
         # 3. Variations of the best plan: two nano-batches, then coarser tolerances.
         even = {key[0]: each.choice.seconds for key, each in self._tried.items() if each is not None and each.evenly}
-        for level, seconds in even.items():
-            near_best = seconds <= min(even.values()) * (1 + NEAR)
-            near_best &= not many_ranks or level <= self._inside
-            if near_best and self._best.waited > HARDLY_WAITING / 2 and self._worth(level):
+        near = [level for level, seconds in even.items() if seconds <= min(even.values()) * (1 + NEAR)]
+        for level in near:
+            cheap = level <= self._inside or not many_ranks
+            if cheap and self._best.waited > WAITING / 2 and self._worth(level):
                 self._evenly(level, finest, many)
         for tolerance in coarser[:1] if many_ranks else coarser:
             best = self._best
             hides = len(best.nano_batches) == 2 and not best.evenly
-            hides &= best.waited <= (MUCH_WAITING if many_ranks else WAITING)
+            hides &= best.waited <= (COARSER_FROM_MANY if many_ranks else COARSER_FROM)
             if hides or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
                 return
             self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)
@@ -319,11 +303,6 @@ class _Search:
             )
         return self._placings[level]
 
-    def _leaves_documents(self, level: int) -> bool:
-        """Return whether some documents fit into no group of a level, and cross nodes."""
-        placing = self._placing(level)
-        return placing is None or bool(placing.left)
-
     def _worth(self, level: int, besides: float = 0.0) -> bool:
         """Return whether a level could be faster than the best plan so far.
 
@@ -333,7 +312,7 @@ class _Search:
         if self._best is None:
             return True
         enough = self._best.choice.seconds * (1 - GOOD_ENOUGH)
-        if level > max(self._level(), self._inside) and self._best.waited <= HARDLY_WAITING:
+        if level > max(self._level(), self._inside) and self._best.waited <= WAITING:
             # Larger groups exchange more, so they have to compute more evenly.
             enough = self._until_done(self._best.placing.slowest) * (1 - GOOD_ENOUGH)
         return self._slowest(level, enough) * (1 + besides) < enough
@@ -382,7 +361,7 @@ class _Search:
             None if no such plan exists, or if it equals another plan.
         """
         placing, most = self._placing(level), max(self.partitions[level])
-        if placing is None or (evenly and most > MOST_EVEN_RANKS and self._pieces(placing) > MOST_PIECES):
+        if placing is None or (evenly and self._pieces(placing) > MOST_PIECES):
             return None
         if most == 1 and (not evenly or count != min(self._choices.nano_batches)) and not placing.left:
             return None
@@ -395,12 +374,11 @@ class _Search:
         return self._candidate(nano_batches, placing, tolerance, chosen, evenly=evenly)
 
     def _pieces(self, placing: Placing) -> int:
-        """Return about how many pieces documents have that are divided evenly over several nodes."""
-        of_groups = zip(placing.documents, placing.sizes, placing.seconds.tolist(), strict=True)
-        return sum(
-            2 * size * int((self._seconds[documents] > LONG_SHARE * self._ranks_of_node * seconds).sum())
-            for documents, size, seconds in of_groups
-            if size > self._ranks_of_node
+        """Return about how many pieces of documents a group of several nodes divides evenly."""
+        groups = zip(placing.documents, placing.sizes, placing.seconds * LONG_SHARE * self._ranks_of_node, strict=True)
+        return max(
+            2 * size * int((self._seconds[documents] > long).sum()) if size > self._ranks_of_node else 0
+            for documents, size, long in groups
         )
 
     def _sample(self, placing: Placing, settings: PlanSettings) -> tuple[Placing, PlanSettings]:
@@ -433,20 +411,14 @@ class _Search:
         *,
         evenly: bool,
     ) -> Candidate:
-        counted = self._counted(nano_batches, settings)
+        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+        count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes, exact=False)
+        counted = [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
         step, stages = self._fastest(nano_batches, counted, settings, (None, FEW_STAGES))
         attention = tuple(step.attention.tolist())
         choice = PlanChoice(max(placing.sizes), len(nano_batches), tolerance, step.seconds, attention)
         waited = float(step.waited.max()) / step.seconds
         return Candidate(placing, evenly, nano_batches, counted, stages, choice, waited)
-
-    def _counted(
-        self, nano_batches: Sequence[NanoBatch], settings: PlanSettings
-    ) -> list[dict[AttentionKind, CountedPlan]]:
-        """Count the plans of each nano-batch, in one stage."""
-        nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
-        count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes, exact=False)
-        return [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
 
     def _fastest(
         self,

@@ -13,6 +13,7 @@ from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.moves import any_key_crosses, any_query_crosses
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import Choices, PlanSettings
+from hf_distca.planner.stages import rows_by_stage
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.lengths import lognormal, micro_batches
 from hf_distca.sim.model import LLAMA_8B
@@ -134,13 +135,24 @@ def test_a_slower_rank_gets_less_to_do(groups):
     assert uneven.choice.seconds < 0.8 * 2 * alike.choice.seconds
 
 
-@pytest.mark.parametrize(("link", "call", "fewest", "most"), [(FREE, 1.0, 1, 1), (LinkCost(0.0, 2e4), 0.0, 4, 99)])
-def test_stages_are_as_many_as_pay(link, call, fewest, most):
+@pytest.mark.parametrize(
+    ("link", "call", "buffers", "fewest", "most"),
+    [
+        (FREE, 1.0, 1.0, 1, 1),
+        (FREE, 1.0, 2.9, 1, 1),  # all rows fit into three buffers
+        (FREE, 1.0, 3.1, 4, 4),
+        (LinkCost(0.0, 2e4), 0.0, 1.0, 4, 99),
+    ],
+)
+def test_stages_are_as_many_as_pay(link, call, buffers, fewest, most):
     """Of one document: each stage costs calls of the kernel, and hides the exchange of the next."""
     found = costs(link, link)
     (of_kind,) = found.kinds
     kernel = KernelCost(call, 0.0, 0.0, 1e-6)
     found = replace(found, kinds=(replace(of_kind, forward=kernel, backward=kernel),))
     of_plans = PlanSettings(2, 16384, (KIND,), document_layout="fixed", choices=Choices(found, nano_batches=(1,)))
+    ((nano,), *_) = vars(plan_micro_batch([32768], of_plans)).values()
+    rows = int(rows_by_stage(replace(nano.plans[KIND], stage_rows=None)).max())
+    of_plans = replace(of_plans, exchange_buffer_bytes=int(rows / buffers) * of_plans.row_bytes(KIND).kv)
     ((nano,), *_) = vars(plan_micro_batch([32768], of_plans)).values()
     assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most

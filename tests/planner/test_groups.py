@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_distca.plan import AttentionKind
-from hf_distca.planner.groups import divide_evenly, nano_batches_in_groups, partitions, place_in_groups
+from hf_distca.planner.groups import divide_evenly, joined_nodes, nano_batches_in_groups, partitions, place_in_groups
 from hf_distca.planner.metrics import loads_of
 from hf_distca.planner.seconds import KernelCost, KindCosts, LinkCost, Links, StepCosts
 from hf_distca.planner.settings import PlanSettings
@@ -90,8 +90,36 @@ def test_documents_that_groups_cannot_hold(lengths, sizes):
     assert placed(lengths, sizes, 9) is None
 
 
-def evenly(lengths, room):
-    return divide_evenly(np.array(lengths), document_seconds(np.array(lengths), costs()), np.array(room))
+@pytest.mark.parametrize(
+    ("seconds", "tokens", "nodes", "sizes"),
+    [
+        ([8.0] * 4, 40, (2,) * 4, (2, 2, 2, 2)),
+        # Three nodes for the first document, and one for the others.
+        ([24.0, 4, 4], 40, (2,) * 4, (6, 2)),
+        # The second document does not fit well into a node: nodes with the most and the least work are joined.
+        ([11.0, 9, 8, 4], 40, (2,) * 4, (4, 2, 2)),
+        ([8.0] * 4, 40, (2, 2, 1), None),
+        ([24.0, 24, 24], 40, (2,) * 4, None),  # two nodes for each of them
+    ],
+)
+def test_nodes_are_joined_as_far_as_documents_need(seconds, tokens, nodes, sizes):
+    lengths = np.array([int(each) for each in seconds])
+    assert joined_nodes(lengths, np.array(seconds), nodes, tokens, np.ones(sum(nodes))) == sizes
+
+
+def evenly(lengths, room, *nodes):
+    return divide_evenly(np.array(lengths), document_seconds(np.array(lengths), costs()), np.array(room), *nodes)
+
+
+def test_over_nodes_only_the_longest_documents_are_divided():
+    segments = evenly([32, 16, 16, 2], [20] * 4, (2, 2))
+    over_ranks = {document: set(segments[segments[:, 0] == document, 3].tolist()) for document in range(4)}
+    assert over_ranks[0] == {0, 1, 2, 3}
+    assert {frozenset(over_ranks[1]), frozenset(over_ranks[2])} == {frozenset({0, 1}), frozenset({2, 3})}
+    assert len(over_ranks[3]) == 1
+    held = np.bincount(segments[:, 3], weights=segments[:, 2] - segments[:, 1])
+    assert held.sum() == 66
+    assert held.max() <= 20
 
 
 def test_a_long_document_is_divided_so_that_ranks_compute_alike():

@@ -5,13 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_distca.plan import AttentionKind
+from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import CountedPlan, RowsMoved, bytes_by_link, count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
 from hf_distca.planner.settings import PlanSettings
+from hf_distca.planner.shifted import local_tasks
 from hf_distca.planner.walk import walk_layer
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
@@ -82,6 +84,33 @@ def test_transfers_of_a_link_follow_each_other():
     plan = counted(local=(0, 0), remote_query=(0, 2), rows=2)
     plan = replace(plan, among_ranks=RowsMoved(plan.among_ranks.queries, keys))
     assert walk([plan], bandwidth=1.0).seconds == 2 + 2 + 2 + 2
+
+
+@pytest.mark.parametrize(
+    ("connected", "busy", "seconds"),
+    [((0, 0, 2, 2), 0.0, 2 + 9), ((0, 0, 0, 0), 0.0, 7 + 9), ((0, 0, 2, 2), 1e-9, 7 + 9)],
+)
+def test_ranks_that_share_no_documents_do_not_wait_for_each_other(connected, busy, seconds):
+    """Ranks 0 and 1 reach the exchange after 2 seconds and compute for 9; ranks 2 and 3 after 7, for 1."""
+    queries = np.zeros((2, 2, 4), np.int64)
+    queries[0, 0, [0, 2]] = queries[0, 1, [1, 3]] = 1
+    moved, nothing = RowsMoved(queries, queries * 0), RowsMoved(queries * 0, queries * 0)
+    plan = CountedPlan(
+        *(tasks(0, 0, 0, 0), tasks(0, 0, 0, 0), tasks(0, 9, 0, 1)),
+        *(moved, nothing, RowBytes(1, 1, 1), 1, 4, False, False, np.array(connected)),
+    )
+    before, after = np.array([2.0, 2, 7, 7]), np.zeros(4)
+    links = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf), busy=busy)
+    walked = walk_layer([plan], KernelCost(0, 0, 0, 1.0), [before], [after], links, "forward")
+    assert walked.seconds == pytest.approx(seconds)
+
+
+def test_ranks_are_connected_by_documents_over_other_ranks():
+    layout = fixed_layout([[30, 5], [5], [40], []], 8)  # over ranks 0 and 1, 2 and 3, 4 and 5
+    plan = Plan(layout, local_tasks(layout.segments), 8)
+    assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 2, 2, 4, 4, 6, 7]
+    plan.tasks["worker"][plan.tasks["worker"] == 2] = 1
+    assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 0, 0, 4, 4, 6, 7]
 
 
 def test_two_nano_batches_hide_each_others_exchange():

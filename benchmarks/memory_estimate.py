@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_distca import DistCAConfig, make_dispatcher
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.live import fake_tensors
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.settings import plan_settings
 from hf_distca.planner.micro_batch import plan_micro_batch
@@ -123,7 +122,7 @@ def estimated(case: Case) -> list[int]:
     model = AutoConfig.for_model("llama", **case.sizes)
     config = DistCAConfig(tokens_per_rank=case.tokens)
     settings = plan_settings(
-        model_of_config(model, torch.float32, fake_tensors()),
+        model_of_config(model, torch.float32),
         config,
         ranks=case.ranks,
         device=CPU,

@@ -19,7 +19,6 @@ MOST_RANKS = 4096
 MOST_TOKENS = 2**27
 """Maximum number of tokens of a rank, more than any device holds."""
 MOST_BATCHES = 100_000
-LARGEST = 2**31 - 1
 LEAST_STAGE = 128
 """Minimum number of K/V rows in a stage: shorter stages are too many to plan."""
 LONGEST_WAIT = 1e8
@@ -29,7 +28,7 @@ RANKS_PER_NODE = 8
 GB = 1e9
 
 
-def whole(least: int, most: int = LARGEST, why: str = "", read: Callable[[str], int] = int) -> Callable[[str], int]:
+def whole(least: int, most: int = 2**31 - 1, why: str = "", read: Callable[[str], int] = int) -> Callable[[str], int]:
     """Return a parser of whole numbers.
 
     Args:
@@ -102,17 +101,16 @@ def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -
     settings = {setting.name: setting for setting in fields(DistCAConfig)}
     for name in names:
         setting = settings[name]
-        kind: Any = bool if name in SWITCHES else setting.type
         options: dict[str, Any] = {"default": setting.default, "help": setting.metadata["help"].replace("%", "%%")}
-        if kind is bool:
+        is_switch = name in SWITCHES or setting.type is bool
+        if is_switch:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": kind, "choices": setting.metadata.get("choices")}
+            options |= {"type": setting.type, "choices": setting.metadata.get("choices")}
         options |= changes
         if not options.get("required"):
             default = options["default"]
-            shown = {True: "on", False: "off"}.get(default, default) if kind is bool else default
-            options["help"] += f" (default: {shown})"
+            options["help"] += f" (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
         parser.add_argument(f"--{name.replace('_', '-')}", **options)
 
 
@@ -126,8 +124,7 @@ def config_of(options: argparse.Namespace) -> DistCAConfig:
 
 def add_node_options(parser: argparse.ArgumentParser, within: float | None, between: float | None) -> None:
     """Add the options of nodes and their links; `within` and `between` are default bandwidths, None the profile's."""
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--ranks-per-node",
         metavar="K",
         help="ranks that share a node: one number, or one for each node in the order of the ranks, such as 8,8,4; 1 "
@@ -137,7 +134,7 @@ def add_node_options(parser: argparse.ArgumentParser, within: float | None, betw
     for name, default, where in links:
         shown = "the profile's" if default is None else f"{default:g}"
         what = f"bandwidth of a rank {where}, in each direction (default: {shown})"
-        add(name, type=gigabytes, default=default, metavar="GB/S", help=what)
+        parser.add_argument(name, type=gigabytes, default=default, metavar="GB/S", help=what)
 
 
 def nodes_of_ranks(config: DistCAConfig, ranks: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import argparse
 import logging
 import signal
 import sys
+from typing import Any
 
 import torch
 
@@ -64,11 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve until training ends, or the process gets SIGINT or SIGTERM.
-
-    Raises:
-        InputError: the options cannot be used, ranks cannot use the server, or the run could not be reached in time.
-    """
+    """Serve until training ends, or the process gets SIGINT or SIGTERM; raise InputError if it cannot serve."""
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
         token = parse_token(sys.stdin.readline()) if options.token_file == "-" else read_token(options.token_file)
@@ -80,16 +77,9 @@ def run(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     # The needs of ranks are known when they call; "auto" may then choose another kernel.
     choose = (lambda need: get_kernel("auto", device, [need])) if options.attention_kernel == "auto" else None
+    place: dict[str, Any] = {"host": options.bind, "port": options.port, "transport": Choice(options.transport)}
     try:
-        server = AttentionServer(
-            token,
-            device,
-            kernel,
-            choose=choose,
-            host=options.bind,
-            port=options.port,
-            transport=Choice(options.transport),
-        )
+        server = AttentionServer(token, device, kernel, choose=choose, **place)
     except ValueError as error:
         raise InputError(str(error)) from error
     except OSError as error:

@@ -1,20 +1,16 @@
 """GPU memory under each strategy that a simulation compares, counted on a step of the model itself."""
 
-import copy
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_distca.config import DistCAConfig
 from hf_distca.memory.counter import MemoryCounter, Training
-from hf_distca.memory.live import fake_tensors
 from hf_distca.memory.micro_batch import Use, busiest_rank, count_core_attention
-from hf_distca.memory.stand_ins import counted_kernel
 from hf_distca.models.fake import model_of_config
-from hf_distca.models.tensor_parallel import FEATURES, HEADS
+from hf_distca.models.tensor_parallel import divided_config
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
@@ -37,47 +33,34 @@ class GpuMemory:
     def __init__(self, setup: Setup, config: PreTrainedConfig, settings: PlanSettings, options: DistCAConfig) -> None:
         self._setup, self._settings = setup, replace(settings, kernel=KERNEL)
         self._alone = replace(self._settings, ranks=1, ranks_per_node=1, ping_pong=False)
-        model = model_of_config(_on_a_gpu(config, setup.tensor_parallel), torch.float32, fake_tensors())
-        self._counter, self._counter_alone = (
-            MemoryCounter(model, each, options, by_config=True) for each in (self._settings, self._alone)
-        )
-        self._training = Training("fsdp2", settings.bytes_per_value == 2, {} if setup.checkpointing else None)
+        model = model_of_config(divided_config(config, setup.tensor_parallel), torch.float32)
+        self._counter = MemoryCounter(model, self._settings, options, by_config=True)
+        self._counter_alone = MemoryCounter(model, self._alone, options, by_config=True)
+        mixed, checkpointing = settings.bytes_per_value == 2, {} if setup.checkpointing else None
+        self._training = Training("fsdp2", mixed, checkpointing, shards=settings.ranks)
 
     def __call__(self, strategy: Strategy, rows: int, plan: MicroBatchPlan | None) -> tuple[int | None, int]:
         """Return bytes of rows and of model state, see `hf_distca.sim.simulate.Memory`."""
-        state = self._counter.state(self._training).total
+        (half, state), (full, _) = self._line
         if strategy.servers:  # the memory of a server is unknown
             return None, state
         if plan is not None and self._setup.ranks <= COUNTED_RANKS:
             return sum(self._counter.count(plan, self._training).parts.values()), state
-        half, full = self._line
         most = self._settings.tokens_per_rank
         alone = round(full + (full - half) * (rows - most) / (most - most // 2))
-        widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in self._settings.kinds)
-        exchanged = 2 * rows * (strategy.context - 1) * widest * self._setup.profile.bytes_per_value
-        if plan is not None:
-            rank, dtype = busiest_rank(plan, self._settings), self._training.weights
-            use, kind = Use(counted_kernel(KERNEL)), self._settings.dominant_kind
-            exchanged = count_core_attention(plan, kind, dtype, rank, use, fake_tensors()).get("exchange buffers", 0)
+        if plan is None:
+            widest = max(kind.kv_heads * (kind.dim_qk + kind.dim_v) for kind in self._settings.kinds)
+            exchanged = 2 * rows * (strategy.context - 1) * widest * self._setup.profile.bytes_per_value
+        else:
+            rank, kind = busiest_rank(plan, self._settings), self._settings.dominant_kind
+            parts = count_core_attention(plan, kind, self._training.weights, rank, Use(KERNEL))
+            exchanged = parts.get("exchange buffers", 0)
         return alone + exchanged, state
 
     @cached_property
-    def _line(self) -> tuple[int, int]:
-        """Bytes of half the rows that a rank takes, and of all."""
+    def _line(self) -> list[tuple[int, int]]:
+        """Bytes of rows and of model state without an exchange, for half of the rows that a rank takes and for all."""
         most = self._settings.tokens_per_rank
         plans = [plan_micro_batch([rows], self._alone) for rows in (most // 2, most)]
-        half, full = (sum(self._counter_alone.count(plan, self._training).parts.values()) for plan in plans)
-        return half, full
-
-
-def _on_a_gpu(config: PreTrainedConfig, gpus: int) -> PreTrainedConfig:
-    """Return the config of a model that computes one GPU's share of every layer; each has the whole vocabulary."""
-    config = copy.deepcopy(config)
-    if gpus > 1:
-        decoder: Any = config.get_text_config(decoder=True)
-        head_dim = getattr(decoder, "head_dim", None)
-        decoder.head_dim = head_dim or decoder.hidden_size // decoder.num_attention_heads
-        for name in (*HEADS, *FEATURES):
-            if size := getattr(decoder, name, None):
-                setattr(decoder, name, max(size // gpus, 1))
-    return config
+        counted = [self._counter_alone.count(plan, self._training) for plan in plans]
+        return [(sum(each.parts.values()), each.state.total) for each in counted]

@@ -10,7 +10,6 @@ from transformers import LlamaConfig
 
 import hf_distca
 from hf_distca.cli.model import config_of_shape
-from hf_distca.memory.live import fake_tensors
 from hf_distca.models.fake import model_of_config
 from hf_distca.models.shape import model_shape
 from hf_distca.sim.model import ModelShape
@@ -142,7 +141,7 @@ def test_gpus_that_share_layers(figures, without_memory):
 
 def test_the_shape_of_a_model():
     expected = ModelShape.llama(3, 512, 1024, 4, 2, 1000)
-    found = model_shape(model_of_config(config_of_shape(expected), torch.float32, fake_tensors()))
+    found = model_shape(model_of_config(config_of_shape(expected), torch.float32))
     norms = 3 * 2 * 512 + 512  # of the layers, and the last one
     assert found == replace(expected, after=expected.after + norms // 3, parameters=expected.parameters + norms)
 

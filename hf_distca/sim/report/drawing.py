@@ -174,7 +174,7 @@ def stacks_picture(
     """
     pitch, thick = 28.0, 18.0
     totals = {name: sum(size for size, _, _ in parts) for name, parts in rows.items()}
-    limit = longest_shown(totals, strong)
+    limit = CUT_OFF * max((totals[name] for name in strong), default=0.0) or inf
     marks = ticks(min(max(totals.values()), limit), 5)
     left = max(map(len, rows)) * LETTER + 10
     right = WIDTH - max(len(f"{total:,.3f}{unit}") for total in totals.values()) * LETTER - 12
@@ -198,16 +198,6 @@ def stacks_picture(
                 drawing.line(x - place - 3, y + thick + 1, x - place + 3, y - 1, "break")
         drawing.text(x + 6, y + thick - 4, f"{totals[name]:,.3f}{unit}", "start", style)
     return drawing
-
-
-def longest_shown(totals: Mapping[str, float], strong: Sequence[str]) -> float:
-    """Return the length above which bars are broken off; infinite if no important bar has a length.
-
-    Args:
-        totals: length of every bar, by name.
-        strong: names of important bars.
-    """
-    return CUT_OFF * max(totals[name] for name in strong) if any(map(totals.get, strong)) else inf
 
 
 def ticks(most: float, about: int = 4) -> list[float]:

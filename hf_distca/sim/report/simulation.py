@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hf_distca.sim.figures import NOT_WORTH, columns_of
 from hf_distca.sim.report.drawing import loads_picture, stacks_picture
 from hf_distca.sim.report.page import (
     code,
@@ -16,6 +15,7 @@ from hf_distca.sim.report.page import (
     table,
     table_of_ranks,
 )
+from hf_distca.sim.simulate import NOT_WORTH, columns_of
 from hf_distca.sim.strategies import PLAIN
 
 STEP_PARTS = {

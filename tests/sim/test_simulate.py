@@ -9,9 +9,8 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
-from hf_distca.sim.simulate import StrategyFigures, advice
 from hf_distca.sim.model import ModelShape
-from hf_distca.sim.simulate import simulate
+from hf_distca.sim.simulate import StrategyFigures, advice, simulate
 from hf_distca.sim.strategies import Setup
 
 KIND = AttentionKind(None, 2, 1, 4, 4)

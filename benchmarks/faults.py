@@ -61,7 +61,7 @@ PRELOADED = [
 
 
 class Losses(logging.Handler):
-    """Counts what the pool says of lost servers."""
+    """Counts servers that the pool reports as lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Losses(logging.Handler):
 
 
 def serve(port: int, transport: Choice, joined: Connection) -> None:
-    """A server's process; says when it has joined."""
+    """A server's process; reports when it has joined."""
     end_with_parent()
     torch.set_num_threads(1)
     device = torch.device("cpu")

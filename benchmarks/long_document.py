@@ -47,7 +47,7 @@ def main() -> None:
     table(["result", "relative error of sampled rows"], [[name, f"{error:.1e}"] for name, error in errors.items()])
     print()
     of_ranks = list(zip(peaks, estimates, strict=True))
-    rows = [[str(rank), f"{peak:.0f}", f"{told:.0f}"] for rank, (peak, told) in enumerate(of_ranks)]
+    rows = [[str(rank), f"{peak:.0f}", f"{estimate:.0f}"] for rank, (peak, estimate) in enumerate(of_ranks)]
     table(["rank", "peak, MiB", "estimated"], rows)
     print_json(
         tokens=tokens,
@@ -56,7 +56,7 @@ def main() -> None:
         relative_errors=errors,
         peak_mib=peaks,
         estimated_mib=estimates,
-        estimated_over_measured=[told / peak for peak, told in of_ranks],
+        estimated_over_measured=[estimate / peak for peak, estimate in of_ranks],
     )
 
 

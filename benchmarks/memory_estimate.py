@@ -42,7 +42,7 @@ STEPS, MICRO_BATCHES = 3, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train.
+    """A configuration of a training.
 
     Attributes:
         ranks: processes.
@@ -118,7 +118,7 @@ def _train(case: Case) -> None:
 
 
 def estimated(case: Case) -> list[int]:
-    """Bytes that each rank takes, told from config and plan."""
+    """Bytes that each rank takes, estimated from config and plan."""
     model = AutoConfig.for_model("llama", **case.sizes)
     config = DistCAConfig(tokens_per_rank=case.tokens)
     settings = plan_settings(
@@ -141,11 +141,11 @@ def main() -> None:
     options = parser.parse_args()
     results = {}
     for name, case in cases(options.tokens, SIZES).items():
-        told, taken = estimated(case), run_ranks(case.ranks, train, case)
+        guessed, taken = estimated(case), run_ranks(case.ranks, train, case)
         results[name] = {
-            "estimated_mb": [round(size / 1e6, 1) for size in told],
+            "estimated_mb": [round(size / 1e6, 1) for size in guessed],
             "measured_mb": [round(size / 1e6, 1) for size in taken],
-            "estimated_over_measured": [round(a / b, 3) for a, b in zip(told, taken, strict=True)],
+            "estimated_over_measured": [round(a / b, 3) for a, b in zip(guessed, taken, strict=True)],
         }
         print(name, results[name])
     print_json(tokens=options.tokens, configurations=results)

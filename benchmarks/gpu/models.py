@@ -16,7 +16,7 @@ from hf_distca import Dispatcher, DistCAConfig, plan_layers, plan_settings
 from hf_distca.plan import MicroBatchPlan
 
 HEADS = (8, 2)
-"""Query and key-value heads of a small model, unless said otherwise."""
+"""Query and key-value heads of a small model, by default."""
 SMALL = {
     "num_hidden_layers": 2,
     "vocab_size": VOCABULARY,

@@ -1,7 +1,7 @@
-"""Rounds of figures, of one checkout or of two in turns, and what is told of them.
+"""Rounds of figures, of one checkout or of two in turns, and their report.
 
 A benchmark takes rounds. Each runs all that is compared, one after another, so that what disturbs the machine for
-longer than a round disturbs all of it alike: ratios are formed within a round, and their median and quartiles told.
+longer than a round disturbs all of it alike. Ratios are formed within a round; the report has medians and quartiles.
 With `--against` the script of the same name in another checkout, with the hf_distca of that checkout, takes a round
 whenever this one does; ratios between the two checkouts are paired in the same way.
 """
@@ -34,7 +34,7 @@ def rounds_parser(description: str | None, rounds: int) -> ArgumentParser:
 
     Args:
         description: of the benchmark.
-        rounds: how many it takes where nothing is said.
+        rounds: how many it takes by default.
     """
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"how many (default: {rounds})")
@@ -73,9 +73,9 @@ def take_rounds(options: Namespace, take: Callable[[], Round]) -> Measured:
         take: takes a round.
     """
     if options.follow:
-        _say({"checkout": str(CHECKOUT), "commit": commit()})
+        _send({"checkout": str(CHECKOUT), "commit": commit()})
         for _ in sys.stdin:
-            _say(take())
+            _send(take())
         raise SystemExit
     other = None if options.against is None else _Other(options.against)
     ours: list[Round] = []
@@ -116,12 +116,12 @@ class _Other:
             text=True,
             preexec_fn=end_with_parent,
         )
-        told = self._heard()
-        if Path(told["checkout"]) != checkout or checkout == here:
+        answer = self._heard()
+        if Path(answer["checkout"]) != checkout or checkout == here:
             raise ValueError(
-                f"--against {checkout} ran hf_distca from {told['checkout']}; give another checkout's folder"
+                f"--against {checkout} ran hf_distca from {answer['checkout']}; give another checkout's folder"
             )
-        self.commit = told["commit"]
+        self.commit = answer["commit"]
 
     def take(self) -> Round:
         """A round of the other checkout."""
@@ -139,8 +139,8 @@ class _Other:
         raise RuntimeError(f"the other checkout's script ended with status {self._process.wait()}")
 
 
-def _say(told: Mapping) -> None:
-    print(_MARK + json.dumps(told), flush=True)
+def _send(message: Mapping) -> None:
+    print(_MARK + json.dumps(message), flush=True)
 
 
 def over(numerator: str, denominator: str) -> Callable[[Round], float]:
@@ -154,7 +154,7 @@ def report(measured: Measured, derived: Mapping[str, Callable[[Round], float]], 
     Args:
         measured: the rounds.
         derived: by name, a ratio, or what else is computed of the figures of one round.
-        others: what else the JSON object is to say.
+        others: further fields of the JSON object.
     """
     ours, theirs = measured.ours, measured.theirs
     figures = _spreads(ours)

@@ -14,8 +14,8 @@ passes, the update and its log; it is an epoch where documents are shuffled, and
 
 Core attention of packed rows is the CPU kernel of hf_distca in all strategies, behind transformers' attention
 interface; it skips what documents do not attend to, as FlashAttention does on GPUs. "sdpa" alone would build a mask
-of all tokens by all tokens there. Every strategy takes the mean over all targets of a step; Ulysses does where a step is one row, and
-else takes the mean of the means of rows, which is shown for two. Losses of every step are compared.
+of all tokens by all tokens there. Every strategy takes the mean over all targets of a step; Ulysses does where a step
+is one row, and else takes the mean of the means of rows, which is shown for two. Losses of every step are compared.
 
 Time on this machine shows little of balance on 4 ranks: 2 cores are shared by 4 ranks, so that work on all of them
 adds up and a rank that waits costs nothing. `imbalance` does not depend on that: query-key pairs of the busiest rank

@@ -228,7 +228,7 @@ def _figures(
     sent, received = np.sum([bytes_moved(each, row_bytes) for each in plans], axis=0)
     shown = ("lengths", "ranks", "tokens_per_rank", *PLANNED, "attention_kernel", "dtype")
     return figures | {
-        "histogram": [asdict(each) for each in histogram(lengths)],
+        "histogram": histogram(lengths),
         "packed_max_over_mean": float(packed.max() / packed.mean()),
         "by_rank": {
             "pairs_packed": packed.tolist(),

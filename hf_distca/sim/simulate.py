@@ -10,7 +10,7 @@ import numpy as np
 from hf_distca.plan import MicroBatchPlan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.sim.lengths import IntArray, LengthBin, histogram
+from hf_distca.sim.lengths import IntArray, histogram
 from hf_distca.sim.strategies import CHOSEN, PLAIN, Setup, StepTime, Strategy, all_strategies
 
 NOT_WORTH = 1.02
@@ -161,7 +161,7 @@ class Simulation:
     tokens_per_rank: int
     documents: int
     tokens: int
-    histogram: tuple[LengthBin, ...]
+    histogram: list[dict[str, float]]
     strategies: tuple[StrategyFigures, ...]
     best_plain: str
     best_planned: str

@@ -109,7 +109,7 @@ class Drawing:
 
 
 def lengths_picture(bins: Sequence[Mapping[str, Any]]) -> Drawing:
-    """Draw shares of documents and of tokens by length, from fields of `LengthBin`, on a logarithmic axis."""
+    """Draw shares of documents and of tokens by length, from bins of `histogram`, on a logarithmic axis."""
     left, top, bottom = 44, 12, 196
     drawing = Drawing(WIDTH, 240)
     marks = ticks(100 * max(max(each["document_share"], each["token_share"]) for each in bins))

@@ -105,7 +105,7 @@ def origin_section(given: Mapping[str, Any], sentences: Sequence[str] = ()) -> s
 
 
 def lengths_section(bins: Sequence[Mapping[str, Any]]) -> str:
-    """Return the section on documents by length, from fields of `LengthBin`."""
+    """Return the section on documents by length, from bins of `histogram`."""
     documents = tokens = 0.0
     for longest in reversed(bins):  # those that hold half of the tokens
         documents, tokens = documents + longest["document_share"], tokens + longest["token_share"]

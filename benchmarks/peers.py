@@ -165,14 +165,7 @@ class Case:
 
 
 def data_parallel(case: Case, ranks: int, strategy: str = "random", *, padded: bool = False) -> "Halted":
-    """Plain DDP, documents of a rank packed without padding, or rows padded to the longest of the rank.
-
-    Args:
-        case: what is trained.
-        ranks: how many.
-        strategy: `train_sampling_strategy`: which documents a rank gets.
-        padded: with attention by sdpa.
-    """
+    """Plain DDP, documents of a rank packed without padding, or rows padded to the longest of the rank."""
     words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", padding_side="right")
     pad = DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -205,8 +198,6 @@ def ulysses(case: Case, ranks: int, attention: str = PACKED, in_two_rows: bool =
 
     Args:
         case: what is trained; the tokens of every row must be a multiple of the ranks.
-        ranks: how many.
-        attention: implementation that is given the whole row.
         in_two_rows: whether the first document of a step has a row of its own. gloo needs rows of equal length.
     """
     # As accelerate's launcher sets them: with TrainingArguments' `deepspeed` transformers leaves `ddp_backend` out,
@@ -247,7 +238,6 @@ class Halted(TrainerCallback):
     """A trainer that trains in a thread of its own, one optimizer step at a time.
 
     Args:
-        trainer: that logs in every step.
         counted: its collator; None where the trainer logs the imbalance, or it is known.
     """
 

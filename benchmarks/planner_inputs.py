@@ -36,10 +36,6 @@ def plan_once(
     """Plan one input.
 
     Args:
-        batch: the documents.
-        ranks: which take its first rows.
-        kind: "joint", "fixed", or "fixed, head-tail".
-        tolerance: balance_tolerance.
         ranks_per_node: that the plan knows of; None for a flat plan.
         window: width of the sliding window; None for full causal attention.
     """

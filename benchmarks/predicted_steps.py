@@ -84,11 +84,7 @@ class Calibration:
 
 
 class Steps:
-    """The steps of a rank by name, and their predictions.
-
-    Args:
-        tokens: of a rank.
-    """
+    """The steps of a rank by name, and their predictions."""
 
     def __init__(self, tokens: int) -> None:
         self.kernel, self.groups, self.tokens = get_kernel("auto", CPU), Groups(CPU, 60.0), tokens

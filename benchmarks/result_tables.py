@@ -34,11 +34,7 @@ CORPORA = {"wlbllm": "pretraining mix", "prolong": "ProLong"}
 
 
 def table_of(*names: str) -> Callable[[Callable[[], Rows]], Callable[[], Rows]]:
-    """Enter a table under the name of the function that makes it.
-
-    Args:
-        names: of the results that it comes from.
-    """
+    """Enter a table under the name of the function that makes it."""
 
     def enter(make: Callable[[], Rows]) -> Callable[[], Rows]:
         TABLES[make.__name__] = make, names

@@ -86,9 +86,6 @@ def packed_rows(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 class Models:
     """The same model with distca and with plain packed attention, trained under DDP with AdamW; makes steps of them.
 
-    Args:
-        positions: the most tokens of a document.
-
     Attributes:
         distca: to be prepared for plans before its first step.
     """
@@ -130,12 +127,7 @@ class Models:
 
 
 def steps_of(ranks: int, tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Steps of all mixes in all strategies by name, and what "auto" chose, by mix.
-
-    Args:
-        ranks: how many.
-        tokens: of a rank.
-    """
+    """Steps of all mixes in all strategies by name, and what "auto" chose, by mix."""
     models = Models(ranks * tokens)
     strategies = {"auto": {}, "joint": {**SET, "ping_pong": True}, "no turns": {**SET, "ping_pong": False}}
     dispatchers = {

@@ -69,11 +69,7 @@ def run_parts(
 
     Args:
         parts: the most important first. One whose limit is more than what is left is not run, later ones may be.
-        command_of: of each part.
         results: what is known before; `parts` is added.
-        output: where results are written.
-        logs: folder for what the parts print.
-        seconds: for all parts together.
 
     Returns:
         Whether nothing was wrong.

@@ -77,13 +77,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def planned_result(setting: Setting, variant: Variant, **model_options: Any) -> tuple[StepResult, int]:
-    """A planned step of all ranks, and the bytes through the busiest rank in one layer's forward.
-
-    Args:
-        setting: sizes and device.
-        variant: how the step runs.
-        model_options: of `small_model`.
-    """
+    """A planned step of all ranks, and the bytes through the busiest rank in one layer's forward."""
     ranks, lengths = (dist.get_world_size() if dist.is_initialized() else 1), list(setting.lengths)
     model = small_model(setting, "distca", **{"heads": variant.heads, **model_options})
     dispatcher = dispatcher_of(
@@ -169,7 +163,6 @@ def check_two_ranks(setting: Setting, run: Callable[..., list[Any]] = run_ranks)
     """One step of two ranks on one device over gloo in all variants, beside one process with stock attention.
 
     Args:
-        setting: sizes and device.
         run: runs a function with arguments on so many ranks; returns what each returned.
     """
     findings = Findings()

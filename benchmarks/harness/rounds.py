@@ -30,12 +30,7 @@ _MARK = "round: "
 
 
 def rounds_parser(description: str | None, rounds: int) -> ArgumentParser:
-    """The options that all benchmarks with rounds have.
-
-    Args:
-        description: of the benchmark.
-        rounds: how many it takes by default.
-    """
+    """The options that all benchmarks with rounds have."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"how many (default: {rounds})")
     parser.add_argument(
@@ -67,10 +62,6 @@ def take_rounds(options: Namespace, take: Callable[[], Round]) -> Measured:
     """Take as many rounds as the options ask for.
 
     Where another checkout's script asks for the rounds, this process sends them to it and exits.
-
-    Args:
-        options: of `rounds_parser`.
-        take: takes a round.
     """
     if options.follow:
         _send({"checkout": str(CHECKOUT), "commit": commit()})
@@ -92,9 +83,6 @@ def take_rounds(options: Namespace, take: Callable[[], Round]) -> Measured:
 
 class _Other:
     """The same script of another checkout, in a process of its own.
-
-    Args:
-        checkout: its folder.
 
     Raises:
         ValueError: hf_distca is not that of the two checkouts, or both are the same.
@@ -152,9 +140,7 @@ def report(measured: Measured, derived: Mapping[str, Callable[[Round], float]], 
     """Print tables of figures, of what is derived from them within a round and of checkouts, then one JSON object.
 
     Args:
-        measured: the rounds.
         derived: by name, a ratio, or what else is computed of the figures of one round.
-        others: further fields of the JSON object.
     """
     ours, theirs = measured.ours, measured.theirs
     figures = _spreads(ours)

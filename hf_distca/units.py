@@ -25,7 +25,7 @@ def read_values(settings: Any) -> None:
     """Replace field values of a settings dataclass by the read values of the fields' types.
 
     Raises:
-        UnitError: a value cannot be read; names the field and says what is expected.
+        UnitError: a value cannot be read; names the field and what is expected.
     """
     for field in fields(settings):
         if field.type in _READERS:

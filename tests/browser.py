@@ -23,7 +23,7 @@ class Browser:
     """One Chromium with one page.
 
     Attributes:
-        events: (method, parameters) of everything that the page told, in order.
+        events: (method, parameters) of every event of the page, in order.
     """
 
     def __init__(self, folder: Path) -> None:

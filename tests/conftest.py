@@ -17,7 +17,7 @@ from tests.ranks import RankPool
 LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.launches) ", re.M)
 """Imports of files that launch."""
 
-# How long an example takes says how busy the machine is.
+# The time of an example shows how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)
 settings.load_profile("hf_distca")
 

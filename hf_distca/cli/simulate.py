@@ -43,7 +43,7 @@ from hf_distca.units import AUTO
 DESCRIPTION = f"""\
 Predict the time of a training step for documents like yours, without a GPU, by each strategy: plain packing with equal
 tokens, whole documents balanced, context parallelism over 2, 4, 8 ... ranks, and hf_distca. The costs of the device
-were measured. The last lines say whether balancing pays.
+were measured. The last lines report whether balancing pays.
 
 {SOURCES}
 A step has one micro-batch on each rank. It leaves out gradient synchronisation and the optimizer, which are the same

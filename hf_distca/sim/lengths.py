@@ -12,7 +12,7 @@ Draw = Callable[[np.random.Generator, int], IntArray]
 """Function that draws a number of lengths."""
 
 CORPORA = Path(__file__).parent / "document_lengths.json"
-"""Histograms of the document lengths of public data sets; `source` says where each was published."""
+"""Histograms of the document lengths of public data sets; `source` names their publications."""
 LONGEST_MEDIAN, WIDEST = 1e9, 3.0
 """Limits of lognormal lengths; beyond them documents are longer than any text, and 64 bits overflow."""
 

@@ -114,10 +114,10 @@ def test_nothing_else_is_there(python, tmp_path):
     code = "import hf_distca.cli.main as cli; print(cli.__file__); cli.main(['doctor'])"
     file, *findings = run_outside([python, "-c", code], tmp_path).splitlines()
     assert Path(file).is_relative_to(python.parents[1])
-    told = {line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")}
-    assert told["hf-distca"] == hf_distca.__version__
-    assert told["peft"].startswith("not installed")
-    assert told["deepspeed"].startswith("not installed")
+    found = {line.split()[1]: line.split(maxsplit=2)[2] for line in findings if not line.startswith(" ")}
+    assert found["hf-distca"] == hf_distca.__version__
+    assert found["peft"].startswith("not installed")
+    assert found["deepspeed"].startswith("not installed")
 
 
 def run_outside(command: list[str | Path], folder: Path) -> str:

@@ -128,7 +128,7 @@ def test_a_browser_opens_a_report(reports, chromium, name, width, dark):
     path = reports / f"{name}.html"
     chromium.open(path.as_uri(), width, dark)
     assert [event for event in chromium.events if event[0] in EVENTS] == []
-    assert [told["request"]["url"] for method, told in chromium.events if method == REQUEST] == [path.as_uri()]
+    assert [event["request"]["url"] for method, event in chromium.events if method == REQUEST] == [path.as_uri()]
     assert chromium.value("document.documentElement.scrollWidth") <= width
     assert chromium.value(OUTSIDE) == []
 
@@ -139,4 +139,4 @@ def test_errors_and_requests_of_a_page_are_events(chromium, tmp_path):
     path.write_text("<script>console.error('no'); fetch('http://127.0.0.1:9/'); nothing()</script>")
     chromium.open(path.as_uri(), 390, False)
     assert {"Runtime.consoleAPICalled", "Runtime.exceptionThrown"} <= {method for method, _ in chromium.events}
-    assert len([told for method, told in chromium.events if method == REQUEST]) == 2
+    assert len([event for method, event in chromium.events if method == REQUEST]) == 2

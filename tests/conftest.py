@@ -10,7 +10,6 @@ import torch
 from hypothesis import settings
 
 from tests.backward_thread import backward_in_a_thread, with_backward_in_a_thread
-from tests.browser import Browser
 from tests.launch import cpu_environment
 from tests.ranks import RankPool
 
@@ -41,14 +40,6 @@ def backward_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RankPool, "run", run_so)
     monkeypatch.setattr(torch.Tensor, "backward", backward_in_a_thread)
-
-
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A browser with one page; for tests that `needs_chromium` marks."""
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import fields
-from math import inf
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -28,58 +28,43 @@ RANKS_PER_NODE = 8
 GB = 1e9
 
 
-def whole(least: int, most: int = 2**31 - 1, why: str = "", read: Callable[[str], int] = int) -> Callable[[str], int]:
-    """Return a parser of whole numbers.
+def number(
+    expected: str, read: Callable[[str], Any] = int, least: float = 1, most: float = 2**31 - 1, why: str = ""
+) -> Callable[[str], Any]:
+    """Return a parser of numbers from `least` to `most`.
 
     Args:
-        least: 0 or 1.
-        why: reason for the maximum, for the error.
+        expected: description of these numbers, for the error.
         read: converts the text; raises ValueError if the text is no number.
+        why: reason for the maximum, for the error.
     """
 
-    def number(text: str) -> int:
+    def parse(text: str) -> Any:
         try:
             found = read(text)
         except ValueError:
-            found = least - 1
-        if found < least:
-            expected = "a positive whole number" if least else "0 or a positive whole number"
+            found = nan
+        if not found >= least:
             raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
         if found > most:
-            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text}{why}")
+            raise argparse.ArgumentTypeError(f"must be at most {most:.10g}, got {text}{why}")
         return found
 
-    return number
+    return parse
 
 
-positive = whole(1)
-ranks = whole(1, MOST_RANKS, ": planning would not end in time")
-servers = whole(0, MOST_RANKS, ": planning would not end in time")
-batches = whole(1, MOST_BATCHES, ": simulating would not end in time")
-tokens = whole(1, MOST_TOKENS, ": no device holds so many", read_tokens)
-seed = whole(0)
-
-
-def real(expected: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a parser of numbers that `accepts` accepts; `expected` describes these numbers for the error."""
-
-    def number(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = -1.0
-        if not accepts(found):
-            raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
-        return found
-
-    return number
-
-
-gigabytes = real("a positive number of gigabytes", lambda number: 0 < number < inf)
-seconds = real(f"a number of seconds from 0 to {LONGEST_WAIT:g}", lambda number: 0 <= number <= LONGEST_WAIT)
-positive_seconds = real(
-    f"a number of seconds above 0, at most {LONGEST_WAIT:g}", lambda number: 0 < number <= LONGEST_WAIT
-)
+POSITIVE, FROM_ZERO = "a positive whole number", "0 or a positive whole number"
+positive = number(POSITIVE)
+seed = number(FROM_ZERO, least=0)
+port = number(FROM_ZERO, least=0, most=65535)
+threads = number(POSITIVE, most=4096)
+ranks = number(POSITIVE, most=MOST_RANKS, why=": planning would not end in time")
+servers = number(FROM_ZERO, least=0, most=MOST_RANKS, why=": planning would not end in time")
+batches = number(POSITIVE, most=MOST_BATCHES, why=": simulating would not end in time")
+tokens = number(POSITIVE, read_tokens, most=MOST_TOKENS, why=": no device holds so many")
+gigabytes = number("a positive number of gigabytes", float, least=1e-9, most=1e9)
+seconds = number("0 or a positive number of seconds", float, least=0, most=LONGEST_WAIT)
+positive_seconds = number("a positive number of seconds", float, least=1e-9, most=LONGEST_WAIT)
 
 
 def check_stages(settings: PlanSettings) -> None:

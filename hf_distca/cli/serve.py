@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_distca.cli import InputError
-from hf_distca.cli.options import seconds, whole
+from hf_distca.cli.options import port, seconds, threads
 from hf_distca.kernels import get_kernel
 from hf_distca.pool.memory import Choice
 from hf_distca.pool.server.server import AttentionServer
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--token-file", required=True, metavar="FILE", help="file with the run's token; - for standard input")
     add("--device", default="cpu", help="device to compute on: cpu, or a GPU such as cuda:0 (default: cpu)")
     add("--bind", default="127.0.0.1", metavar="HOST", help="interface to listen on for ranks (default: 127.0.0.1)")
-    add("--port", type=whole(0, 65535), default=0, help="port to listen on (default: 0, any that is free)")
+    add("--port", type=port, default=0, help="port to listen on (default: 0, any that is free)")
     add(
         "--attention-kernel",
         default="auto",
@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="transport of rows; nixl without an RDMA device lets UCX listen on the interface of --bind, where it "
         "accepts any peer (default: auto, which is nixl where both ends have it and an RDMA device, else tcp)",
     )
-    add("--threads", type=whole(1, 4096), metavar="N", help="CPU threads to compute with (default: all cores)")
+    add("--threads", type=threads, metavar="N", help="CPU threads to compute with (default: all cores)")
     add(
         "--wait",
         type=seconds,

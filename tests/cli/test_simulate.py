@@ -3,7 +3,6 @@ import json
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -137,17 +136,6 @@ def test_the_shape_of_a_model():
     found = model_shape(model_of_config(config_of_shape(expected), torch.float32))
     norms = 3 * 2 * 512 + 512  # of the layers, and the last one
     assert found == replace(expected, after=expected.after + norms // 3, parameters=expected.parameters + norms)
-
-
-def test_many_ranks(figures, small):
-    found = figures(*SETTING, "--lengths", "wlbllm", "--ranks", "512", "--batches", "1", "--model", small)
-    assert np.isfinite([strategy["step_seconds"] for strategy in found["strategies"]]).all()
-
-
-def test_nodes_of_eight_ranks_by_default(figures, without_memory):
-    options = ("--lengths", "prolong", "--ranks", "12", "--batches", "1")
-    steps = [figures(*SETTING, *options, *nodes)["strategies"] for nodes in ((), ("--ranks-per-node", "8,4"))]
-    assert steps[0] == steps[1]
 
 
 def test_settings_to_copy_are_not_deprecated(figures, tmp_path, recwarn, without_memory):

@@ -29,7 +29,7 @@ from hf_distca.cli.options import (
     write,
 )
 from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
-from hf_distca.memory.simulated import GpuMemory
+from hf_distca.memory.simulated import gpu_memory
 from hf_distca.models.shape import model_shape
 from hf_distca.planner.seconds import LinkCost, Links
 from hf_distca.planner.settings import PlanSettings
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> None:
             settings,
             count=options.batches,
             servers=options.servers,
-            memory=GpuMemory(setup, read_config(options.model), settings, config),
+            memory=gpu_memory(setup, read_config(options.model), settings, config),
         )
     except ValueError as error:
         raise InputError(str(error)) from error

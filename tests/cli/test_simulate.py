@@ -30,7 +30,7 @@ def small(tmp_path_factory) -> str:
 @pytest.fixture
 def without_memory(monkeypatch):
     """Leave out memory, which takes longer to count than everything else."""
-    monkeypatch.setattr("hf_distca.cli.simulate.GpuMemory", lambda *_: lambda *_: (None, None))
+    monkeypatch.setattr("hf_distca.cli.simulate.gpu_memory", lambda *_: lambda *_: (None, None))
 
 
 def by_name(found: dict) -> dict[str, dict]:

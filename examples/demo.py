@@ -195,12 +195,7 @@ class Measured(NamedTuple):
 
 
 class Turns(transformers.TrainerCallback):
-    """Let two trainings take turns, a step each, so that whatever else the machine does slows both alike.
-
-    Args:
-        mine: released when this training may take a step.
-        others: the same of the other training.
-    """
+    """Let two trainings take turns, a step each, so that whatever else the machine does slows both alike."""
 
     def __init__(self, trainer: Trainer, mine: Semaphore, others: Semaphore) -> None:
         self._trainer, self._mine, self._others = trainer, mine, others

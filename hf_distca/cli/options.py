@@ -34,9 +34,7 @@ def number(
     """Return a parser of numbers from `least` to `most`.
 
     Args:
-        expected: description of these numbers, for the error.
         read: converts the text; raises ValueError if the text is no number.
-        why: reason for the maximum, for the error.
     """
 
     def parse(text: str) -> Any:
@@ -78,11 +76,7 @@ def check_stages(settings: PlanSettings) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser, *names: str, **changes: Any) -> None:
-    """Add the options of settings, such as `--tokens-per-rank` for `tokens_per_rank`.
-
-    Args:
-        changes: overrides, as `add_argument` takes them.
-    """
+    """Add the options of settings, such as `--tokens-per-rank` for `tokens_per_rank`."""
     settings = {setting.name: setting for setting in fields(DistCAConfig)}
     for name in names:
         setting = settings[name]

@@ -63,9 +63,6 @@ def one_micro_batch(options: argparse.Namespace, tokens: int) -> list[int] | lis
 def drawn_micro_batches(options: argparse.Namespace, tokens: int) -> Iterator[IntArray]:
     """Yield micro-batches without end: [documents] lengths in tokens, drawn from the source.
 
-    Args:
-        tokens: as in `one_micro_batch`.
-
     Raises:
         InputError: as in `one_micro_batch`.
     """

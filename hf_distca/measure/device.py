@@ -56,12 +56,7 @@ def measured_profile(
     most_rows: float = inf,
     limit_s: float = inf,
 ) -> DeviceProfile:
-    """Measure one device; its links are taken from an H100.
-
-    Args:
-        most_rows: as in `measured_kernel`.
-        limit_s: as in `measured_kernel`.
-    """
+    """Measure one device; its links are taken from an H100."""
     tokens = TOKENS[device.type]
     x, weight = (torch.randn(rows, hidden, dtype=dtype, device=device) for rows in (tokens, 4 * hidden))
     flops = 2.0 * tokens * weight.numel() / seconds_of(lambda: linear(x, weight), device)

@@ -98,7 +98,6 @@ def measured_exchange(
     """Measure exchanges inside nodes, between nodes, and beside computation. A collective of the world.
 
     Args:
-        ranks_per_node: as in PlanSettings.
         limit_s: seconds for each kind of link after which no larger size is begun.
     """
     inside, across = peers_of(groups.ranks, ranks_per_node)
@@ -172,10 +171,8 @@ def with_links(
     """Return the mean of all ranks' profiles, with links measured by all ranks together. A collective.
 
     Args:
-        ranks_per_node: as in PlanSettings.
         collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
             Over gloo both are the same.
-        limit_s: as in `measured_exchange`.
     """
     profiles = groups.all_gather(profile)
     exchange = links = measured_exchange(groups, device, ranks_per_node, limit_s=limit_s)

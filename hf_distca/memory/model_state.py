@@ -40,7 +40,6 @@ def parameter_bytes(module: nn.Module, width: int | None = None, *, trained: boo
 
     Args:
         width: bytes of a floating-point number; None for the parameters' own.
-        trained: count only parameters with a gradient.
     """
     return sum(
         getattr(parameter, "ds_numel", parameter.numel())
@@ -61,10 +60,7 @@ def model_state(model: nn.Module, strategy: Strategy, ranks: int, *, mixed: bool
 
     Gathered at a time: all weights outside the decoder layers, one layer, and the next layer, which is prefetched.
     Gradients are whole until a layer's backward has ended. Buckets of FSDP2 and DeepSpeed, whose size is a setting,
-    are left out.
-
-    Args:
-        ranks: number of ranks that share the state.
+    are left out. The state is divided among `ranks`.
     """
     if strategy == "ddp":
         trained = parameter_bytes(model, trained=True)

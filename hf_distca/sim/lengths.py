@@ -41,10 +41,6 @@ def of_histogram(edges: IntArray, counts: IntArray) -> Draw:
 def lognormal(median: float, sigma: float) -> Draw:
     """Return a draw of lengths whose logarithms are normally distributed.
 
-    Args:
-        median: tokens.
-        sigma: standard deviation of the natural logarithm.
-
     Raises:
         ValueError: an argument is out of range.
     """

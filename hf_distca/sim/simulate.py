@@ -73,11 +73,7 @@ class StrategyFigures:
         rows_bytes: int | None,
         state_bytes: int | None,
     ) -> "StrategyFigures":
-        """Return the figures of a strategy.
-
-        Args:
-            every: lengths of the documents of each micro-batch.
-        """
+        """Return the figures of a strategy."""
         gpus = (setup.ranks + strategy.servers) * setup.tensor_parallel
         seconds = np.array([step.seconds for step in steps])
         flops = sum(_flops(lengths, setup) for lengths in every)

@@ -25,7 +25,6 @@ def rank_trace(
     """Return the trace of one rank from spans of the kinds `TRACED`.
 
     Args:
-        world: number of processes.
         members: world ranks that exchange rows, in the order of a span's rows.
         zero: common zero of time of all ranks, on the clock of this rank's spans, and the seconds by which ranks may
             differ.

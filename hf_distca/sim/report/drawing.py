@@ -135,7 +135,6 @@ def loads_picture(panels: Sequence[tuple[str, Sequence[float], str]], unit: str)
 
     Args:
         panels: title, [ranks] values, and the class that colours them.
-        unit: follows numbers, such as " s".
     """
     left, gap, top, body = 60.0, 28.0, 44.0, 140.0
     across = (WIDTH - left - gap * (len(panels) - 1)) / len(panels)
@@ -169,7 +168,6 @@ def stacks_picture(
 
     Args:
         rows: of each bar, by name, the parts: size, class that colours it, and name.
-        unit: follows numbers, such as " s".
         strong: names that stand out. Bars far longer than theirs are broken off.
     """
     pitch, thick = 28.0, 18.0

@@ -71,8 +71,7 @@ def _timed(
             given, taken = (torch.empty(rows, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
             seconds = seconds_of(partial(dist.all_to_all_single, taken, given, received, sent), device)
         else:
-            buffer = _buffer(exchange, sent, received, device)
-            seconds = seconds_of(lambda buffer=buffer: buffer.send().wait(), device)
+            seconds = seconds_of(partial(_exchanged, _buffer(exchange, sent, received, device)), device)
         times.append(groups.all_gather(seconds))
         spent += (1 + REPEATS) * max(times[-1])
         sizes.append(float(rows * ROW_BYTES))
@@ -90,6 +89,10 @@ def _buffer(exchange: Exchange, sent: list[int], received: list[int], device: to
     """Return a buffer for rows of ROW_BYTES."""
     column = torch.empty((0, ROW_BYTES), dtype=torch.uint8, device=device)
     return exchange.buffer("links", Route(sent, received, crossing=True), [column])
+
+
+def _exchanged(buffer: ExchangeBuffer) -> None:
+    buffer.send().wait()
 
 
 def measured_exchange(
@@ -174,7 +177,7 @@ def with_links(
         collectives: also measure torch's own collectives over the default group; else they count as fast as exchanges.
             Over gloo both are the same.
     """
-    profiles = groups.all_gather(profile)
+    profiles: list[DeviceProfile] = groups.all_gather(profile)
     exchange = links = measured_exchange(groups, device, ranks_per_node, limit_s=limit_s)
     if collectives and device.type == "cuda":
         inside, across = peers_of(groups.ranks, ranks_per_node)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -36,8 +37,8 @@ def gpu_memory(
     alone, most = replace(settings, ranks=1, ranks_per_node=1, ping_pong=False), settings.tokens_per_rank
     model = model_of_config(divided_config(config, setup.tensor_parallel), torch.float32)
     counter, counter_alone = (MemoryCounter(model, each, options, by_config=True) for each in (settings, alone))
-    mixed, checkpointing = settings.bytes_per_value == 2, {} if setup.checkpointing else None
-    training = Training("fsdp2", mixed, checkpointing, shards=settings.ranks)
+    checkpointing: dict[str, Any] | None = {} if setup.checkpointing else None
+    training = Training("fsdp2", settings.bytes_per_value == 2, checkpointing, shards=settings.ranks)
 
     @cache
     def without_exchange(rows: int) -> RankMemory:

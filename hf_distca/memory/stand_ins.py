@@ -35,7 +35,7 @@ class FlashMemory:
 
     def forward(self, q_QHD: Tensor, k_KGD: Tensor, v_KGE: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         """Return empty results."""
-        rows, heads, _ = q_QHD.shape
+        rows, heads = q_QHD.shape[:2]
         return q_QHD.new_empty((rows, heads, v_KGE.shape[2])), q_QHD.new_empty((rows, heads), dtype=torch.float32)
 
     def backward(

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import hf_distca
+from hf_distca.cli.model import memory_table
 from hf_distca.planner.micro_batch import plan_micro_batch
 from tests.models_and_batches import small_model
 from tests.survey.tiny import tiny_config
@@ -206,9 +207,9 @@ def test_figures_of_ranks(command, figures, tmp_path):
     assert sum(ranks["bytes_sent"]) == sum(ranks["bytes_received"]) == found["bytes_total"]
 
 
-def test_memory_of_a_model(command, run, figures, tmp_path):
+def test_memory_of_a_model(command, figures, tmp_path):
     small_model().config.save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--dtype", "float32", "--device-memory", "0.1"]
+    options = ["--model", f"{tmp_path}/config.json", "--dtype", "float32", "--device-memory", "0.1"]
     memory = figures(*command([4096], 2, 2048, *options))["memory"]
     parameters = sum(p.numel() for p in small_model().parameters())
     assert list(memory) == ["ddp", "fsdp2", "zero1", "zero2", "zero3"]
@@ -219,9 +220,9 @@ def test_memory_of_a_model(command, run, figures, tmp_path):
     assert plain["total"] == sum(plain["parts"].values()) + 20 * parameters
     assert checkpointed["total"] < plain["total"] < 10**8
     assert 2048 < plain["longest_tokens_per_rank"] < checkpointed["longest_tokens_per_rank"]
-    _, output, _ = run(*command([4096], 2, 2048, "--model", f"{tmp_path}/config.json"))
-    for line in ("memory of a rank, GB", "kept O and log-sum-exp", "together"):
-        assert f"\n{line} " in output
+    shown = memory_table(memory, 0.1)
+    for line in ("memory of a rank, GB", "kept O and log-sum-exp", "together", "longest rows in 0.1 GB"):
+        assert f"\n{line} " in f"\n{shown}"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "llama4_text"])

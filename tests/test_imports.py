@@ -142,7 +142,6 @@ FIRST = (
     "import hf_distca",
     "import transformers.modeling_utils, hf_distca",
     "from hf_distca.patches.head import adapted_heads",
-    "from hf_distca import DistCATrainer",
     "from hf_distca import DistCASFTTrainer",
 )
 """What a process may import first."""

@@ -48,9 +48,9 @@ class Page(HTMLParser):
 def reports(tmp_path_factory):
     """Folder with simulate.html and plan.html."""
     folder = tmp_path_factory.mktemp("reports")
-    lengths = np.random.default_rng(0).lognormal(8, 1.2, 2000).astype(int).clip(1, 200_000)
+    lengths = np.random.default_rng(0).lognormal(8, 1.2, 2000).astype(int).clip(1, 60_000)
     for tool, documents, options in (
-        ("simulate", lengths.tolist(), ["--ranks", "64", "--tokens-per-rank", "32768", "--batches", "2"]),
+        ("simulate", lengths.tolist(), ["--ranks", "16", "--tokens-per-rank", "8192", "--batches", "2"]),
         ("plan", [[3000, 500], [900], [40, 2000], [700]], ["--ranks", "4", "--tokens-per-rank", "4096"]),
     ):
         (folder / "lengths.json").write_text(json.dumps(documents))

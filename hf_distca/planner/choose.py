@@ -412,7 +412,7 @@ class _Search:
         evenly: bool,
     ) -> Candidate:
         nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
-        count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes, exact=False)
+        count = partial(count_plan, bytes_per_value=settings.bytes_per_value, nodes=nodes)
         counted = [{kind: count(plan, kind) for kind, plan in nano.plans.items()} for nano in nano_batches]
         step, stages = self._fastest(nano_batches, counted, settings, (None, FEW_STAGES))
         attention = tuple(step.attention.tolist())

@@ -172,7 +172,7 @@ class _Layer:
     def _all_there(self, index: int, takes_part: NDArray[np.bool_]) -> FloatArray | float:
         """Return when all senders have reached an exchange: rows arrive only then.
 
-        Ranks that share no documents do not wait for each other, except where the transport takes a rank's own time:
+        Ranks that exchange nothing do not wait for each other, except where the transport takes a rank's own time:
         it exchanges empty messages too.
         """
         order, first, number = self._connected[index]

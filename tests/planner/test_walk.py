@@ -7,13 +7,13 @@ import pytest
 
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import RowBytes
+from hf_distca.planner.intervals import local_tasks
 from hf_distca.planner.layout import fixed_layout
 from hf_distca.planner.metrics import CountedPlan, RowsMoved, bytes_by_link, count_plan
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes.make import make_routes
 from hf_distca.planner.seconds import KernelCost, LinkCost, Links, Tasks
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.planner.shifted import local_tasks
 from hf_distca.planner.walk import walk_layer
 
 NOWHERE = np.zeros((2, 2, 2), np.int64)
@@ -105,7 +105,7 @@ def test_ranks_that_share_no_documents_do_not_wait_for_each_other(connected, bus
     assert walked.seconds == pytest.approx(seconds)
 
 
-def test_ranks_are_connected_by_documents_over_other_ranks():
+def test_ranks_are_connected_by_exchanges_over_other_ranks():
     layout = fixed_layout([[30, 5], [5], [40], []], 8)  # over ranks 0 and 1, 2 and 3, 4 and 5
     plan = Plan(layout, local_tasks(layout.segments), 8)
     assert count_plan(plan, AttentionKind(), 2).connected.tolist() == [0, 0, 2, 2, 4, 4, 6, 7]

@@ -140,7 +140,7 @@ def test_a_slower_rank_gets_less_to_do(groups):
     [
         (FREE, 1.0, 1.0, 1, 1),
         (FREE, 1.0, 2.9, 1, 1),  # all rows fit into three buffers
-        (FREE, 1.0, 3.1, 4, 4),
+        (FREE, 1.0, 4.0, 2, 5),
         (LinkCost(0.0, 2e4), 0.0, 1.0, 4, 99),
     ],
 )

@@ -42,8 +42,9 @@ GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
 DOMINANT_SHARE = 0.1
 """Share of a group's work from which a document is worth dividing evenly over several nodes."""
-MOST_PIECES = 1536
-"""Maximum pieces of documents that a group of several nodes divides evenly; more take too long to plan."""
+MOST_MOVES = 1 << 16
+"""Maximum moves of K/V rows, from a piece to a rank, of documents divided evenly over several nodes; more take too
+long to plan."""
 NEAR = 0.02
 """Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
 WAITING = 0.06
@@ -55,6 +56,8 @@ COARSER_FROM, COARSER_FROM_MANY = 0.1, 0.25
 
 FEW_RANKS = 32
 """Number of ranks up to which plans take little time; for more ranks fewer are tried, on the terms below."""
+QUICK_RANKS = 64
+"""Maximum number of planned ranks for which a coarser balance is tried."""
 SAMPLED_RANKS = 16
 """Number of ranks that are planned while plans in smaller groups are compared."""
 MOST_IN_FULL = 6
@@ -264,7 +267,8 @@ class _Search:
             best = self._best
             hides = len(best.nano_batches) == 2 and not best.evenly
             hides &= best.waited <= (COARSER_FROM_MANY if many_ranks else COARSER_FROM)
-            if hides or best.waited <= GOOD_ENOUGH or not self._worth(self._level()):
+            quick = best.nano_batches[0].layout.ranks <= QUICK_RANKS
+            if hides or best.waited <= GOOD_ENOUGH or not quick or not self._worth(self._level()):
                 return
             self._try(self._level(), tolerance, best.choice.nano_batches, evenly=best.evenly)
             if best.choice.seconds * (1 - GOOD_ENOUGH) <= self._best.choice.seconds:
@@ -361,7 +365,7 @@ class _Search:
             None if no such plan exists, or if it equals another plan.
         """
         placing, most = self._placing(level), max(self.partitions[level])
-        if placing is None or (evenly and self._pieces(placing) > MOST_PIECES):
+        if placing is None or (evenly and self._moves(placing) > MOST_MOVES):
             return None
         if most == 1 and (not evenly or count != min(self._choices.nano_batches)) and not placing.left:
             return None
@@ -373,12 +377,13 @@ class _Search:
             return None
         return self._candidate(nano_batches, placing, tolerance, chosen, evenly=evenly)
 
-    def _pieces(self, placing: Placing) -> int:
-        """Return about how many pieces of documents a group of several nodes divides evenly."""
+    def _moves(self, placing: Placing) -> int:
+        """Return about how many moves of K/V rows there are if groups of several nodes divide documents evenly."""
         groups = zip(placing.documents, placing.sizes, placing.seconds * LONG_SHARE * self._ranks_of_node, strict=True)
-        return max(
-            2 * size * int((self._seconds[documents] > long).sum()) if size > self._ranks_of_node else 0
+        return sum(
+            2 * size**2 * int((self._seconds[documents] > long).sum())
             for documents, size, long in groups
+            if size > self._ranks_of_node
         )
 
     def _sample(self, placing: Placing, settings: PlanSettings) -> tuple[Placing, PlanSettings]:

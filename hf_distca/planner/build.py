@@ -1,11 +1,11 @@
 """Plans with the layout, tolerance and nano-batches that the settings name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from hf_distca.plan import Layout, MicroBatchPlan, NanoBatch, Plan, PlanChoice, PlanSummary
+from hf_distca.plan import AttentionKind, Layout, MicroBatchPlan, NanoBatch, Plan, PlanChoice, PlanSummary
 from hf_distca.planner.balance import balance
 from hf_distca.planner.bin_packing import whole_documents
 from hf_distca.planner.intervals import IntArray, local_tasks
@@ -17,7 +17,7 @@ from hf_distca.planner.layout import (
     split_documents,
     split_placed,
 )
-from hf_distca.planner.metrics import exchange_figures, loads_of
+from hf_distca.planner.metrics import CountedPlan, exchange_figures, figures_of_bytes, loads_of
 from hf_distca.planner.nodes import node_sizes, nodes_of
 from hf_distca.planner.seconds import FloatArray, StepCosts
 from hf_distca.planner.settings import PlanSettings
@@ -110,17 +110,20 @@ def finished(
     settings: PlanSettings,
     stages: int | None = None,
     choice: PlanChoice | None = None,
+    counted: Sequence[Mapping[AttentionKind, CountedPlan]] = (),
 ) -> MicroBatchPlan:
     """Divide K/V rows of balanced nano-batches into stages, and add figures for logs.
 
     Args:
         stages: approximate number of stages, which may take several buffers; None for the usual number.
+        counted: for each nano-batch, the counts of its plans; none to count them.
     """
     count, together = stages or usual_stages(len(nano_batches)), stages is not None
     staged = []
-    for nano in nano_batches:
+    for number, nano in enumerate(nano_batches):
+        most = {kind: of_kind.most_rows for kind, of_kind in counted[number].items()} if counted else {}
         plans = {
-            kind: with_stages(plan, settings.buffer_rows(kind), stages=count, together=together)
+            kind: with_stages(plan, settings.buffer_rows(kind), stages=count, together=together, most=most.get(kind))
             for kind, plan in nano.plans.items()
         }
         staged.append(replace(nano, plans=plans))
@@ -128,11 +131,15 @@ def finished(
     packed = loads_as_packed(lengths, settings)
     dominant = [nano.plans[kind] for nano in staged]
     planned = np.sum([loads_of(plan) for plan in dominant], axis=0)
-    nodes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node))
+    nodes, row_bytes = nodes_of(node_sizes(settings.ranks, settings.ranks_per_node)), settings.row_bytes(kind)
+    if counted:
+        figures = figures_of_bytes(np.sum([nano[kind].forward_bytes for nano in counted], axis=0), nodes)
+    else:
+        figures = exchange_figures(dominant, row_bytes, nodes)
     summary = PlanSummary(
         packed_max_over_mean=float(packed.max() / packed.mean()),
         max_over_mean=float(planned.max() / planned.mean()),
-        exchange=exchange_figures(dominant, settings.row_bytes(kind), nodes),
+        exchange=figures,
     )
     return MicroBatchPlan(tuple(staged), summary, choice=choice)
 

@@ -42,9 +42,9 @@ GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
 DOMINANT_SHARE = 0.1
 """Share of a group's work from which a document is worth dividing evenly over several nodes."""
-MOST_MOVES = 1 << 16
-"""Maximum moves of K/V rows, from a piece to a rank, of documents divided evenly over several nodes; more take too
-long to plan."""
+MOST_MOVES = 2560
+"""Maximum moves of K/V rows, from a piece to a rank, of documents divided evenly over several nodes, over the root of
+the number of ranks. More moves take too long to plan."""
 NEAR = 0.02
 """Share of a step by which a plan with one nano-batch may be slower than the best and still be tried with two."""
 WAITING = 0.06
@@ -56,7 +56,7 @@ COARSER_FROM, COARSER_FROM_MANY = 0.1, 0.25
 
 FEW_RANKS = 32
 """Number of ranks up to which plans take little time; for more ranks fewer are tried, on the terms below."""
-QUICK_RANKS = 64
+QUICK_RANKS = 48
 """Maximum number of planned ranks for which a coarser balance is tried."""
 SAMPLED_RANKS = 16
 """Number of ranks that are planned while plans in smaller groups are compared."""
@@ -169,7 +169,7 @@ class _Search:
         packed = packed_seconds(self._lengths, self._settings, self._costs)
         attention = tuple(step.attention.tolist())
         choice = replace(best.choice, seconds=step.seconds, attention=attention, packed_seconds=packed)
-        return finished(self._lengths, best.nano_batches, self._settings, stages, choice)
+        return finished(self._lengths, best.nano_batches, self._settings, stages, choice, best.counted)
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield every candidate that is worth trying."""
@@ -365,7 +365,7 @@ class _Search:
             None if no such plan exists, or if it equals another plan.
         """
         placing, most = self._placing(level), max(self.partitions[level])
-        if placing is None or (evenly and self._moves(placing) > MOST_MOVES):
+        if placing is None or (evenly and self._moves(placing) > MOST_MOVES * self._settings.ranks**0.5):
             return None
         if most == 1 and (not evenly or count != min(self._choices.nano_batches)) and not placing.left:
             return None

@@ -10,7 +10,7 @@ from hf_distca.plan import AttentionKind, ExchangeFigures, Plan
 from hf_distca.planner.cost import RowBytes, pairs
 from hf_distca.planner.intervals import IntArray, Table, row_counts
 from hf_distca.planner.nodes import NETWORK_BANDWIDTH, NODE_BANDWIDTH
-from hf_distca.planner.routes.moves import rows_to_move
+from hf_distca.planner.routes.moves import rows_by_stage, rows_to_move
 from hf_distca.planner.seconds import Tasks
 
 WITHIN, BETWEEN = 0, 1
@@ -108,6 +108,16 @@ def exchange_figures(
         network_bandwidth: GB/s that a worker sends, and receives, between nodes.
     """
     moved = np.sum([bytes_by_link(plan, row_bytes, nodes) for plan in plans], axis=0)
+    return figures_of_bytes(moved, nodes, node_bandwidth, network_bandwidth)
+
+
+def figures_of_bytes(
+    moved: IntArray,
+    nodes: Sequence[int],
+    node_bandwidth: float = NODE_BANDWIDTH,
+    network_bandwidth: float = NETWORK_BANDWIDTH,
+) -> ExchangeFigures:
+    """Sum [2, 2, workers] bytes by link and direction; for other arguments see `exchange_figures`."""
     of_nodes = moved @ np.equal.outer(nodes, np.unique(nodes))
     return ExchangeFigures(
         bytes_total=int(moved[:, 0].sum()),
@@ -138,6 +148,7 @@ class CountedPlan:
         local: tasks whose queries and keys are the worker's own.
         remote_kv: tasks of local queries on received keys.
         remote_query: tasks of received queries on all of their keys.
+        most_rows: K/V rows that the busiest rank sends, or receives, in a layer; with rows that it gathers for itself.
         ranks: number of workers that hold rows; the workers after them are dedicated servers.
         forwards: whether K/V rows are forwarded inside nodes.
         connected: [ranks] the same number for ranks that exchange rows, directly or over other ranks.
@@ -150,16 +161,21 @@ class CountedPlan:
     with_servers: RowsMoved
     row_bytes: RowBytes
     stages: int
+    most_rows: int
     ranks: int
     forwards: bool
     windowed: bool
     connected: IntArray
 
     @property
+    def forward_bytes(self) -> IntArray:
+        """[2, 2, workers] bytes of one layer's forward by link and direction, as in `bytes_by_link`."""
+        return self.among_ranks.forward_bytes(self.row_bytes) + self.with_servers.forward_bytes(self.row_bytes)
+
+    @property
     def bytes_moved(self) -> IntArray:
         """[2, workers] bytes that each worker sends and receives in one layer's forward."""
-        both = [rows.forward_bytes(self.row_bytes) for rows in (self.among_ranks, self.with_servers)]
-        moved: IntArray = np.sum(both, axis=(0, 1))
+        moved: IntArray = self.forward_bytes.sum(axis=0)
         return moved
 
     @property
@@ -211,6 +227,7 @@ def count_plan(
         with_servers=with_servers,
         row_bytes=RowBytes.of_kind(kind, bytes_per_value),
         stages=1 if plan.stage_rows is None else max(-(-among_ranks.most_keys // plan.stage_rows), 1),
+        most_rows=int(rows_by_stage(*hops, ranks).max(initial=0)),
         ranks=ranks,
         forwards=plan.nodes is not None,
         windowed=plan.window is not None,

@@ -29,7 +29,7 @@ def usual_stages(nano_batches: int) -> int:
     return STAGES_ALONE if nano_batches == 1 else 1
 
 
-def with_stages(plan: Plan, buffer_rows: int, *, stages: int, together: bool = False) -> Plan:
+def with_stages(plan: Plan, buffer_rows: int, *, stages: int, together: bool = False, most: int | None = None) -> Plan:
     """Divide the plan into stages, if its exchanges need them.
 
     Args:
@@ -37,8 +37,9 @@ def with_stages(plan: Plan, buffer_rows: int, *, stages: int, together: bool = F
         buffer_rows: K/V rows of an exchange buffer.
         stages: approximate number of stages, if they are worth it; the buffers may require more.
         together: as in `stage_rows`.
+        most: as in `stage_rows`; None to count it.
     """
-    most = int(rows_by_stage(plan).max(initial=0))
+    most = int(rows_by_stage(plan).max(initial=0)) if most is None else most
     in_hops = plan.nodes is not None
     return replace(plan, stage_rows=stage_rows(most, buffer_rows, stages=stages, in_hops=in_hops, together=together))
 

@@ -37,6 +37,7 @@ def counted(local: tuple[float, float], remote_query: tuple[float, float] = (0, 
         RowsMoved(NOWHERE, NOWHERE),
         RowBytes(1, 1, 1),
         1,
+        0,
         2,
         False,
         False,
@@ -97,7 +98,7 @@ def test_ranks_that_share_no_documents_do_not_wait_for_each_other(connected, bus
     moved, nothing = RowsMoved(queries, queries * 0), RowsMoved(queries * 0, queries * 0)
     plan = CountedPlan(
         *(tasks(0, 0, 0, 0), tasks(0, 0, 0, 0), tasks(0, 9, 0, 1)),
-        *(moved, nothing, RowBytes(1, 1, 1), 1, 4, False, False, np.array(connected)),
+        *(moved, nothing, RowBytes(1, 1, 1), 1, 0, 4, False, False, np.array(connected)),
     )
     before, after = np.array([2.0, 2, 7, 7]), np.zeros(4)
     links = Links(LinkCost(0.0, np.inf), LinkCost(0.0, np.inf), busy=busy)

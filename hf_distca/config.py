@@ -100,10 +100,10 @@ class DistCAConfig:
     exchange_buffer_bytes: Bytes = field(
         default=cast(Any, 256 * 2**20),
         metadata={
-            "help": "Size of an exchange buffer for K and V rows, such as 128MiB. A rank has three buffers to send "
-            "and three to receive, five of each where rows are forwarded inside nodes, and twice as many with "
-            "ping-pong. An exchange that is larger than three (or five) buffers travels in stages of one buffer; each "
-            "stage travels while the stage before it is computed.",
+            "help": "Size of an exchange buffer for K and V rows, such as 128MiB. A larger exchange is divided into "
+            "stages of one buffer; each stage travels while the stage before it is computed. Chosen plans may have "
+            "fewer stages if all rows fit into the buffers that a rank has. K, V and their gradients take at most six "
+            "times this memory, ten times where rows are forwarded inside nodes, and twice as much with ping-pong.",
         },
     )
     keep_core_attention: bool = field(

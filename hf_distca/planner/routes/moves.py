@@ -69,25 +69,22 @@ def rows_to_move(plan: Plan) -> tuple[Table, Table, Table]:
         Cut tasks of dtype CUT_TASK, by (target, document, start); moves of the first hop, each row once per worker, or
         with a window once per worker and stage; and moves of the second hop, in which gateways forward rows.
     """
-    segments, documents, ranks = by_document(plan.layout.segments), max(len(plan.layout.lengths), 1), plan.layout.ranks
+    segments, ranks = by_document(plan.layout.segments), plan.layout.ranks
     pieces, held = cut_at(plan.tasks, segments)
     tasks = _moves(pieces, held, CUT_TASK)
     _set_keys(tasks, held["start"], plan.window)
     if plan.window is not None and plan.stage_rows is not None:
         which, tasks = _in_stages_of_windows(tasks, plan.stage_rows, plan.window, ranks)
         _set_keys(tasks, held["start"][which], plan.window)
-        tasks["document"] += tasks["stage"] * documents
     reading = tasks.compress(tasks["keys_stop"] > tasks["keys_start"])
     keys = table_of(TASK, document=reading["document"], start=reading["keys_start"], stop=reading["keys_stop"])
-    keys["worker"] = reading["target"]
-    reads = union(keys)
-    stage, reads["document"] = np.divmod(reads["document"], documents)
-    which, other, start, stop = overlaps(reads, segments)
-    pieces = reads.take(which)
-    pieces["start"], pieces["stop"] = start, stop
-    moves = _moves(pieces, segments.take(other), MOVE)
-    moves["stage"] = stage[which]
-    moves["document"] += moves["stage"] * documents
+    keys["worker"] = reading["target"] + plan.workers * reading["stage"]
+    pieces, held = cut_at(union(keys), segments)
+    stage, pieces["worker"] = np.divmod(pieces["worker"], plan.workers)
+    moves = _moves(pieces, held, MOVE)
+    moves["stage"] = stage
+    for table in (tasks, moves):
+        table["document"] += table["stage"] * len(plan.layout.lengths)
     first, second, via = forward_inside_nodes(moves, plan.nodes, ranks)
     if plan.window is None and plan.stage_rows is not None:
         first, second = _in_stages(first, second, via, plan.stage_rows, ranks)

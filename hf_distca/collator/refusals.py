@@ -23,13 +23,11 @@ class Data:
         "it has neither tokens in 'input_ids' nor text in {field!r}",
         "set dataset_text_field to the column with the text, or tokenize it: "
         "dataset.map(lambda e: tokenizer(e[{field!r}]), batched=True)",
-        condition="neither tokens nor text",
     )
     NO_TOKENIZER = Refusal(
         "{name} has text in {field!r} and no tokens in 'input_ids'",
         "there is no tokenizer",
         "pass the model's tokenizer as processing_class",
-        condition="text without a tokenizer",
     )
     # Data sets of tokens
     DIFFERENT = Refusal(
@@ -42,7 +40,6 @@ class Data:
         "the data set has no column 'input_ids'; its columns are {columns}",
         "only tokens are planned",
         "tokenize it first, for example dataset.map(lambda e: tokenizer(e['text']), batched=True)",
-        condition="no column `input_ids`",
     )
     UNKNOWN_COLUMNS = Refusal(
         "the data set has columns that a packed batch cannot carry: {unknown}",
@@ -121,7 +118,6 @@ class Data:
         "they do not show where documents begin",
         "return position_ids that restart at 0 with each document, or cu_seq_lens_q; "
         "DataCollatorWithFlattening(return_position_ids=True) returns position_ids",
-        condition="batches that do not show where documents begin",
     )
     WRONG_BOUNDARIES = Refusal(
         "{name} gives document lengths {lengths} with a sum of {total} for {tokens} tokens",

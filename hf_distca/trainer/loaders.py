@@ -23,7 +23,6 @@ from hf_distca.collator.sampler import GlobalBatchSampler
 from hf_distca.collator.streams import StreamPacker
 from hf_distca.dispatch.bound import BoundPlan
 from hf_distca.dispatch.dispatcher import Dispatcher
-from hf_distca.dispatch.groups import Groups
 from hf_distca.plan import PLAN_KEY, MicroBatchPlan
 
 
@@ -45,12 +44,29 @@ class PackedLoaders:
         return Columns(self._args.length_column_name, model_inputs)
 
     def lengths(self, dataset: Any) -> tuple[NDArray[np.int64], str]:
-        """Return document lengths and fingerprint of a data set, read once. A collective; see `agreed_lengths`."""
-        if id(dataset) not in self._lengths:
-            groups = self._dispatcher.groups
-            progress = groups.rank == 0 and not self._args.disable_tqdm
-            self._lengths[id(dataset)] = dataset, agreed_lengths(dataset, self._columns, groups, progress=progress)
-        return self._lengths[id(dataset)][1]
+        """Return [documents] int64 lengths and the fingerprint of a data set, read once. A collective of the world.
+
+        Raises:
+            ValueError: on every rank, if any rank's data set is faulty or differs from another rank's.
+        """
+        if id(dataset) in self._lengths:
+            return self._lengths[id(dataset)][1]
+        groups = self._dispatcher.groups
+        error, lengths, fingerprint = None, np.empty(0, np.int64), ""
+        try:
+            lengths = document_lengths(dataset, self._columns, groups.rank == 0 and not self._args.disable_tqdm)
+            fingerprint = dataset_fingerprint(dataset, lengths, self._columns)
+        except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
+            error = caught
+        groups.raise_together(error, in_world=True)
+        every = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())), in_world=True)
+        if any(other[0] != fingerprint for other in every):
+            found = "; ".join(
+                f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(every)
+            )
+            raise Data.DIFFERENT.error(found=found)
+        self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
+        return lengths, fingerprint
 
     def loader(self, dataset: Any, *, shuffle: bool, capacity: int = 0) -> DataLoader[Any]:
         """Return a loader of this rank's rows, prepared by accelerate.
@@ -109,26 +125,6 @@ class PackedLoaders:
 def is_stream(dataset: Any) -> bool:
     """Return whether a data set has no length, so that its documents are unknown before they come."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
-
-
-def agreed_lengths(dataset: Any, columns: Columns, groups: Groups, *, progress: bool) -> tuple[NDArray[np.int64], str]:
-    """Return [documents] int64 lengths and the fingerprint, the same on all ranks. A collective of the world.
-
-    Raises:
-        ValueError: on every rank, if any rank's data set is faulty or differs from another rank's.
-    """
-    error, lengths, fingerprint = None, np.empty(0, np.int64), ""
-    try:
-        lengths = document_lengths(dataset, columns, progress=progress)
-        fingerprint = dataset_fingerprint(dataset, lengths, columns)
-    except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
-        error = caught
-    groups.raise_together(error, in_world=True)
-    others = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())), in_world=True)
-    if any(other[0] != others[0][0] for other in others):
-        found = "; ".join(f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(others))
-        raise Data.DIFFERENT.error(found=found)
-    return lengths, fingerprint
 
 
 @contextmanager

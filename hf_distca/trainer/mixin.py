@@ -27,7 +27,7 @@ from hf_distca.trainer.parallel import (
     share_on_cpu,
     whole_weights,
 )
-from hf_distca.trainer.refusals import Run, check_given, given_arguments
+from hf_distca.trainer.refusals import Given, Run, check_given, given_arguments
 from hf_distca.trainer.resuming import (
     CAPACITY,
     DataPlace,
@@ -74,11 +74,12 @@ class DistCAMixin(_Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = given_arguments(type(self), super().__init__, args, kwargs)
         if isinstance(given.args, DistCAArguments):
-            given.args.serve_if_server()  # a server's arguments are incomplete
+            given.args.serve_if_server()  # before a server loads anything; its arguments are incomplete
+            given = self._prepare_given(given)
         check_given(given)
         share_on_cpu(given.args, given.named.get("model"))
         self._packs = given.packs
-        super().__init__(*args, **kwargs)
+        super().__init__(**given.named)
         self.dispatcher = dispatcher = prepare_trainer(self)
         self.pool = open_servers(self.args, dispatcher)
         self._costs = LearnedCosts(dispatcher)
@@ -95,6 +96,10 @@ class DistCAMixin(_Trainer):
         self._ended: Iterator[Any] | None = None  # the epoch in which no rank has more data
         self._wrapped: nn.Module | None = None  # the wrapped model of the last training step
         self._evaluated: list[tuple[float, float]] = []  # this rank's sum of losses and all targets, of micro-batches
+
+    def _prepare_given(self, given: Given) -> Given:
+        """Return the arguments that the trainer is built with; a subclass may load what they name."""
+        return given
 
     # Data
 

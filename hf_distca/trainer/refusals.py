@@ -65,14 +65,11 @@ ARGUMENTS: tuple[Rule, ...] = (
     _only("padding_free", (False,), PACKED),
     _only("pad_to_multiple_of", (None,), PACKED),
     _only("activation_offloading", (False,), "its CUDA stream of copies does not wait for exchanges of rows"),
-    *(
-        Rule(
-            f"liger_kernel_config={{{{{name!r}: True}}}} is set",
-            "it would replace the loss of planned steps, which is exact across ranks and already avoids whole logits",
-            f"remove {name!r} from liger_kernel_config",
-            lambda args, name=name: bool(_liger(args).get(name)),
-        )
-        for name in LIGERS_LOSSES
+    Rule(
+        "liger_kernel_config={0.liger_kernel_config} is set",
+        "its loss would replace that of planned steps, which is exact across ranks and already avoids whole logits",
+        f"remove {' and '.join(map(repr, LIGERS_LOSSES))} from liger_kernel_config",
+        lambda args: any(_liger(args).get(name) for name in LIGERS_LOSSES),
     ),
     Rule(
         "mlp_chunk_rows={0.mlp_chunk_rows} is set with use_liger_kernel=True",
@@ -333,8 +330,8 @@ TRAINER: tuple[Rule, ...] = (
     Rule(
         "gradient_accumulation_steps={0.args.gradient_accumulation_steps} is set for {0.model_class} with tensor "
         "parallelism (tp_size={0.tp_size})",
-        "after each micro-batch transformers sums the gradients of its norms over the ranks, including gradients that "
-        "it summed before",
+        "after each micro-batch transformers sums the gradients of norms of Q and K over the ranks, and again those "
+        "that it summed before",
         "set gradient_accumulation_steps=1 and raise tokens_per_rank; where memory is short, use mlp_chunk_rows and "
         "gradient_checkpointing",
         lambda it: (
@@ -342,8 +339,6 @@ TRAINER: tuple[Rule, ...] = (
             and it.args.gradient_accumulation_steps > 1
             and SUMMED_GRADIENTS in it.model.tp_plan.values()
         ),
-        condition="`gradient_accumulation_steps` above 1 with tensor parallelism and norms of Q and K (Qwen3, Gemma "
-        "3)",
     ),
     Rule(
         "fp16 mixed precision is set on the CPU",
@@ -381,14 +376,12 @@ TRAINER: tuple[Rule, ...] = (
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or set 'use_reentrant' to False",
         lambda it: it.reentrant and bool(it.towers),
-        condition="under DDP, trained towers for images or sound with reentrant checkpoints",
     ),
     Rule(
         "ddp_find_unused_parameters=False is set",
         NO_GRADIENT,
         "freeze them (requires_grad_(False)), or leave ddp_find_unused_parameters unset",
         lambda it: it.args.ddp_find_unused_parameters is False and bool(it.towers),
-        condition="under DDP, trained towers for images or sound with `ddp_find_unused_parameters=False`",
     ),
 )
 """Trainers that cannot train exactly as launched."""
@@ -413,7 +406,6 @@ class Run:
         "{name} differs between ranks: its values by rank are {by_rank}",
         "all ranks must train on the same micro-batches",
         "start all ranks with the same arguments",
-        condition="arguments that decide about micro-batches and differ between ranks",
     )
     SECOND_TRAINING = Refusal(
         "train() was called a second time under DeepSpeed",
@@ -424,13 +416,11 @@ class Run:
         "{model} is not wrapped for {processes} ranks ({strategy})",
         "each rank would train apart",
         "give the trainer a model that no Accelerator has prepared, and call train()",
-        condition="a model that was prepared by another Accelerator",
     )
     LOST_PLAN = Refusal(
         "{model} did not pass {key} on to its decoder layers",
         "they need it to keep documents apart",
         "train it with transformers' Trainer and attn_implementation='sdpa'",
-        condition="a model that drops the plan on the way to its layers",
     )
     EARLY_EVALUATION = Refusal(
         "evaluate() was called before train()",
@@ -467,7 +457,6 @@ class Resume:
         "each rank needs its own shard",
         "train on {saved_by} ranks; or convert the checkpoint to a universal checkpoint, which any number of ranks "
         'can load, and set {{"checkpoint": {{"load_universal": true}}}} in DeepSpeed\'s configuration',
-        condition="a DeepSpeed checkpoint of another number of ranks",
     )
     NO_PLACE = Refusal(
         "the checkpoint {checkpoint} has no {file}",
@@ -479,5 +468,4 @@ class Resume:
         "settings differ from those of the checkpoint: {differences}",
         "the other documents must come in the same order as before: training would skip some or repeat others",
         "set them as they were, or set ignore_data_skip=True to begin a new pass over the data",
-        condition="settings by which documents would come in another order than before",
     )

@@ -9,18 +9,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from hf_distca.collator.refusals import Data
 from hf_distca.plan import ATTENTION_NAME
 from hf_distca.refusal import check
-from hf_distca.trainer.arguments import DistCAArguments
 from hf_distca.trainer.mixin import DistCAMixin
-from hf_distca.trainer.refusals import LOADED_ALREADY, given_arguments
+from hf_distca.trainer.refusals import LOADED_ALREADY, Given
 
 CHATS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Columns from which TRL's trainers make tokens and labels."""
 
 
-def with_tokens(given: dict[str, Any], model_name: str | None) -> dict[str, Any]:
+def with_tokens(given: dict[str, Any], model: Any) -> dict[str, Any]:
     """Return a trainer's arguments with data sets that have a column `input_ids`, and with the tokenizer.
 
-    Text is tokenized by `processing_class`, a tokenizer or a processor with one, else by the tokenizer of `model_name`.
+    Text is tokenized by `processing_class`, or a tokenizer inside it, else by the tokenizer of the model of this name.
     Data sets of tokens stay as they are.
 
     Raises:
@@ -39,8 +38,8 @@ def with_tokens(given: dict[str, Any], model_name: str | None) -> dict[str, Any]
             raise Data.CHATS.error(name=name, columns=", ".join(map(repr, chats)))
         if not isinstance(first.get(field), str):
             raise Data.NO_TEXT.error(name=name, columns=sorted(first), field=field)
-        if given.get("processing_class") is None and model_name is not None:
-            given["processing_class"] = AutoTokenizer.from_pretrained(model_name)
+        if given.get("processing_class") is None and isinstance(model, str):
+            given["processing_class"] = AutoTokenizer.from_pretrained(model)
         if given.get("processing_class") is None:
             raise Data.NO_TOKENIZER.error(name=name, field=field)
         if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
@@ -52,8 +51,9 @@ def with_tokens(given: dict[str, Any], model_name: str | None) -> dict[str, Any]
         with args.main_process_first():
             return dataset.map(_tokenize, fn_kwargs={"tokenizer": tokenizer, "field": field}, **options)
 
-    data = {name: tokenized(given[name], name) for name in ("train_dataset", "eval_dataset") if name in given}
-    return {**given, **data}
+    for name in ("train_dataset", "eval_dataset"):
+        given[name] = tokenized(given.get(name), name)
+    return given
 
 
 def _tokenize(batch: Mapping[str, list[str]], tokenizer: Any, field: str) -> dict[str, Any]:
@@ -86,18 +86,11 @@ class DistCATrainer(DistCAMixin, Trainer):
             training begins, with the reason.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Trainer's own __init__ names its arguments; the mixin's takes anything.
-        arguments = given_arguments(type(self), super(DistCAMixin, self).__init__, args, kwargs)
-        given = dict(arguments.named)
-        settings, model = given.get("args"), given.get("model")
-        if isinstance(settings, DistCAArguments):
-            settings.serve_if_server()  # before a server loads anything
-            check((LOADED_ALREADY,), arguments)
-            if isinstance(model, str):
-                chosen: Any = getattr(settings, "model_init_kwargs", None) or {}
-                chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **chosen}
-                given["model"] = AutoModelForCausalLM.from_pretrained(model, **chosen)
-            if given.get("data_collator") is None:
-                given = with_tokens(given, model if isinstance(model, str) else None)
-        super().__init__(**given)
+    def _prepare_given(self, given: Given) -> Given:
+        check((LOADED_ALREADY,), given)
+        named, model = dict(given.named), given.named.get("model")
+        if isinstance(model, str):
+            chosen: Any = getattr(given.args, "model_init_kwargs", None) or {}
+            chosen = {"attn_implementation": ATTENTION_NAME, "dtype": "float32", **chosen}
+            named["model"] = AutoModelForCausalLM.from_pretrained(model, **chosen)
+        return Given(type(self), with_tokens(named, model) if given.packs else named)

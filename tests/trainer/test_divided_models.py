@@ -39,12 +39,12 @@ CASES: dict[str, dict[str, Any]] = {
         "divided": TP_FSDP,
         "arguments": {"loss_chunk_bytes": CHUNK_BYTES, "mlp_chunk_rows": 32, "gradient_checkpointing": True},
     },
-    "bf16, norms of heads": {
+    "bf16, norms of heads, a stream": {
         "divided": TP_FSDP,
         "model": {"model_type": "qwen3"},
-        "arguments": {"loss_chunk_bytes": CHUNK_BYTES, "bf16": True, **ONE_MICRO_BATCH},
+        "source": "stream",
+        "arguments": {"loss_chunk_bytes": 0, "bf16": True, **ONE_MICRO_BATCH},
     },
-    "a stream, all logits at once": {"divided": TP_FSDP, "source": "stream", "arguments": {"loss_chunk_bytes": 0}},
     "tensor parallelism and replicas": {
         "divided": {"tp_size": 2, "dp_replicate_size": 2},
         "model": {"tie_word_embeddings": True},
@@ -55,12 +55,6 @@ CASES: dict[str, dict[str, Any]] = {
         "divided": {"tp_size": 4},
         "model": {"num_key_value_heads": 4},
         "arguments": {"loss_chunk_bytes": CHUNK_BYTES, **ONE_MICRO_BATCH},
-    },
-    "replicas of shards": {"divided": {"dp_replicate_size": 2, "fsdp_size": 2}, "arguments": ONE_MICRO_BATCH},
-    "experts": {
-        "divided": {"fsdp_size": 4, "ep_size": 2},
-        "model": {"model_type": "mixtral", "num_local_experts": 4},
-        "arguments": {"loss_chunk_bytes": CHUNK_BYTES, "gradient_checkpointing": True},
     },
     "experts of ranks that share a model": {
         "divided": {**TP_FSDP, "ep_size": 2},

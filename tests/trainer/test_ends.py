@@ -24,7 +24,7 @@ from hf_distca.trainer.refusals import Resume
 from hf_distca.trainer.resuming import disk_errors_named
 from tests.ranks import own_processes
 from tests.refused import refused
-from tests.trainer.features import adapted, plain
+from tests.trainer.features import adapted
 from tests.trainer.launches import CHECKPOINTING, LAUNCHED
 from tests.trainer.small_trainers import make_trainer
 from tests.trainer.train_script import allow_bf16, parameters_hash
@@ -32,7 +32,6 @@ from tests.trainer.train_script import allow_bf16, parameters_hash
 SAVED = 1
 """Step of the last whole checkpoint, in the middle of the first of two passes."""
 WITH_DROPOUT = adapted(target_modules="all-linear", lora_dropout=0.1)
-MODELS = {"ddp": WITH_DROPOUT, "fsdp2": plain, "zero3": WITH_DROPOUT}
 ARGUMENTS: dict[str, Any] = {
     "max_steps": 3,
     "save_strategy": "steps",
@@ -74,9 +73,7 @@ def _full(*args: Any) -> None:
 def _trainer(model: Any, folder: Path, strategy: str) -> Any:
     allow_bf16()
     trainer = make_trainer(str(folder), model=model, environment=LAUNCHED[strategy], **ARGUMENTS)
-    assert {"ddp": "MULTI_CPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED") in str(
-        trainer.accelerator.distributed_type
-    )
+    assert {"ddp": "MULTI_CPU"}.get(strategy, "DEEPSPEED") in str(trainer.accelerator.distributed_type)
     return trainer
 
 
@@ -90,7 +87,7 @@ def _note_result(trainer: Any, folder: Path) -> None:
 def _whole_and_ended(folder: Path, strategy: str, end: str) -> None:
     """Train to the end, and in the same processes a training that ends before."""
     # Before the first arguments: once those know of ZeRO-3, a model's parameters are drawn in another way.
-    models = [MODELS[strategy]("distca") for _ in range(2)]
+    models = [WITH_DROPOUT("distca") for _ in range(2)]
     trainer = _trainer(models[0], folder / "whole", strategy)
     trainer.train()
     _note_result(trainer, folder / "whole")
@@ -103,7 +100,7 @@ def _whole_and_ended(folder: Path, strategy: str, end: str) -> None:
 
 
 def _resumed(folder: Path, strategy: str, end: str) -> None:
-    trainer = _trainer(MODELS[strategy]("distca"), folder / "ended", strategy)
+    trainer = _trainer(WITH_DROPOUT("distca"), folder / "ended", strategy)
     if end == "disk full":
         half = folder / "ended" / f"checkpoint-{SAVED + 1}"
         with refused(Resume.INCOMPLETE, checkpoint=half, file="trainer_state.json"):
@@ -121,7 +118,6 @@ def _resumed(folder: Path, strategy: str, end: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "end", "codes", "told"),
     [
-        ("fsdp2", "killed", [-signal.SIGKILL, 1], ("", "")),
         ("zero3", "killed", [-signal.SIGKILL, 1], ("", "")),
         ("ddp", "Ctrl-C", [1, 1], ("KeyboardInterrupt", "KeyboardInterrupt")),
         ("ddp", "disk full", [1, 1], ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28]")),

@@ -59,12 +59,10 @@ class PackedLoaders:
         except Exception as caught:  # a data set may raise anything, and the other ranks must not wait for this rank
             error = caught
         groups.raise_together(error, in_world=True)
-        every = groups.all_gather((fingerprint, len(lengths), int(lengths.sum())), in_world=True)
-        if any(other[0] != fingerprint for other in every):
-            found = "; ".join(
-                f"rank {rank}: {n} documents, {total} tokens" for rank, (_, n, total) in enumerate(every)
-            )
-            raise Data.DIFFERENT.error(found=found)
+        size = f"{len(lengths)} documents, {lengths.sum()} tokens"
+        fingerprints, sizes = zip(*groups.all_gather((fingerprint, size), in_world=True), strict=True)
+        if len(set(fingerprints)) > 1:
+            raise Data.DIFFERENT.error(found="; ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes)))
         self._lengths[id(dataset)] = dataset, (lengths, fingerprint)
         return lengths, fingerprint
 

@@ -65,9 +65,8 @@ def test_whatever_a_data_set_raises_reaches_all_processes_of_the_world(tmp_path,
             raise OSError("stale file handle")
 
     trainer, seen = make_trainer(str(tmp_path)), []
-    monkeypatch.setattr(
-        trainer.dispatcher.groups, "raise_together", lambda *error, **options: seen.append((*error, options))
-    )
+    groups = trainer.dispatcher.groups
+    monkeypatch.setattr(groups, "raise_together", lambda error, **options: seen.append((error, options)))
     trainer._loaders.lengths(Faulty([{"input_ids": [1]}]))
     ((error, options),) = seen
     assert (str(error), options) == ("stale file handle", {"in_world": True})

@@ -231,7 +231,9 @@ FEATURES: dict[str, Feature] = {
         note="ZeRO-3 gathers no weights for callbacks",
     ),
     "debug=underflow_overflow": Feature({"debug": "underflow_overflow"}),
-    "ZeRO-1": Feature(environment={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, only=("zero2",), note="another stage"),
+    "ZeRO-1": Feature(
+        environment={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, only=("zero2",), note="with `--zero_stage 1`"
+    ),
     # Optimizers
     "adamw_torch": Feature({"optim": "adamw_torch", "learning_rate": 1e-2}),
     "adafactor": Feature(

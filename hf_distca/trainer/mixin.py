@@ -276,7 +276,7 @@ class DistCAMixin(_Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> EvalLoopOutput:
-        """Evaluate with the mean loss over all targets, whatever their division into micro-batches.
+        """Evaluate with the mean loss over the targets of all micro-batches.
 
         Raises:
             ValueError: before training, if FSDP, ZeRO-1 or ZeRO-2 prepares the model for training only.

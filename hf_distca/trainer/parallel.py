@@ -164,7 +164,7 @@ def _with_input_gradient(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 @contextmanager
 def whole_weights(accelerator: Accelerator, engine: Any) -> Iterator[None]:
-    """Make FSDP and ZeRO-3 save the whole model inside the block, whatever checkpoints hold."""
+    """Make FSDP and ZeRO-3 save the whole model inside the block, also where checkpoints hold shards."""
     fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
     with ExitStack() as restored:
         for holder, name, whole in (

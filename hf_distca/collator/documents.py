@@ -24,10 +24,7 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True, eq=False)
 class TokenDocument:
-    """Tokens of a document, [L] int64, and the target of each row: the next label, or -100 without loss.
-
-    Targets are shifted in the whole document, so that cutting the document afterwards loses no target.
-    """
+    """Tokens of a document, [L] int64, and the target of each row: the next label in the whole document, or -100."""
 
     input_ids: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -124,8 +121,8 @@ class PlannedDocuments:
 class RankDocuments(Dataset[PlannedDocuments]):
     """Data set of a DataLoader whose `batch_sampler` is a GlobalBatchSampler.
 
-    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank. It reads only documents of which
-    this rank holds rows. With DataLoader workers, planning and reading happen there, ahead of the training step.
+    Indexed by a GlobalMicroBatch, it plans the micro-batch, the same on every rank, and reads the documents of which
+    this rank holds rows.
 
     Args:
         dataset: gives examples by index, as `token_document` expects them.

@@ -23,11 +23,8 @@ def batch_document_lengths(batch: Mapping[str, Any]) -> tuple[int, ...]:
     restart at 0 with each document. transformers' DataCollatorWithFlattening gives the latter two. Call it before the
     batch goes to a GPU: reading from a GPU waits for it.
 
-    Args:
-        batch: `input_ids` [1, T] and one of the above; any `attention_mask` must be all ones.
-
     Raises:
-        ValueError: the batch is in the table, below "Batches of collators".
+        ValueError: the batch is not one row without padding, or its boundaries are missing or wrong.
     """
     input_ids, attention_mask = batch["input_ids"], batch.get("attention_mask")
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:

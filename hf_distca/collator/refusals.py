@@ -21,8 +21,7 @@ class Data:
     NO_TEXT = Refusal(
         "{name} has the columns {columns}",
         "it has neither tokens in 'input_ids' nor text in {field!r}",
-        "set dataset_text_field to the column with the text, or tokenize it: "
-        "dataset.map(lambda e: tokenizer(e[{field!r}]), batched=True)",
+        "set dataset_text_field to the column with the text",
     )
     NO_TOKENIZER = Refusal(
         "{name} has text in {field!r} and no tokens in 'input_ids'",

@@ -38,22 +38,17 @@ class GlobalBatchSampler(Sampler[list[GlobalMicroBatch]]):
     `num_processes=1`). The data set, such as `RankDocuments`, takes each `GlobalMicroBatch` as its index. There is no
     `batch_size`, because the number of documents varies.
 
-    Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, all micro-batches of
-    an epoch have about the same number of tokens and a similar mix of long and short documents. They are drawn anew in
-    each epoch. Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller.
-    The number of micro-batches is the same in every epoch.
-
-    Where documents stay whole on one rank, a micro-batch has one bin for each rank, and its documents come bin after
-    bin.
+    Every excerpt, a whole document or a part of a long one, comes once per epoch. With `shuffle`, micro-batches are
+    drawn anew in each epoch, with about the same number of tokens and a similar mix of long and short documents.
+    Without `shuffle`, documents come in the order of the data set and the last micro-batch may be smaller.
 
     Args:
         excerpts: [excerpts] of dtype EXCERPT, from `fit_documents`.
         capacity: Maximum number of tokens of a bin: ranks · tokens_per_rank, or tokens_per_rank with one bin per rank.
         shuffle: Whether to draw new micro-batches in each epoch.
         seed: Seed of the order, together with the epoch.
-        bins: Number of bins of a micro-batch. No document is in two bins.
-        choices: Function that returns the planner's choices for the next micro-batch. The choices travel with the
-            micro-batch, so that all ranks change them at the same micro-batch.
+        bins: Number of bins of a micro-batch, whose documents come bin after bin. No document is in two bins.
+        choices: Function that returns the planner's choices for the next micro-batch, with which they travel.
 
     Raises:
         ValueError: There is no excerpt, or one is longer than the capacity.

@@ -17,14 +17,12 @@ from hf_distca.planner.bin_packing import pack_in_order
 
 
 class StreamPacker(IterableDataset[dict[str, Any]]):
-    """One rank's share of a stream, packed into batches of whole documents.
+    """One rank's share of a stream, packed into batches of whole documents: for a DataLoader with `batch_size=None`.
 
     A batch has `input_ids`, `position_ids`, `labels`, `shift_labels`, each [1, rows] int64 with at most
     `tokens_per_rank` rows, as from DistCACollator, and `document_lengths`, a tuple of ints. A batch has no plan:
     documents stay on their rank, and ranks exchange lengths to plan their attention. Ranks may have different numbers
     of batches; `Dispatcher.plan_batches` fills in for ranks that end first.
-
-    Items are batches: use `DataLoader(StreamPacker(...), batch_size=None)`, and do not shard the loader again.
 
     A `datasets.IterableDataset` is split over ranks by `split_dataset_by_node` and over DataLoader workers by its
     shards. It should have at least ranks · workers shards, and must be shuffled with the same seed on every rank. For

@@ -350,7 +350,7 @@ This table has all of transformers' `TrainingArguments` that affect data, loss o
 TABLE = "see the table above"
 REFUSED = "see [What is refused](refusals.md)"
 METRICS = "no effect, because `compute_metrics` is refused"
-UNTRIED = "passed on to `Trainer`; not tested here"
+UNTRIED = "forwarded to `Trainer`; not tested here"
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     TABLE: (
         *("bf16", "gradient_accumulation_steps", "max_grad_norm", "neftune_noise_alpha", "use_liger_kernel", "debug"),

@@ -115,7 +115,7 @@ LAUNCHED = {
     "zero2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
     "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
 }
-"""What `accelerate launch` sets for each way to train in parallel, of what decides it."""
+"""Variables of `accelerate launch` that decide the strategy."""
 
 REPLICATED = ("ddp", "zero2")
 """Strategies under which each rank holds all parameters."""

@@ -110,14 +110,14 @@ def _resumed(folder: Path, strategy: str, end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "end", "codes", "told"),
+    ("strategy", "end", "codes", "messages"),
     [
         ("fsdp2", "killed", [-signal.SIGKILL, 1], ("", "")),
         ("ddp", "Ctrl-C", [1, 1], ("KeyboardInterrupt", "KeyboardInterrupt")),
         ("ddp", "disk full", [1, 1], ("OSError: [Errno 28]", "RuntimeError: rank 0 failed: OSError: [Errno 28]")),
     ],
 )
-def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes, told):
+def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes, messages):
     for part in ("first", "second"):
         (tmp_path / part).mkdir()
     reached = tmp_path / "reached"
@@ -133,7 +133,7 @@ def test_all_ranks_end_and_another_launch_goes_on(tmp_path, strategy, end, codes
         ended = time.monotonic()
         assert [rank.exitcode for rank in ranks] == codes
     assert ended - float(reached.read_text()) < ENDS_WITHIN_S
-    for rank, message in enumerate(told):
+    for rank, message in enumerate(messages):
         assert message in (tmp_path / "first" / f"output-{rank}").read_text(errors="replace")
     with own_processes(2, _resumed, tmp_path, strategy, end, folder=tmp_path / "second") as ranks:
         for rank in ranks:

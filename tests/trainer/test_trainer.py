@@ -1,4 +1,4 @@
-"""What DistCATrainer gives on one and two ranks: exact losses, whatever the data comes from."""
+"""DistCATrainer on one and two ranks: exact losses from every source of data."""
 
 from typing import Any
 

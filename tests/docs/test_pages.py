@@ -1,4 +1,4 @@
-"""What README and the pages show is so: files, names, options and messages exist, commands print what is shown."""
+"""README and the pages agree with the code: files, names, options and messages exist, commands print what is shown."""
 
 import ast
 import importlib.util
@@ -42,7 +42,7 @@ QUOTING = WITH_NAMES[:-1]
 SOURCES = [path.read_text() for path in (ROOT / "hf_distca").rglob("*.py")]
 SETTINGS = {field.name: field for field in fields(hf_distca.DistCATrainingArguments)}
 OBJECTS = {"hf_distca": hf_distca, "dispatcher": hf_distca.Dispatcher, "accelerator": Accelerator}
-"""What names in examples stand for."""
+"""Objects behind names in examples."""
 WRITTEN_ON_GPUS = {"benchmarks/results/gpu.json", "hf_distca/sim/profiles/h200.json"}
 OTHERS = {
     *("expandable_segments", "set_device", "attention_server_token", "vision_tower", "load_universal", "batch_size"),
@@ -57,7 +57,7 @@ LAUNCHER = {
     *("--main_process_port", "--module"),
 }
 TEXT_BYTES = 12_000
-"""How much of the quickstart's text is trained on here."""
+"""Bytes of the quickstart's text that are trained on here."""
 
 
 def blocks(page: str, language: str = "", part: str | None = None) -> list[str]:
@@ -319,7 +319,7 @@ def test_the_demo_prints_the_shown_lines():
 
 
 def in_shell(command: str, folder: Path) -> str:
-    """What a command prints that a reader enters in a shell with the environment activated."""
+    """Output of a command in a shell with the environment activated."""
     environment = cpu_environment()
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(

@@ -294,8 +294,10 @@ def _tasks(
 
 def _nodes_in(first: int, size: int, settings: PlanSettings) -> Sequence[int]:
     """Return [nodes] how many of some consecutive ranks each node has; 1 if all their links are alike."""
-    sizes = np.unique(settings.nodes[first : first + size], return_counts=True)[1] if settings.nodes else np.ones(1)
-    return (1,) if len(sizes) == 1 else tuple(sizes.tolist())
+    if settings.nodes is None:
+        return (1,)
+    sizes: list[int] = np.unique(settings.nodes[first : first + size], return_counts=True)[1].tolist()
+    return sizes if len(sizes) > 1 else (1,)
 
 
 def _in_group(

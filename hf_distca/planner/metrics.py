@@ -196,7 +196,7 @@ def count_plan(
     """
     nodes = nodes or plan.nodes or (0,) * plan.workers
     ranks = plan.layout.ranks
-    tasks, *hops = rows_to_move(replace(plan, stage_rows=None))
+    tasks, first, second = rows_to_move(replace(plan, stage_rows=None))
     rows, sent, in_place = (
         row_counts(tasks),
         tasks["keys_stop"] - tasks["keys_start"],
@@ -214,7 +214,8 @@ def count_plan(
         return Tasks(of_rows, of_keys, of_pairs, (of_rows > 0).astype(np.float64))
 
     # Servers get their rows in exchanges apart.
-    moves = joined(*hops)
+    moves = joined(first, second)
+    source, target = (np.concatenate([tasks[end], moves[end]]) for end in ("source", "target"))
     among_ranks, with_servers = (
         RowsMoved(*(_by_link(table, nodes, (table["target"] < ranks) == to_ranks) for table in (tasks, moves)))
         for to_ranks in (True, False)
@@ -227,11 +228,11 @@ def count_plan(
         with_servers=with_servers,
         row_bytes=RowBytes.of_kind(kind, bytes_per_value),
         stages=1 if plan.stage_rows is None else max(-(-among_ranks.most_keys // plan.stage_rows), 1),
-        most_rows=int(rows_by_stage(*hops, ranks).max(initial=0)),
+        most_rows=int(rows_by_stage(first, second, ranks).max(initial=0)),
         ranks=ranks,
         forwards=plan.nodes is not None,
         windowed=plan.window is not None,
-        connected=_connected(*(np.concatenate([tasks[end], moves[end]]) for end in ("source", "target")), ranks),
+        connected=_connected(source, target, ranks),
     )
 
 

@@ -42,7 +42,7 @@ GOOD_ENOUGH = 0.01
 """Share of a step by which a further candidate has to be faster to be tried."""
 DOMINANT_SHARE = 0.1
 """Share of a group's work from which a document is worth dividing evenly over several nodes."""
-MOST_MOVES = 2560
+MOST_MOVES = 4096
 """Maximum moves of K/V rows, from a piece to a rank, of documents divided evenly over several nodes, over the root of
 the number of ranks. More moves take too long to plan."""
 NEAR = 0.02

@@ -82,8 +82,8 @@ class Listener:
         self._token, self._service, self._serve, self._handshake_s = token, service, serve, handshake_s
         self._warnings = 0
         self._lock = threading.Lock()
-        self._peers: dict[threading.Thread, Channel] = {}
-        self._strangers: list[Channel] = []  # in the handshake, oldest first
+        self._peers: dict[Channel, threading.Thread] = {}
+        self._strangers: dict[Channel, None] = {}  # in the handshake, oldest first
         self._closed = False
         self._thread = threading.Thread(target=self._accept_all, name=f"listen {self.port}", daemon=True)
         self._thread.start()
@@ -91,37 +91,43 @@ class Listener:
     def close(self) -> None:
         """Stop listening, end all connections, and wait for the peers' threads."""
         self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # on Linux this ends `accept`
         self._thread.join()
         with self._lock:
             peers = dict(self._peers)
-        for thread, channel in peers.items():
+        for channel, thread in peers.items():
             channel.shut_down()
             thread.join()
 
     def _accept_all(self) -> None:
         while not self._closed:
             try:
-                self._accept(self._socket.accept()[0])
+                sock = self._socket.accept()[0]
+                try:
+                    self._accept(sock)
+                except BaseException:
+                    sock.close()
+                    raise
             except TimeoutError:
                 pass
             except (OSError, RuntimeError) as error:  # also when there are no more file descriptors or threads
-                self._warn(f"a connection could not be accepted: {error}")
-                time.sleep(0.01)
+                if not self._closed:
+                    self._warn(f"a connection could not be accepted: {error}")
+                    time.sleep(0.01)
         self._socket.close()
 
     def _accept(self, sock: socket.socket) -> None:
-        try:
-            channel = Channel(sock)
-            thread = threading.Thread(target=self._meet, args=(channel,), name=f"peer {channel.name}", daemon=True)
-            with self._lock:
-                if len(self._strangers) >= HANDSHAKES:
-                    self._strangers.pop(0).shut_down("too many handshakes at once")
-                thread.start()  # the thread waits for the lock before it ends
-                self._peers[thread] = channel
-                self._strangers.append(channel)
-        except BaseException:
-            sock.close()
-            raise
+        channel = Channel(sock)
+        thread = threading.Thread(target=self._meet, args=(channel,), name=f"peer {channel.name}", daemon=True)
+        with self._lock:
+            if len(self._strangers) >= HANDSHAKES:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.shut_down("too many handshakes at once")
+            thread.start()  # the thread waits for the lock before it ends
+            self._peers[channel] = thread
+            self._strangers[channel] = None
 
     def _meet(self, channel: Channel) -> None:
         """Serve one peer in its thread."""
@@ -129,25 +135,22 @@ class Listener:
         try:
             channel.prove(self._token, self._service, self._handshake_s, connects=False)
             proved = True
-            self._forget(channel)
+            with self._lock:
+                self._strangers.pop(channel, None)
             self._serve(channel, channel.receive(self._handshake_s)[0])
         except PeerLeft:  # checks of open ports do so
             logger.info("%s left", channel.name)
         except LinkLost as error:
             if not self._closed and not isinstance(error, MismatchError):  # the peer knows what to do
-                self._warn(f"ended {channel.name}: {error}" if proved else f"refused {channel.name}: {error}")
+                self._warn(f"{'ended' if proved else 'refused'} {channel.name}: {error}")
             if proved and isinstance(error, ProtocolError):
                 with contextlib.suppress(LinkLost):
                     channel.refuse(str(error), self._handshake_s)
         finally:
-            self._forget(channel)
             with self._lock:
-                del self._peers[threading.current_thread()]
+                self._strangers.pop(channel, None)
+                del self._peers[channel]
             channel.close()
-
-    def _forget(self, stranger: Channel) -> None:
-        with self._lock, contextlib.suppress(ValueError):  # it is no stranger any more
-            self._strangers.remove(stranger)
 
     def _warn(self, message: str) -> None:
         """Log a refusal; of many the first ten, and then one whenever their number has doubled."""

@@ -64,30 +64,32 @@ class SideCopies:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
 
-class HostMemory:
-    """Memory of the host, pinned where a GPU computes; `why` is the reason for TCP."""
+class Memory:
+    """Memory of one process's rows, for all its links: of the host, pinned where `device` is a GPU, for rows over TCP.
+
+    `why` is the reason for TCP.
+    """
 
     def __init__(self, device: torch.device, why: str = "TCP was asked for") -> None:
         self.why = why
-        self._copies = SideCopies(device) if device.type == "cuda" else None
+        self.copies = SideCopies(device) if device.type == "cuda" else None
 
     def empty(self, spec: TensorSpec, rows: int) -> Tensor:
         """Return [rows, *spec.shape] with undefined contents, contiguous, to receive into."""
-        dtype, pinned = getattr(torch, spec.dtype), self._copies is not None
-        return torch.empty((rows, *spec.shape), dtype=dtype, pin_memory=pinned)
+        return self._tensor((rows, *spec.shape), getattr(torch, spec.dtype))
 
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         """Put rows, [N, …] each on the device, where they can be sent from; they may be dropped afterwards.
 
-        Returns:
-            staged: the rows, contiguous; themselves where they can be sent as they are.
-            ready: returns when the rows are in their place; any thread may call it.
+        Returns the rows there, contiguous, and a function that waits until they are there, for any thread.
         """
-        given = [x_N.detach().contiguous() for x_N in tensors]
-        if self._copies is None:
-            return given, lambda: None
-        staged = [torch.empty(x_N.shape, dtype=x_N.dtype, pin_memory=True) for x_N in given]
-        return staged, self._copies.start(zip(staged, given, strict=True))
+        if self.copies is None:
+            return [x_N.detach().contiguous() for x_N in tensors], lambda: None
+        staged = [self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in tensors]
+        return staged, self.copies.start(zip(staged, (x_N.detach() for x_N in tensors), strict=True))
+
+    def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.copies is not None)
 
 
 class _Block(NamedTuple):
@@ -104,32 +106,28 @@ class _Loan:
         setattr(self, "__array_interface__" if space == HOST else "__cuda_array_interface__", described)
 
 
-class Arena:
+class Arena(Memory):
     """Memory registered with NIXL: of the GPU that computes, where NIXL can reach it, else of the host.
 
     Registering costs too much for every call. Memory comes in few large slabs, each registered once and kept until the
     process ends. A block of a slab is free again when the last tensor that shares it is dropped; on a GPU, when the
     work queued until then is done.
 
-    LinkLost: `agent` can register no memory.
-
-    Args:
-        device: device that computes; `copies` are its copies, None on the CPU.
-        required: whether rows may travel only over NIXL.
+    LinkLost: `agent` can register no memory. `required`: rows may travel only over NIXL. `metadata` is what a peer
+    needs to reach all memory registered so far.
     """
 
-    def __init__(self, agent: NixlAgent, device: torch.device, copies: SideCopies | None, *, required: bool) -> None:
-        self.agent = agent
-        self.required = required
-        self._copies = copies
+    def __init__(self, agent: NixlAgent, device: torch.device, *, required: bool) -> None:
+        super().__init__(device)
+        self.agent, self.required = agent, required
+        self.metadata = ""
         self._lock = threading.Lock()
         self._slabs: list[Tensor] = []
         self._free: list[_Block] = []  # in order, neighbours merged
         self._returned: deque[_Block] = deque()  # by finalizers, which must not lock
         self._cooling: deque[tuple[Callable[[], bool], list[_Block]]] = deque()
         self._kept: list[Sequence[Tensor]] = []
-        self._serves_gpu = device.type == "cuda"
-        if self._serves_gpu:
+        if device.type == "cuda":
             self._device, self.space = device, Space("VRAM", device.index or 0)
             with suppress(LinkLost):  # UCX without CUDA
                 self._grow(SLAB_BYTES)
@@ -138,28 +136,18 @@ class Arena:
             self._grow(SLAB_BYTES)
         self.probe = self._tensor((PROBE_BYTES,), torch.uint8)
 
-    @property
-    def slabs(self) -> int:
-        """Number of registered slabs; further ones are new to peers."""
-        return len(self._slabs)
-
-    def empty(self, spec: TensorSpec, rows: int) -> Tensor:
-        """See `HostMemory.empty`."""
-        return self._tensor((rows, *spec.shape), getattr(torch, spec.dtype))
-
     def stage(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-        """See `HostMemory.stage`: rows are copied to registered memory, on the host by `ready`."""
-        staged = [self._tensor(tuple(x_N.shape), x_N.dtype) for x_N in tensors]
-        copies = [(to_N, x_N.detach()) for to_N, x_N in zip(staged, tensors, strict=True)]
-        if self._copies is not None:
-            return staged, self._copies.start(copies)
+        """See `Memory.stage`: rows are copied to registered memory, on the host by `ready`."""
+        if self.copies is not None:
+            return super().stage(tensors)
+        copies = [(self._tensor(tuple(x_N.shape), x_N.dtype), x_N.detach()) for x_N in tensors]
 
         def ready() -> None:
             while copies:
                 to_N, x_N = copies.pop()
                 to_N.copy_(x_N)
 
-        return staged, ready
+        return [to_N for to_N, _ in copies], ready
 
     def keep(self, rows: Sequence[Tensor]) -> None:
         """Keep rows out of use for good: a peer may still write or read them after a transfer has failed."""
@@ -194,7 +182,7 @@ class Arena:
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         if returned:
             # Nobody reads what the host has dropped.
-            self._cooling.append(((lambda: True) if self._copies is None else self._copies.fence(), returned))
+            self._cooling.append(((lambda: True) if self.copies is None else self.copies.fence(), returned))
         while self._cooling and self._cooling[0][0]():
             self._free += self._cooling.popleft()[1]
         merged: list[_Block] = []
@@ -206,35 +194,27 @@ class Arena:
         self._free = merged
 
     def _grow(self, size: int) -> None:
-        pinned = self._serves_gpu and self.space == HOST
+        pinned = self.copies is not None and self.space == HOST
         slab = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
         self.agent.register((slab.data_ptr(), size), self.space)
         self._slabs.append(slab)
         self._free.append(_Block(len(self._slabs) - 1, 0, size))
-
-
-Memory = HostMemory | Arena
-"""Memory of the rows that a transport sends and receives; one for a process and its device, for all its links."""
+        self.metadata = self.agent.metadata()
 
 
 def make_memory(choice: Choice, device: torch.device, address: str) -> Memory:
-    """Make the memory of this process's rows: an `Arena` for NIXL, or `HostMemory` for TCP, with the reason.
+    """Make the memory of this process's rows: an `Arena` for NIXL, or `Memory` for TCP, with the reason.
 
-    Args:
-        choice: AUTO takes NIXL where that needs no open port of UCX: with RDMA devices.
-        address: address of the interface on which UCX may listen, where it must.
-
-    Raises:
-        ValueError: NIXL was asked for and cannot be used.
+    AUTO takes NIXL where that needs no open port of UCX: with RDMA devices. Else UCX may listen on the interface of
+    `address`. ValueError: NIXL was asked for and cannot be used.
     """
     if choice is Choice.TCP:
-        return HostMemory(device)
+        return Memory(device)
     if choice is Choice.AUTO and not (is_installed() and has_rdma()):
-        return HostMemory(device, "the host has no RDMA device" if is_installed() else "NIXL is not installed")
+        return Memory(device, "the host has no RDMA device" if is_installed() else "NIXL is not installed")
     try:
-        copies = SideCopies(device) if device.type == "cuda" else None
-        return Arena(NixlAgent(address), device, copies, required=choice is Choice.NIXL)
+        return Arena(NixlAgent(address), device, required=choice is Choice.NIXL)
     except (ImportError, ValueError, LinkLost) as error:
         if choice is Choice.AUTO:
-            return HostMemory(device, str(error))
+            return Memory(device, str(error))
         raise ValueError(f"attention_server_transport='nixl' cannot be used: {error}") from error

@@ -29,6 +29,7 @@ def parse_token(text: str) -> bytes:
 
 def write_token(path: Path, token: bytes) -> None:
     """Write a token to a file that only its owner can read, replacing a file of that name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     # A new file, renamed: an old one might be open elsewhere, or be readable by others.
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -7,7 +7,6 @@ former, and writes the latter before it sends the reply. The rank's end moves no
 Shape suffixes: N rows; what follows a row's N is free.
 """
 
-import base64
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -15,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hf_distca.pool.memory import PROBE_BYTES, Arena, HostMemory, Memory
+from hf_distca.pool.memory import PROBE_BYTES, Arena, Memory
 from hf_distca.pool.messages import Call, NixlPeer, Places, RankHello, RankWelcome, Reply, TensorSpec
-from hf_distca.pool.nixl import Piece, Space
+from hf_distca.pool.nixl import Piece
 from hf_distca.pool.wire import Buffer, Channel, LinkLost, MismatchError, ProtocolError
 
 PROBE_S = 5.0
@@ -25,10 +24,10 @@ PROBE_S = 5.0
 
 
 class TcpTransport:
-    """Either end of TCP, and the interface of every transport.
+    """Either end of TCP, and the interface of every transport. The rank's end makes calls, which the server's answers.
 
-    One thread may send while another receives. Every error leaves a transport unusable. The rank's end makes calls and
-    the server's end answers them. All rows lie in the `Memory` of the transport.
+    One thread may send while another receives. After an error a transport is of no more use. Rows are contiguous,
+    [N, …] each, lie in the `Memory` of the transport, and may stand still for `timeout_s`; then LinkLost.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -37,24 +36,16 @@ class TcpTransport:
     def send(
         self, message: Call | Reply, rows: Sequence[Tensor], timeout_s: float, answer: Sequence[Tensor] = ()
     ) -> None:
-        """Send a message with its rows, and return when the rows of a reply may change again.
+        """Send a message with its rows; the rows of the reply to a call are received into `answer`.
 
-        Rows of a call must not change before its reply is received. LinkLost: the other end is gone, or stood still.
-
-        Args:
-            rows: [N, …] each, contiguous.
-            timeout_s: nothing may move for so long.
-            answer: [N, …] each, contiguous, for the rows of the reply to this call.
+        Rows of a call must not change before its reply is received, rows of a reply may change when this returns.
         """
         self._channel.send(message, _buffers(rows), timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
-        """Receive the rows of the last received message, before the next one is received.
+        """Receive the rows of the last received message, which `size` bytes follow; ProtocolError if rows differ.
 
-        Args:
-            size: bytes that follow the message. ProtocolError where the rows have another number of bytes.
-            rows: [N, …] each, contiguous. After an error nobody writes to them any more.
-            timeout_s: nothing may move for so long.
+        After an error nobody writes to the rows any more.
         """
         _check_size(message, size, rows)
         self._channel.receive_payload(_buffers(rows), timeout_s)
@@ -64,12 +55,11 @@ class TcpTransport:
 
 
 class NixlRankEnd:
-    """A rank's end of NIXL. See `TcpTransport`."""
+    """A rank's end of NIXL."""
 
     def __init__(self, channel: Channel, memory: Arena) -> None:
-        self._channel = channel
-        self._memory = memory
-        self._known_slabs = memory.slabs  # from the hello
+        self._channel, self._memory = channel, memory
+        self._known = memory.metadata  # from the hello
         self._open: dict[int, list[Tensor]] = {}  # by id of the call; single operations on a dict are atomic
 
     def send(
@@ -77,15 +67,15 @@ class NixlRankEnd:
     ) -> None:
         """See `TcpTransport.send`."""
         assert isinstance(message, Call)
-        more = self._known_slabs != (slabs := self._memory.slabs)
-        self._known_slabs = slabs
-        places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), _metadata(self._memory) if more else "")
+        metadata = self._memory.metadata
+        news = "" if metadata == self._known else metadata
+        self._known = metadata
         self._open[message.call_id] = [*rows, *answer]
+        places = Places(tuple(_pieces(rows)), tuple(_pieces(answer)), news)
         self._channel.send(replace(message, places=places), timeout_s=timeout_s)
 
     def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
         """See `TcpTransport.receive`: the server has written the rows before it sent the message."""
-        assert isinstance(message, Reply)
         self._open.pop(message.call_id, None)
 
     def close(self) -> None:
@@ -96,14 +86,12 @@ class NixlRankEnd:
 
 
 class NixlServerEnd:
-    """A server's end of NIXL, which moves the rows; LinkLost where it cannot reach the rank. See `TcpTransport`."""
+    """A server's end of NIXL, which moves the rows; LinkLost where it cannot reach the rank."""
 
     def __init__(self, channel: Channel, memory: Arena, peer: NixlPeer) -> None:
-        self._channel = channel
-        self._memory = memory
-        self._peer = peer
+        self._channel, self._memory, self._peer = channel, memory, peer
         self._answers: dict[int, Sequence[Piece]] = {}  # by id of the call; single operations on a dict are atomic
-        memory.agent.meet(_binary(peer.metadata), peer.name)
+        memory.agent.meet(peer.name, peer.metadata)
         probe = memory.empty(TensorSpec("probe", "keys", (PROBE_BYTES // 2,), "bfloat16"), 1)
         try:
             self._move("READ", [probe], [(peer.probe, PROBE_BYTES)], PROBE_S)
@@ -121,13 +109,13 @@ class NixlServerEnd:
     def receive(self, message: Call | Reply, size: int, rows: Sequence[Tensor], timeout_s: float) -> None:
         """See `TcpTransport.receive`."""
         assert isinstance(message, Call)
-        call_id, places = message.call_id, message.places
+        places = message.places
         if places is None:
-            raise ProtocolError(f"call {call_id} does not name the memory of its rows")
+            raise ProtocolError(f"call {message.call_id} does not name the memory of its rows")
         _check_size(message, sum(size for _, size in places.rows), rows)
         if places.metadata:
-            self._memory.agent.learn(_binary(places.metadata), self._peer.name)
-        self._answers[call_id] = places.answer
+            self._memory.agent.learn(self._peer.name, places.metadata)
+        self._answers[message.call_id] = places.answer
         self._move("READ", rows, places.rows, timeout_s)
 
     def close(self) -> None:
@@ -138,14 +126,12 @@ class NixlServerEnd:
         self, operation: Literal["READ", "WRITE"], rows: Sequence[Tensor], places: Sequence[Piece], timeout_s: float
     ) -> None:
         """Read or write rows; `places` are addresses of the rank, which NIXL compares with what it has registered."""
-        own = _pieces(rows)
+        own, memory = _pieces(rows), self._memory
         if [size for _, size in own] != [size for _, size in places]:
             raise ProtocolError("the memory that the rank names differs in size from the tensors")
-        memory, peer = self._memory, self._peer
-        remote = Space(peer.memory, peer.device)
         try:
             memory.agent.transfer(
-                operation, own, memory.space, places, remote, peer.name, timeout_s, self._channel.hung_up
+                operation, own, memory.space, places, self._peer, timeout_s, gone=self._channel.hung_up
             )
         except BaseException:
             memory.keep(rows)
@@ -157,24 +143,19 @@ Transport = TcpTransport | NixlRankEnd | NixlServerEnd
 
 def rank_hello(rank: int, ranks: int, memory: Memory) -> RankHello:
     """Return the hello of a rank whose rows lie in this memory."""
-    if isinstance(memory, HostMemory):
+    if not isinstance(memory, Arena):
         return RankHello(rank, ranks, why_tcp=memory.why)
-    agent, (kind, device) = memory.agent, memory.space
-    peer = NixlPeer(agent.name, _metadata(memory), memory.probe.data_ptr(), kind, device)
+    peer = NixlPeer(memory.agent.name, memory.metadata, memory.probe.data_ptr(), *memory.space)
     return RankHello(rank, ranks, peer, required=memory.required)
 
 
 def choose(channel: Channel, memory: Memory, hello: RankHello) -> tuple[Transport, RankWelcome]:
     """Choose the transport between a server and a rank: NIXL where both have it and it works, else TCP.
 
-    Returns:
-        The server's end, and the welcome by which the rank makes its end with `rank_end`.
-
-    Raises:
-        MismatchError: one end uses NIXL only and the other cannot.
+    Returns the server's end, and the welcome to the rank. MismatchError: one end uses NIXL only, the other cannot.
     """
     why = hello.why_tcp
-    if isinstance(memory, HostMemory):
+    if not isinstance(memory, Arena):
         why = why or f"at the server: {memory.why}"
     elif hello.nixl is not None:
         try:
@@ -215,14 +196,3 @@ def _check_size(message: Call | Reply, size: int, rows: Sequence[Tensor]) -> Non
     expected = sum(x_N.nbytes for x_N in rows)
     if size != expected:
         raise ProtocolError(f"the rows of a {type(message).__name__} have {size} bytes, expected {expected}")
-
-
-def _metadata(memory: Arena) -> str:
-    return base64.b64encode(memory.agent.metadata()).decode()
-
-
-def _binary(metadata: str) -> bytes:
-    try:
-        return base64.b64decode(metadata, validate=True)
-    except ValueError as error:
-        raise ProtocolError("the metadata of a NIXL agent is not base64") from error

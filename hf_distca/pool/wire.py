@@ -19,8 +19,6 @@ from typing import TypeVar
 from hf_distca.pool.messages import Message, Refused, decode, encode
 
 VERSION = 4
-"""Version of the messages and of the handshake."""
-
 MESSAGE_BYTES = 64 * 1024
 """Most bytes of a message without the rows that follow it."""
 
@@ -28,11 +26,8 @@ DIRECTORY, SERVER = "directory", "attention server"
 """Names of the services, for the handshake."""
 
 _GREETING = b"hf_distca "
-_SIZE = struct.Struct("!I")
 
 Buffer = bytes | bytearray | memoryview
-"""Anything C-contiguous."""
-
 M = TypeVar("M", bound=Message)
 
 
@@ -52,17 +47,16 @@ class MismatchError(ProtocolError):
     """Both peers are as they should be and cannot work together; another try would end alike."""
 
 
-class AuthenticationError(LinkLost):
-    """The peer does not know the run's token, or is another service."""
-
-
 class Channel:
-    """One end of a connection. One thread may send while another receives; after an error it is of no more use."""
+    """One end of a connection. One thread may send while another receives; after an error it is of no more use.
+
+    Sending and receiving raise LinkLost where the connection breaks or stands still for `timeout_s` (None: for ever).
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.peer_host, port = sock.getpeername()[:2]
         self.name = f"{self.peer_host}:{port}"
-        self.within_host = is_within_host(sock.getsockname()[0], self.peer_host)
+        self.within_host = is_loopback(self.peer_host) or self.peer_host == sock.getsockname()[0]
         sock.settimeout(None)
         # Buffer sizes are left alone: the system makes them larger as needed, and no longer does so once set.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -85,15 +79,10 @@ class Channel:
         return bool(poll.poll(0))
 
     def prove(self, token: bytes, service: str, timeout_s: float, *, connects: bool) -> None:
-        """Prove to each other that both ends know the token, one of which `connects` to a service of the other.
+        """Prove to each other that both ends know the token; raise ProtocolError where the other end does not.
 
         The proofs name the side, so that none can be sent back, and the service, so that a connection to the directory
         cannot be led to a server. `timeout_s` is for all of the handshake.
-
-        Raises:
-            AuthenticationError: the other end has another token or is another service.
-            ProtocolError: the other end has another version or is something else.
-            LinkLost: the other end left, or was too slow.
         """
         greeting = _GREETING + b"%d " % VERSION
         ours = greeting + secrets.token_bytes(32)
@@ -115,7 +104,7 @@ class Channel:
                 own, other = other, own
             self._send([own], None)
             if not hmac.compare_digest(self._receive(len(other), None), other):
-                raise AuthenticationError(
+                raise ProtocolError(
                     f"the peer has another token, or is another service than {service}; use the token of this run"
                 )
         finally:
@@ -123,21 +112,12 @@ class Channel:
             late.join()
 
     def send(self, message: Message, payload: Sequence[Buffer] = (), timeout_s: float | None = None) -> None:
-        """Send a message and its payload, which is not copied; return when the system has taken all of it.
-
-        LinkLost: the connection broke, or nothing moved for `timeout_s`; None waits for ever.
-        """
+        """Send a message and its payload; return when the system has taken all of it."""
         parts = [memoryview(part).cast("B") for part in payload if memoryview(part).nbytes]
         self._send([encode(message, sum(map(len, parts))), *parts], timeout_s)
 
     def receive(self, timeout_s: float | None = None) -> tuple[Message, int]:
-        """Receive the next message, and the number of bytes that follow it, for `receive_payload`.
-
-        Raises:
-            PeerLeft: the peer closed the connection.
-            ProtocolError: the bytes are no message.
-            LinkLost: the connection broke, or nothing came for `timeout_s`.
-        """
+        """Receive the next message, and the number of bytes that follow it, for `receive_payload`."""
         text = self._receive(MESSAGE_BYTES, timeout_s)
         try:
             return decode(text)
@@ -145,11 +125,10 @@ class Channel:
             raise ProtocolError(str(error)) from error
 
     def receive_payload(self, buffers: Sequence[Buffer], timeout_s: float | None = None) -> None:
-        """Fill writable buffers with what follows a message; LinkLost where nothing comes for `timeout_s`."""
+        """Fill writable buffers, none of them empty, with what follows a message."""
         with self._losses("receiving", socket.SO_RCVTIMEO, timeout_s):
             for buffer in buffers:
-                if memoryview(buffer).nbytes and self._fill(buffer):
-                    raise LinkLost("the peer closed the connection in the middle of a message")
+                self._fill(buffer)
 
     def ask(self, hello: Message, welcome: type[M], timeout_s: float) -> M:
         """Send the first message of a connection and return the answer; MismatchError where the peer refuses."""
@@ -177,8 +156,8 @@ class Channel:
         self._sock.close()
 
     def _send(self, parts: Sequence[Buffer], timeout_s: float | None) -> None:
-        """Send a message, the first part, with its size before it, and its payload after it: together, in one call."""
-        left = [memoryview(part) for part in (_SIZE.pack(len(parts[0])) + parts[0], *parts[1:])]
+        """Send a message, the first part, with its size before it and its payload after it, in one call."""
+        left = [memoryview(part) for part in (len(parts[0]).to_bytes(4, "big") + parts[0], *parts[1:])]
         with self._losses("sending", socket.SO_SNDTIMEO, timeout_s):
             while left:
                 sent = self._sock.sendmsg(left)
@@ -190,28 +169,26 @@ class Channel:
     def _receive(self, most: int, timeout_s: float | None) -> bytes:
         """Receive a message's bytes; ProtocolError where they are more than `most`."""
         with self._losses("receiving", socket.SO_RCVTIMEO, timeout_s):
-            head = bytearray(_SIZE.size)
-            if missing := self._fill(head):
-                raise (PeerLeft if missing == len(head) else LinkLost)("the peer closed the connection")
-            (size,) = _SIZE.unpack(head)
+            head = bytearray(4)
+            self._fill(head)
+            size = int.from_bytes(head, "big")
             if size > most:
                 raise ProtocolError(f"the peer sends a message of {size} bytes, at most {most} are allowed")
             text = bytearray(size)
-            if self._fill(text):
-                raise LinkLost("the peer closed the connection in the middle of a message")
+            self._fill(text)
             return bytes(text)
 
-    def _fill(self, buffer: Buffer) -> int:
-        """Receive until a buffer is full or the peer has closed; return the number of missing bytes."""
-        view = memoryview(buffer).cast("B")
-        # MSG_WAITALL: fewer and larger reads.
-        while view and (count := self._sock.recv_into(view, 0, socket.MSG_WAITALL)):
-            view = view[count:]
-        return len(view)
+    def _fill(self, buffer: Buffer) -> None:
+        left = memoryview(buffer).cast("B")
+        while left:
+            count = self._sock.recv_into(left, 0, socket.MSG_WAITALL)  # fewer and larger reads
+            if not count:
+                raise PeerLeft("the peer closed the connection")
+            left = left[count:]
 
     @contextlib.contextmanager
     def _losses(self, what: str, direction: int, timeout_s: float | None) -> Iterator[None]:
-        """Send or receive, standing still for `timeout_s` at most; raise LinkLost for what ends a connection."""
+        """Set the time-out of a direction; raise LinkLost for whatever ends a connection."""
         try:
             if self._timeouts[direction] != timeout_s:
                 seconds = 0.0 if timeout_s is None else max(timeout_s, 1e-6)  # to the system 0 is for ever
@@ -230,11 +207,6 @@ class Channel:
             raise (PeerLeft if left else LinkLost)(f"{what} failed: {error}") from error
 
 
-def is_within_host(own: str, other: str) -> bool:
-    """Return whether an address is this host's: the same as at this end, or a loopback address."""
-    return own == other or is_loopback(other)
-
-
 def is_loopback(host: str) -> bool:
     """Return whether an address, or a name, is an address of the host's loopback."""
     try:
@@ -244,7 +216,7 @@ def is_loopback(host: str) -> bool:
 
 
 def connect(host: str, port: int, token: bytes, service: str, timeout_s: float) -> Channel:
-    """Connect to a service and shake hands, for `timeout_s` each; errors as in `Channel.prove`."""
+    """Connect to a service and shake hands, for `timeout_s` each."""
     try:
         channel = Channel(socket.create_connection((host, port), timeout_s))
     except (OSError, OverflowError) as error:  # OverflowError: there is no such port

@@ -1,7 +1,6 @@
-"""Calls at a server: the plans they are made by, the ranks they come from, and their rows, put together and computed.
+"""Calls at a server: the plans they are made by, the ranks they come from, and their rows, put together.
 
-Shape suffixes: Q received query rows, R received key/value rows, K key/value rows of the kernel call, H query heads,
-G key/value heads, D head dim of queries and keys, E head dim of values; N rows of either kind.
+Shape suffixes: N rows; what follows a row's N is free.
 """
 
 import threading
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_distca.dispatch.bound import BoundGroup
-from hf_distca.dispatch.rows import IndexBuffer, RowSum, take
-from hf_distca.kernels import AttentionParams, Kernel
+from hf_distca.dispatch.rows import IndexBuffer, RowSum
 from hf_distca.plan import AttentionKind, Plan
 from hf_distca.planner.cost import pairs
 from hf_distca.planner.routes import make_routes
@@ -29,6 +27,12 @@ from hf_distca.pool.wire import Channel, LinkLost, ProtocolError
 KEPT = 8
 """Number of the latest plans that are kept: more than ranks have in use at once."""
 
+PLAN_WAIT_S = 30.0
+"""Most seconds that a call waits for its plan."""
+
+ROWS_S = 60.0
+"""Most seconds for which travelling rows of a call or a reply may stand still."""
+
 _FLUSH_S = 1.0
 
 
@@ -36,31 +40,28 @@ class ServedTasks:
     """This server's tasks of one plan: one nano-batch, one kind of attention.
 
     Attributes:
-        group: the tasks, as index tensors.
         key_sums: how dK and dV of received rows are added up.
         rows: for each kind of rows ("queries", "keys") and each rank, the rank's slice of the received rows.
         totals: for each kind, how many rows come from all ranks.
         ranks: ranks that have rows here.
-        pairs: query-key pairs of all tasks.
     """
 
     def __init__(self, plan: Plan, worker: int, buffer: IndexBuffer) -> None:
         routes = make_routes(plan, worker)
-        stage = routes.stages[0]
-        self.group = BoundGroup(stage.remote_query, buffer)
+        keys, tasks = routes.stages[0].keys, routes.stages[0].remote_query
+        self.group = BoundGroup(tasks, buffer)
         self.rows: dict[str, list[slice]] = {}
         self.totals: dict[str, int] = {}
-        for kind, messages in (("queries", routes.queries), ("keys", stage.keys)):
-            counts = messages.recv_counts[: plan.layout.ranks]
+        for kind, exchanged in (("queries", routes.queries), ("keys", keys)):
+            counts = exchanged.recv_counts[: plan.layout.ranks]
             stops = np.cumsum(counts)
             self.rows[kind] = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
             self.totals[kind] = int(counts.sum())
-        self.key_sums = RowSum({"tasks": stage.remote_query.k_rows}, self.totals["keys"], buffer)
-        received = (routes.queries.recv_counts + stage.keys.recv_counts)[: plan.layout.ranks]
+        self.key_sums = RowSum({"tasks": tasks.k_rows}, self.totals["keys"], buffer)
+        received = (routes.queries.recv_counts + keys.recv_counts)[: plan.layout.ranks]
         self.ranks = frozenset(np.flatnonzero(received).tolist())
         # Counted from a task's first key on; with a window that is where the first row's window begins.
-        q_lens, k_lens = stage.remote_query.q_lens, stage.remote_query.k_lens
-        self.pairs = int(np.sum(pairs(k_lens - q_lens, k_lens, plan.window)))
+        self.pairs = int(np.sum(pairs(tasks.k_lens - tasks.q_lens, tasks.k_lens, plan.window)))
 
 
 ServedPlan = dict[tuple[int, AttentionKind], ServedTasks]
@@ -70,29 +71,26 @@ ServedPlan = dict[tuple[int, AttentionKind], ServedTasks]
 def served_plan(message: PlanTables, tables: bytearray, device: torch.device) -> ServedPlan:
     """Make this server's tasks of a received plan."""
     buffer = IndexBuffer(device)
-    plan = {
+    served = {
         (nano_batch, kind): ServedTasks(plan, message.worker, buffer)
-        for nano_batch, nano in enumerate(message.read(tables))
-        for kind, plan in nano.plans.items()
+        for nano_batch, kind, plan in message.read(tables)
     }
     buffer.send()
-    return plan
+    return served
 
 
 class RankLink:
-    """The server's end of the connection to one rank; travelling rows may stand still for `rows_s`."""
+    """The server's end of the connection to one rank."""
 
-    def __init__(self, channel: Channel, hello: RankHello, rows_s: float, memory: Memory) -> None:
-        self.rank = hello.rank
-        self.channel = channel
-        self.rows_s = rows_s
+    def __init__(self, channel: Channel, hello: RankHello, memory: Memory) -> None:
+        self.rank, self.channel = hello.rank, channel
         self.transport, self.welcome = choose(channel, memory, hello)
         self.gone = False  # nothing from this rank counts any more
         self.outbox = Outbox(channel)
 
     def reply(self, reply: Reply, rows: Sequence[Tensor]) -> None:
         """Queue a reply."""
-        self.outbox.put(partial(self.transport.send, reply, rows, self.rows_s))
+        self.outbox.put(partial(self.transport.send, reply, rows, ROWS_S))
 
     def refuse(self, reason: str) -> None:
         """Send the rank the reason, then end the connection; its own thread notices."""
@@ -109,13 +107,7 @@ class RankLink:
 
 @dataclass(eq=False)
 class Assembly:
-    """The rows of one call.
-
-    Attributes:
-        received: the tensors of call.request() by name: rows of all ranks.
-        missing: ranks whose rows are not complete.
-        links: links of the ranks that send rows, by rank.
-    """
+    """The rows of one call: `received` from all ranks but those still `missing`, over the `links` by rank."""
 
     call: Call
     tasks: ServedTasks
@@ -175,23 +167,19 @@ class Calls:
                 del self._plans[min(self._plans)]
             self._changed.notify_all()
 
-    def begin(self, link: RankLink, call: Call, plan_wait_s: float) -> Assembly:
-        """Make room for the rows of a call that a rank begins to send, once its plan is here.
+    def begin(self, link: RankLink, call: Call) -> Assembly:
+        """Make room for the rows of a call that a rank begins to send, once its plan is here: a call may overtake it.
 
-        A call may overtake its plan, and wait for the plan so long at most.
-
-        Raises:
-            ProtocolError: the plan is not kept any more or does not come, or the call does not fit it.
-            LinkLost: the rank, or another one that has rows for the call, is not connected.
+        LinkLost: the plan does not come, or does not fit, or a rank that has rows for the call is not connected.
         """
-        deadline = time.monotonic() + plan_wait_s
+        deadline = time.monotonic() + PLAN_WAIT_S
         number = call.plan_id
         with self._changed:
             while number not in self._plans:
                 if number < min(self._plans, default=0):
                     raise ProtocolError(f"plan {number} is no longer kept; the latest is {max(self._plans)}")
                 if time.monotonic() > deadline or link.gone or link.channel.hung_up():
-                    raise ProtocolError(f"plan {number} did not arrive within {plan_wait_s:g} s")
+                    raise ProtocolError(f"plan {number} did not arrive within {PLAN_WAIT_S:g} s")
                 self._changed.wait(0.5)
             tasks = self._plans[number].get((call.nano_batch, call.kind))
             if tasks is None or link.rank not in tasks.ranks:
@@ -224,8 +212,7 @@ class Calls:
     def next(self) -> Assembly | None:
         """Wait for the next complete call; None after `close`."""
         with self._changed:
-            while not self._complete and not self._closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._complete or self._closed)
             return None if self._closed else self._complete.pop(0)
 
     def close(self) -> None:
@@ -244,33 +231,3 @@ class Calls:
                 for other in assembly.links.values():
                     if other is not link:
                         other.refuse(f"rank {link.rank} left in the middle of call {call_id}")
-
-
-def params_of(call: Call) -> AttentionParams:
-    """Return the kernel's parameters of a call."""
-    return AttentionParams(scale=call.scale, window=call.kind.window, softcap=call.softcap)
-
-
-@torch.no_grad()
-def compute(assembly: Assembly, kernel: Kernel, memory: Memory, device: torch.device) -> dict[str, Tensor]:
-    """Compute a call whose rows are complete.
-
-    Returns:
-        The tensors of call.reply() by name, rows of all ranks, ready to be sent. Forward: o_QHE and lse_QH. Backward:
-        dq_QHD, and dk_RGD and dv_RGE, in which the tasks that read a row are summed in a fixed order.
-    """
-    call, tasks, group = assembly.call, assembly.tasks, assembly.tasks.group
-    rows = {name: rows_N.to(device, non_blocking=True) for name, rows_N in assembly.received.items()}
-    q_QHD, k_KGD, v_KGE = rows["q"], take(rows["k"], group.k_rows), take(rows["v"], group.k_rows)
-    results: tuple[Tensor, ...]
-    if call.direction == "forward":
-        results = kernel.forward(q_QHD, k_KGD, v_KGE, group.shapes, params_of(call))
-    else:
-        do_QHE, o_QHE, lse_QH = (rows[name] for name in ("do", "o", "lse"))
-        dq_QHD, dk_KGD, dv_KGE = kernel.backward(
-            do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, params_of(call)
-        )
-        results = dq_QHD, tasks.key_sums.add_up([dk_KGD]), tasks.key_sums.add_up([dv_KGE])
-    staged, ready = memory.stage(results)
-    ready()
-    return dict(zip((spec.name for spec in call.reply()), staged, strict=True))

@@ -1,4 +1,8 @@
-"""A dedicated attention server: it joins a training run, serves its ranks, and leaves when training ends."""
+"""A dedicated attention server: it joins a training run, serves its ranks, and leaves when training ends.
+
+Shape suffixes: Q received query rows, R received key/value rows, K key/value rows of the kernel call, H query heads,
+G key/value heads, D head dim of queries and keys, E head dim of values; N rows of either kind.
+"""
 
 import logging
 import threading
@@ -9,15 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hf_distca.dispatch.recorder import Recorder
-from hf_distca.kernels import Kernel, Need
+from hf_distca.dispatch.rows import take
+from hf_distca.kernels import AttentionParams, Kernel, Need
 from hf_distca.kernels.speed import measure_speed
 from hf_distca.pool.directory import Membership
 from hf_distca.pool.listener import Listener
 from hf_distca.pool.memory import Choice, make_memory
 from hf_distca.pool.messages import Call, End, Message, PlanTables, RankHello, Refused, Reply, ServerHello
-from hf_distca.pool.server.calls import Assembly, Calls, RankLink, compute, params_of, served_plan
+from hf_distca.pool.server.calls import ROWS_S, Assembly, Calls, RankLink, served_plan
 from hf_distca.pool.wire import SERVER, Channel, LinkLost, MismatchError, PeerLeft, ProtocolError
 
 logger = logging.getLogger(__name__)
@@ -37,9 +42,10 @@ class AttentionServer:
     Args:
         choose: finds another kernel for what `kernel` cannot do; None: there is none.
         port: 0 for any that is free.
-        plan_wait_s: how long a call may wait for its plan.
-        rows_s: travelling rows of a call or a reply may stand still for so long.
         transport: ValueError where it cannot be used.
+
+    Attributes:
+        tasks: number of computed tasks; `busy_s` seconds were spent on them.
     """
 
     def __init__(
@@ -51,29 +57,18 @@ class AttentionServer:
         choose: Callable[[Need], Kernel] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        plan_wait_s: float = 30.0,
-        rows_s: float = 60.0,
         transport: Choice = Choice.TCP,
     ) -> None:
         self._token, self._device, self._kernel, self._choose = token, device, kernel, choose
         self._kernels: dict[Need, Kernel] = {}
-        self._plan_wait_s, self._rows_s = plan_wait_s, rows_s
         self._memory = make_memory(transport, device, host)
         self._calls = Calls(self._memory)
         self._stopping = threading.Event()
-        self.tasks = 0
-        # By the host's clock: a call is computed once its results are in the host's memory.
-        self._recorder = Recorder(torch.device("cpu"))
-        self._recording = self._recorder.listen("kernel")
+        self.tasks, self.busy_s = 0, 0.0
         self._computing = threading.Thread(target=self._compute_calls, name="compute", daemon=True)
         self._listener = Listener(host, port, token, SERVER, self._serve)
         self.host, self.port = self._listener.host, self._listener.port
         self._computing.start()
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent on tasks so far."""
-        return self._recorder.seconds("kernel")
 
     def run(self, join_host: str, join_port: int, wait_s: float, report: Callable[[str], None]) -> None:
         """Join the run whose directory listens at an address, and serve until it ends or `stop` is called.
@@ -142,7 +137,7 @@ class AttentionServer:
         if not isinstance(hello, RankHello):
             raise ProtocolError(f"a rank begins with its hello, got {type(hello).__name__}")
         with self._on_device():
-            link = RankLink(channel, hello, self._rows_s, self._memory)
+            link = RankLink(channel, hello, self._memory)
             self._calls.join(link)
             link.outbox.put(partial(channel.send, link.welcome))
             try:
@@ -162,12 +157,12 @@ class AttentionServer:
         try:
             if isinstance(message, Call):
                 self._kernel_of(message)
-                assembly = self._calls.begin(link, message, self._plan_wait_s)
-                link.transport.receive(message, size, assembly.rows_of(link.rank), link.rows_s)
+                assembly = self._calls.begin(link, message)
+                link.transport.receive(message, size, assembly.rows_of(link.rank), ROWS_S)
                 self._calls.arrived(link, assembly)
             elif isinstance(message, PlanTables) and link.rank == 0 and size == message.bytes:
                 tables = bytearray(size)
-                link.channel.receive_payload([tables], self._rows_s)
+                link.channel.receive_payload([tables], ROWS_S)
                 self._calls.add_plan(message.plan_id, served_plan(message, tables, self._device))
             else:
                 name = type(message).__name__
@@ -200,17 +195,36 @@ class AttentionServer:
                         link.refuse(f"call {assembly.call.call_id} failed: {error}")
                 del assembly  # nothing is kept while there is nothing to do
 
+    @torch.no_grad()
     def _compute_call(self, assembly: Assembly) -> None:
+        """Compute a call whose rows are complete, and queue the replies."""
         call, tasks = assembly.call, assembly.tasks
-        with self._recorder.span("kernel", "tasks", pairs=tasks.pairs):
-            results = compute(assembly, self._kernel_of(call), self._memory, self._device)
-        (span,) = self._recording.take()
-        self.tasks += len(tasks.group.shapes.q_lens)
-        reply = Reply(call.call_id, span.end - span.begin, span.pairs)
+        kernel, group, params = self._kernel_of(call), tasks.group, params_of(call)
+        begin = time.perf_counter()
+        rows = {name: x_N.to(self._device, non_blocking=True) for name, x_N in assembly.received.items()}
+        q_QHD, k_KGD, v_KGE = rows["q"], take(rows["k"], group.k_rows), take(rows["v"], group.k_rows)
+        results: tuple[Tensor, ...]
+        if call.direction == "forward":
+            results = kernel.forward(q_QHD, k_KGD, v_KGE, group.shapes, params)
+        else:
+            do_QHE, o_QHE, lse_QH = (rows[name] for name in ("do", "o", "lse"))
+            dq_QHD, dk_KGD, dv_KGE = kernel.backward(do_QHE, q_QHD, k_KGD, v_KGE, o_QHE, lse_QH, group.shapes, params)
+            # Tasks that read a row are summed in a fixed order.
+            results = dq_QHD, tasks.key_sums.add_up([dk_KGD]), tasks.key_sums.add_up([dv_KGE])
+        staged, ready = self._memory.stage(results)
+        ready()  # on a GPU the call is computed once its results are in the host's memory
+        seconds = time.perf_counter() - begin
+        self.busy_s += seconds
+        self.tasks += len(group.shapes.q_lens)
         for rank, link in assembly.links.items():
-            own = [results[spec.name][tasks.rows[spec.rows][rank]] for spec in call.reply()]
-            link.reply(reply, own)
+            own = [x_N[tasks.rows[spec.rows][rank]] for spec, x_N in zip(call.reply(), staged, strict=True)]
+            link.reply(Reply(call.call_id, seconds, tasks.pairs), own)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Return a context with the server's GPU: a thread begins with the first one, and Triton takes that."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+
+def params_of(call: Call) -> AttentionParams:
+    """Return the kernel's parameters of a call."""
+    return AttentionParams(scale=call.scale, window=call.kind.window, softcap=call.softcap)

@@ -97,7 +97,7 @@ class Calls:
         before, begin = self._cpu_s(), time.perf_counter()
         staged, ready = memory.stage([rows])
         results = memory.empty(ROWS, len(rows))
-        answer = link.call(replace(CALL, nano_batch=len(rows)), staged, [results], ready)
+        answer = link.call(replace(CALL, nano_batch=len(rows)), staged, {"q": results}, ready)
         blocked = time.perf_counter() - begin
         del rows, staged
         link.wait(answer, 60)

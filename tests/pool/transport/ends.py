@@ -22,13 +22,7 @@ TRANSPORTS = (Choice.TCP, pytest.param(Choice.NIXL, marks=needs_nixl))
 
 @dataclass
 class End:
-    """One end.
-
-    Attributes:
-        memory: where its rows lie.
-        channel: its messages.
-        transport: the rows that belong to them.
-    """
+    """One end: where its rows lie, its messages, and their rows."""
 
     memory: Memory
     channel: Channel

@@ -14,8 +14,8 @@ Messages are small JSON texts (`messages`) on a connection that begins with a pr
     at the end             rank 0 -> server    End
 
 A rank sends its rows (`rank/link`) when its own exchange starts, computes its local tasks, and collects the results
-when it has nothing else to do. A server (`server/server`) puts the rows of all ranks together (`server/calls`) and
-computes the call when they are complete. Between steps ranks learn how fast every worker was (`rank/speeds`).
+when it has nothing else to do. A `server` puts the rows of all ranks together and computes the call when they are
+complete. Between steps ranks learn how fast every worker was (`rank/speeds`).
 
 Losing a server. A link that breaks, or a server that is silent for too long, shows when a rank collects results. Ranks
 then agree on the lost servers (`Pool.without_lost`), and compute that call's tasks themselves; later micro-batches are

@@ -9,9 +9,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from hf_distca.pool.listener import Listener
 from hf_distca.pool.messages import Alive, End, Message, ServerHello, ServerWelcome
-from hf_distca.pool.wire import DIRECTORY, Channel, LinkLost, MismatchError, ProtocolError, connect, is_loopback
+from hf_distca.pool.wire import (
+    DIRECTORY,
+    Channel,
+    LinkLost,
+    Listener,
+    MismatchError,
+    ProtocolError,
+    connect,
+    is_loopback,
+)
 
 logger = logging.getLogger(__name__)
 

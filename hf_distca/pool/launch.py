@@ -17,10 +17,10 @@ from torch.cuda import device_count, is_available
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.pool.child import ChildServer
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice, make_memory
 from hf_distca.pool.nixl import address_towards
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, parse_address, read_token, write_token
+from hf_distca.pool.transport import Choice, make_memory
 
 logger = logging.getLogger(__name__)
 

@@ -167,8 +167,8 @@ def _serve(port: int, fault: Fault | None, join_when: Path | None, transport: st
     import torch
 
     from hf_distca.kernels import get_kernel
-    from hf_distca.pool.memory import Choice
-    from hf_distca.pool.server.server import AttentionServer
+    from hf_distca.pool.server import AttentionServer
+    from hf_distca.pool.transport import Choice
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -180,6 +180,6 @@ def _serve(port: int, fault: Fault | None, join_when: Path | None, transport: st
     server = AttentionServer(TOKEN, device, kernel, transport=Choice(transport))
     if fault is not None and not in_a_call:
         threading.Thread(target=fault.strike_when_told, daemon=True).start()
-    with patch("hf_distca.pool.server.server.measure_speed", alike):
+    with patch("hf_distca.pool.server.measure_speed", alike):
         server.run("127.0.0.1", port, 60, lambda line: None)
     server.close()

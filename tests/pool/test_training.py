@@ -21,10 +21,10 @@ from hf_distca.planner.cost import Workers
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice
 from hf_distca.pool.nixl import is_installed
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.rank.speeds import OBSERVED, Observed, observe
+from hf_distca.pool.transport import Choice
 from hf_distca.pool.wire import LinkLost
 from tests.dispatch.test_equality import cut_rows
 from tests.logged import Messages

@@ -10,15 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hf_distca.pool import listener as listeners
-from hf_distca.pool.listener import HANDSHAKES, Listener, Outbox
+from hf_distca.pool import wire
 from hf_distca.pool.messages import Alive, Refused, Reply, ServerWelcome
 from hf_distca.pool.wire import (
+    HANDSHAKES,
     MESSAGE_BYTES,
     VERSION,
     Channel,
     LinkLost,
+    Listener,
     MismatchError,
+    Outbox,
     PeerLeft,
     ProtocolError,
     connect,
@@ -279,7 +281,8 @@ def test_a_connection_that_cannot_be_served_is_closed(listen, monkeypatch, caplo
 
     listener = listen()
     with monkeypatch.context() as patched:
-        patched.setattr(listeners, "threading", SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=fail)))
+        failing = SimpleNamespace(Thread=lambda **_: SimpleNamespace(start=fail), Timer=threading.Timer)
+        patched.setattr(wire, "threading", failing)
         with pytest.raises(LinkLost):
             met(listener)
     assert greets(listener)

@@ -11,11 +11,9 @@ from functools import partial
 
 from torch import Tensor
 
-from hf_distca.pool.listener import Outbox
-from hf_distca.pool.memory import Memory
 from hf_distca.pool.messages import Call, Message, RankHello, RankWelcome, Refused, Reply
-from hf_distca.pool.transport import rank_end
-from hf_distca.pool.wire import SERVER, Buffer, LinkLost, ProtocolError, connect
+from hf_distca.pool.transport import Memory, rank_end
+from hf_distca.pool.wire import SERVER, Buffer, LinkLost, Outbox, ProtocolError, connect
 
 
 class Answer(Future[Reply]):

@@ -29,11 +29,10 @@ from hf_distca.planner.cost import Workers
 from hf_distca.planner.servers import plan_lost, plan_with_servers
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Memory
 from hf_distca.pool.messages import Call, ServerHello, plan_tables
 from hf_distca.pool.rank.link import Answer, ServerLink
 from hf_distca.pool.rank.speeds import OBSERVED, Speeds, observe
-from hf_distca.pool.transport import rank_hello
+from hf_distca.pool.transport import Memory, rank_hello
 from hf_distca.pool.wire import LinkLost, MismatchError
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,10 @@ import time
 import pytest
 import torch
 
-from hf_distca.pool.listener import Listener
-from hf_distca.pool.memory import Memory
 from hf_distca.pool.messages import Call, End, RankHello, RankWelcome, Reply
 from hf_distca.pool.rank.link import ServerLink
-from hf_distca.pool.wire import SERVER, LinkLost, MismatchError, ProtocolError
+from hf_distca.pool.transport import Memory
+from hf_distca.pool.wire import SERVER, LinkLost, Listener, MismatchError, ProtocolError
 from tests.pool.server.fake_ranks import FULL, make_call
 from tests.pool.servers import TOKEN, wait_until
 from tests.pool.strangers import message

@@ -15,9 +15,9 @@ from hf_distca.plan import AttentionKind
 from hf_distca.planner.micro_batch import plan_micro_batch
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.settings import PlanSettings
-from hf_distca.pool.memory import Memory
 from hf_distca.pool.messages import RankHello, Reply, ServerHello
 from hf_distca.pool.rank.pool import Pool
+from hf_distca.pool.transport import Memory
 from hf_distca.pool.wire import LinkLost, MismatchError
 
 CPU = torch.device("cpu")

@@ -17,11 +17,10 @@ from hf_distca.plan import TASK, AttentionKind, NanoBatch, Plan
 from hf_distca.planner.layout import fixed_layout, layout_of_kind
 from hf_distca.planner.routes import make_routes
 from hf_distca.planner.shifted import merged
-from hf_distca.pool.memory import Memory
 from hf_distca.pool.messages import Call, plan_tables
 from hf_distca.pool.rank.link import ServerLink
-from hf_distca.pool.server.server import params_of
-from hf_distca.pool.transport import rank_hello
+from hf_distca.pool.server import params_of
+from hf_distca.pool.transport import Memory, rank_hello
 
 FULL = AttentionKind(None, q_heads=4, kv_heads=2, dim_qk=16, dim_v=24)
 KINDS = (FULL, replace(FULL, window=40), replace(FULL, chunk=32))

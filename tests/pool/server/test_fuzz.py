@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice
 from hf_distca.pool.messages import Alive, End, Places, Reply, plan_tables
 from hf_distca.pool.token import make_token
-from hf_distca.pool.transport import rank_hello
+from hf_distca.pool.transport import Choice, rank_hello
 from hf_distca.pool.wire import SERVER
 from tests.pool.server.fake_ranks import SLIM, FakeRank, make_call, make_nano_batch, run_calls
 from tests.pool.servers import ServeCommand

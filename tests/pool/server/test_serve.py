@@ -9,9 +9,9 @@ from hf_distca.cli.main import main
 from hf_distca.dispatch.dispatcher import Dispatcher
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.pool.directory import Directory
-from hf_distca.pool.memory import Choice
 from hf_distca.pool.rank.pool import Pool
 from hf_distca.pool.token import make_token, write_token
+from hf_distca.pool.transport import Choice
 from tests.pool.server.fake_ranks import FULL, FakeRank
 from tests.pool.servers import ServeCommand, alike, wait_until
 from tests.pool.transport.ends import CPU, memory_of, needs_nixl
@@ -89,7 +89,7 @@ def test_another_token_and_a_port_in_use_are_said(capsys, tmp_path, directory):
 
 @needs_nixl
 def test_a_server_with_another_transport_is_told_why_and_ends(capsys, caplog, tmp_path, directory, token, monkeypatch):
-    monkeypatch.setattr("hf_distca.pool.server.server.measure_speed", alike)
+    monkeypatch.setattr("hf_distca.pool.server.measure_speed", alike)
     monkeypatch.setattr("hf_distca.pool.rank.pool.measure_speed", alike)
     dispatcher = Dispatcher(PlanSettings(1, 64, (FULL,)), CPU)
     pool = Pool(dispatcher, token, directory, memory_of(Choice.NIXL, "rank"), timeout_s=20.0)

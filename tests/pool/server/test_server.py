@@ -8,11 +8,10 @@ import torch
 from hf_distca.kernels import get_kernel
 from hf_distca.kernels.cpu import CpuKernel
 from hf_distca.planner.routes import make_routes
+from hf_distca.pool import server as servers
 from hf_distca.pool.directory import Directory
 from hf_distca.pool.messages import End, plan_tables
-from hf_distca.pool.server import calls
-from hf_distca.pool.server.calls import KEPT
-from hf_distca.pool.server.server import AttentionServer
+from hf_distca.pool.server import KEPT, AttentionServer
 from hf_distca.pool.wire import LinkLost
 from tests.pool.server.fake_ranks import FULL, SLIM, Data, FakeRank, make_call, make_nano_batch, run_calls
 from tests.pool.servers import TOKEN, wait_until
@@ -170,7 +169,7 @@ def test_plans_are_forgotten_and_waited_for_in_vain(make_server, connect, ranks,
     run_calls(ranks, KEPT, nano_batches[:1])
     run_calls(ranks, 1, nano_batches[:1], 100)
     refused(ranks[1], f"plan 0 is no longer kept; the latest is {KEPT}")
-    monkeypatch.setattr(calls, "PLAN_WAIT_S", 0.1)
+    monkeypatch.setattr(servers, "PLAN_WAIT_S", 0.1)
     refused(connect(make_server(), 1), r"plan 0 did not arrive within 0\.1 s")
 
 
@@ -270,7 +269,7 @@ def test_a_kernel_that_fails_is_told_and_the_server_goes_on(make_server, connect
 
 
 def test_the_server_says_what_it_is_doing_and_ends_with_training(server, ranks, nano_batches, monkeypatch):
-    monkeypatch.setattr("hf_distca.pool.server.server.STATUS_S", 0.1)
+    monkeypatch.setattr("hf_distca.pool.server.STATUS_S", 0.1)
     monkeypatch.setattr("hf_distca.pool.directory.ALIVE_S", 0.1)
     directory = Directory("127.0.0.1", 0, TOKEN)
     lines = []

@@ -16,10 +16,9 @@ import torch
 
 from hf_distca.pool import nixl as nixl_agent
 from hf_distca.pool import transport as transports
-from hf_distca.pool.memory import SLAB_BYTES, Arena, Choice, Memory, make_memory
 from hf_distca.pool.messages import NixlPeer, Places, RankHello, RankWelcome, Reply, TensorSpec
 from hf_distca.pool.nixl import HOST, NixlAgent, address_towards, has_rdma
-from hf_distca.pool.transport import choose, rank_end, rank_hello
+from hf_distca.pool.transport import SLAB_BYTES, Arena, Choice, Memory, choose, make_memory, rank_end, rank_hello
 from hf_distca.pool.wire import Channel, LinkLost, MismatchError, ProtocolError
 from tests.pool.server.fake_ranks import FULL, make_call
 from tests.pool.servers import wait_until

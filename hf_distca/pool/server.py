@@ -52,7 +52,6 @@ class ServedTasks:
     Attributes:
         key_sums: how dK and dV of received rows are added up.
         rows: for each kind of rows ("queries", "keys") and each rank, the rank's slice of the received rows.
-        totals: for each kind, how many rows come from all ranks.
         ranks: ranks that have rows here.
     """
 
@@ -61,13 +60,10 @@ class ServedTasks:
         keys, tasks = routes.stages[0].keys, routes.stages[0].remote_query
         self.group = BoundGroup(tasks, buffer)
         self.rows: dict[str, list[slice]] = {}
-        self.totals: dict[str, int] = {}
         for kind, exchanged in (("queries", routes.queries), ("keys", keys)):
-            counts = exchanged.recv_counts[: plan.layout.ranks]
-            stops = np.cumsum(counts)
-            self.rows[kind] = [slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True)]
-            self.totals[kind] = int(counts.sum())
-        self.key_sums = RowSum({"tasks": tasks.k_rows}, self.totals["keys"], buffer)
+            stops = [0, *np.cumsum(exchanged.recv_counts[: plan.layout.ranks]).tolist()]
+            self.rows[kind] = list(map(slice, stops, stops[1:]))
+        self.key_sums = RowSum({"tasks": tasks.k_rows}, self.rows["keys"][-1].stop, buffer)
         received = (routes.queries.recv_counts + keys.recv_counts)[: plan.layout.ranks]
         self.ranks = frozenset(np.flatnonzero(received).tolist())
         # Counted from a task's first key on; with a window that is where the first row's window begins.
@@ -123,32 +119,27 @@ class Assembly:
 class Calls:
     """The latest plans, and the calls that are made of them: puts calls together and hands out the complete ones.
 
-    All ranks' threads and the computing one use it. Rows are received in `memory`. A rank has at most two calls in
-    flight, one of each nano-batch: nothing else limits them here.
+    All ranks' threads and the computing one use it. A rank has at most two calls in flight, one of each nano-batch:
+    nothing else limits them here.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._changed = threading.Condition()
         self._plans: dict[int, ServedPlan] = {}
-        self._links: dict[int, RankLink] = {}
+        self.links: dict[int, RankLink] = {}
         self._open: dict[int, Assembly] = {}  # by id of the call
         self._complete: list[Assembly] = []
         self._closed = False
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that are connected."""
-        return len(self._links)
-
     def join(self, link: RankLink) -> None:
         """Take in a rank that has connected; an older connection of the rank is ended."""
         with self._changed:
-            older = self._links.get(link.rank)
+            older = self.links.get(link.rank)
             if older is not None:
                 self._remove(older)
                 older.refuse("the rank has connected again")
-            self._links[link.rank] = link
+            self.links[link.rank] = link
             if link.rank == 0:
                 self._plans.clear()  # rank 0 may begin anew
 
@@ -185,13 +176,15 @@ class Calls:
                 raise ProtocolError(
                     f"plan {number} has no tasks of nano-batch {call.nano_batch}, {call.kind}, for rank {link.rank}"
                 )
-            absent = tasks.ranks - self._links.keys()
+            absent = tasks.ranks - self.links.keys()
             if absent or link.gone:
                 rank = min(absent, default=link.rank)
                 raise LinkLost(f"call {call.call_id} needs rows of rank {rank}, which is not connected")
             assembly = self._open.get(call.call_id)
             if assembly is None:
-                received = {spec.name: self._memory.empty(spec, tasks.totals[spec.rows]) for spec in call.request()}
+                received = {
+                    spec.name: self._memory.empty(spec, tasks.rows[spec.rows][-1].stop) for spec in call.request()
+                }
                 assembly = self._open[call.call_id] = Assembly(call, tasks, received, set(tasks.ranks))
             if assembly.call != call or link.rank in assembly.links:
                 raise ProtocolError(f"call {call.call_id} differs from the call of other ranks, or was made twice")
@@ -221,9 +214,9 @@ class Calls:
             self._changed.notify_all()
 
     def _remove(self, link: RankLink) -> None:
-        if self._links.get(link.rank) is not link:
+        if self.links.get(link.rank) is not link:
             return  # the rank has connected again
-        del self._links[link.rank]
+        del self.links[link.rank]
         for call_id, assembly in list(self._open.items()):
             if link.rank in assembly.missing:
                 del self._open[call_id]
@@ -315,7 +308,7 @@ class AttentionServer:
     def _stay(self, member: Membership, joined: str, report: Callable[[str], None]) -> Message | None:
         """Be a member until a last message comes, or (None) the directory is lost or `stop` is called."""
         report(joined)
-        before, begin = (self._calls.ranks, self.tasks, self.busy_s), time.monotonic()
+        before, begin = (len(self._calls.links), self.tasks, self.busy_s), time.monotonic()
         while not self._stopping.is_set():
             try:
                 if (last := member.poll(_POLL_S)) is not None:
@@ -325,7 +318,7 @@ class AttentionServer:
                 return None
             seconds = time.monotonic() - begin
             if seconds >= STATUS_S:
-                now = (self._calls.ranks, self.tasks, self.busy_s)
+                now = (len(self._calls.links), self.tasks, self.busy_s)
                 if now != before:
                     rate, busy = (now[1] - before[1]) / seconds, (now[2] - before[2]) / seconds
                     report(f"{joined}; {now[0]} ranks; {rate:.1f} tasks/s; busy {busy:.0%}")

@@ -41,13 +41,13 @@ def strike(folder: Path, moments: dict[int, Path]) -> None:
     killed, again, stopped = moments.values()
 
     def signalled(server: int, number: signal.Signals, file: Path) -> None:
-        wait_until(file.with_suffix(".reached").exists, 100)
+        wait_until(file.with_suffix(".reached").exists, 300)
         pids = re.findall(r"process (\d+) serves and may die", (folder / LOG).read_text())
         os.kill(int(pids[server]), number)
         file.touch()
 
     signalled(0, signal.SIGKILL, killed)
-    wait_until(lambda: " as server 2" in (folder / LOG).read_text(), 100)
+    wait_until(lambda: " as server 2" in (folder / LOG).read_text(), 300)
     again.touch()
     signalled(1, signal.SIGSTOP, stopped)
 

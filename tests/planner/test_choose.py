@@ -156,3 +156,15 @@ def test_stages_are_as_many_as_pay(link, call, buffers, fewest, most):
     of_plans = replace(of_plans, exchange_buffer_bytes=int(rows / buffers) * of_plans.row_bytes(KIND).kv)
     ((nano,), *_) = vars(plan_micro_batch([32768], of_plans)).values()
     assert fewest <= count_plan(nano.plans[KIND], KIND, 2).stages <= most
+
+
+@pytest.mark.parametrize(("call", "stages"), [(1.0, 1), (0.0, None)])
+def test_plans_are_compared_with_few_stages_where_these_pay(call, stages):
+    """On links that take time: where calls of the kernel are free, the usual number hides the exchange."""
+    found = costs(LinkCost(0.0, 2e4), LinkCost(0.0, 2e4))
+    kernel = KernelCost(call * 1e3, 0.0, 0.0, 1e-6)
+    found = replace(found, kinds=(replace(found.kinds[0], forward=kernel, backward=kernel),))
+    of_plans = PlanSettings(2, 16384, (KIND,))
+    assert {each.stages for each in candidates(np.array([32768]), of_plans, Choices(found, nano_batches=(1,)))} == {
+        stages
+    }

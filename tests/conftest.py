@@ -13,8 +13,8 @@ from tests.backward_thread import backward_in_a_thread, with_backward_in_a_threa
 from tests.launch import cpu_environment
 from tests.ranks import RankPool
 
-LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.launches) ", re.M)
-"""Imports of files that launch."""
+LAUNCHES = re.compile(r"^from tests\.(launch|examples\.running|trainer\.(launches|comparison)) ", re.M)
+"""Imports of files that launch, or train on processes of their own."""
 
 # The time of an example shows how busy the machine is.
 settings.register_profile("hf_distca", deadline=None)

@@ -55,6 +55,17 @@ get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
 BUILT = pytest.StashKey[subprocess.Popen[bytes]]()
 
 
+@pytest.fixture(scope="module")
+def zero_pools(pytestconfig: pytest.Config) -> Iterator[dict[str, RankPool]]:
+    """Pools of 2 ranks for ZeRO-2 and ZeRO-3, of which DeepSpeed keeps the groups, once its operator is compiled."""
+    if (build := pytestconfig.stash.get(BUILT, None)) is not None:
+        build.wait()
+    pools = {"zero2": RankPool(2), "zero3": RankPool(2)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin what later tests would wait for.
 

@@ -5,7 +5,7 @@ What is computed in float32 may differ by roundings of float32. What is computed
 process in float32 as well: norms and weights may be at most twice as far from it as those of one process in bfloat16.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from itertools import chain
@@ -20,7 +20,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_distca
 from tests.models_and_batches import exchanging
-from tests.ranks import RankPool
 from tests.trainer.comparison import (
     ALONE,
     COMMON,
@@ -121,21 +120,15 @@ def reference(tmp_path_factory) -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="module")
-def run(rank_pools, tmp_path_factory) -> Iterator[Callable[[tuple[str, ...], str], list[Result]]]:
-    """Trains features under a strategy, and gives what became of them on each rank.
-
-    Each stage of ZeRO has a pool of its own, whose groups stay: DeepSpeed keeps them for the whole of a process.
-    """
+def run(rank_pools, zero_pools, tmp_path_factory) -> Callable[[tuple[str, ...], str], list[Result]]:
+    """Trains features under a strategy, and gives what became of them on each rank."""
     folder = str(tmp_path_factory.mktemp("two"))
-    pools = {"zero2": RankPool(2), "zero3": RankPool(2)}
 
     def trains(names: tuple[str, ...], strategy: str) -> list[Result]:
-        pool = pools.get(strategy, rank_pools[2])
-        return pool.run(planned, folder, names, strategy, keeps_groups=strategy in pools)
+        pool = zero_pools.get(strategy, rank_pools[2])
+        return pool.run(planned, folder, names, strategy, keeps_groups=strategy in zero_pools)
 
-    yield trains
-    for pool in pools.values():
-        pool.close()
+    return trains
 
 
 SINGLE = [(strategy, (name,)) for name, feature in FEATURES.items() for strategy in feature.only]

@@ -1,6 +1,6 @@
 """Whole trainings under each strategy, evaluated, saved, resumed and repeated: two ranks beside one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +19,6 @@ import hf_distca
 from hf_distca.trainer.refusals import Resume, Run
 from hf_distca.trainer.resuming import agreed_checkpoint
 from tests.models_and_batches import exchanging, random_documents, reference_step, small_model
-from tests.ranks import RankPool
 from tests.refused import refused
 from tests.trainer.chats import tokenizer
 from tests.trainer.comparison import (
@@ -175,17 +174,14 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(rank_pools, folder) -> Iterator[Callable[[str, str], dict[str, Any]]]:
-    """What a case gives under a strategy on rank 0, carried out once; each stage of ZeRO has processes of its own."""
-    pools = {"zero2": RankPool(2), "zero3": RankPool(2)}
+def run(rank_pools, zero_pools, folder) -> Callable[[str, str], dict[str, Any]]:
+    """What a case gives under a strategy on rank 0, carried out once."""
 
     def carried_out(strategy: str, name: str) -> dict[str, Any]:
-        pool = pools.get(strategy, rank_pools[2])
-        return pool.run(carry_out, str(folder), name, strategy, keeps_groups=strategy in pools)[0]
+        pool = zero_pools.get(strategy, rank_pools[2])
+        return pool.run(carry_out, str(folder), name, strategy, keeps_groups=strategy in zero_pools)[0]
 
-    yield cache(carried_out)
-    for pool in pools.values():
-        pool.close()
+    return cache(carried_out)
 
 
 @pytest.fixture(scope="module")

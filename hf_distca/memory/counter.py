@@ -56,7 +56,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Sum of all bytes."""
-        return self.state.total + sum(self.parts.values())
+        return sum(self.state) + sum(self.parts.values())
 
 
 class MemoryCounter:

@@ -130,12 +130,12 @@ def test_a_stage_in_which_nothing_crosses_beside_others_that_are_forwarded():
         stages = make_routes(plan, rank).stages
         assert {(stage.keys.crossing, stage.forwarded.crossing) for stage in stages} == {(True, True), (False, False)}
         exchange, bound = Exchange(Groups(CPU, 30)), BoundRoutes(plan, rank, "alone", IndexBuffer(CPU))
-        for stage in bound.stages:
+        for route in bound.keys:
             # The first hop is an exchange in every stage, as all stages have the same memory.
-            assert stage.keys.crossing
-            buffer = exchange.buffer("slot", stage.keys, COLUMNS)
-            assert len(buffer.sent[0]) == sum(stage.keys.sent)
-            assert len(buffer.received[0]) >= sum(stage.keys.received)
+            assert route.crossing
+            buffer = exchange.buffer("slot", route, COLUMNS)
+            assert len(buffer.sent[0]) == sum(route.sent)
+            assert len(buffer.received[0]) >= sum(route.received)
 
 
 def test_few_sizes_of_a_role_are_kept():

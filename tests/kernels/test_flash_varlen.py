@@ -293,10 +293,10 @@ def test_a_broken_package_is_an_error_that_says_why(name, fails, says, package):
 
 def test_auto_says_what_is_broken_and_takes_the_next(package):
     package("flash_attn_3", SYMBOL)
-    choice = choose_kernel(CUDA)
-    assert choice.kernel.name == "torch_varlen"
-    assert "installed, but cannot be imported: ImportError: _C.abi3.so" in choice.passed_over["flash_attn_3"]
-    assert "needs the flash-attn-4 package" in choice.passed_over["flash_attn_4"]
+    kernel, passed_over = choose_kernel(CUDA)
+    assert kernel.name == "torch_varlen"
+    assert "installed, but cannot be imported: ImportError: _C.abi3.so" in passed_over["flash_attn_3"]
+    assert "needs the flash-attn-4 package" in passed_over["flash_attn_4"]
 
 
 def test_the_hub_does_not_take_the_place_of_what_is_broken(package, monkeypatch):

@@ -64,10 +64,9 @@ def test_many_runs_are_cut_as_well():
 def test_the_parts_are_slices_with_lengths_of_their_own():
     lens = [32768] + [SHORT] * 40
     shapes = TaskShapes.build(lens, [length + 1 for length in lens], "cpu")
-    first, second = task_ranges(shapes, BY_Q, heads=32)
-    assert (first.q, first.k) == (slice(0, 32768), slice(0, 32769))
-    assert (second.q, second.k) == (slice(32768, 36768), slice(32769, 36809))
-    first, second = first.shapes, second.shapes
+    (first, *of_first), (second, *of_second) = task_ranges(shapes, BY_Q, heads=32)
+    assert of_first == [slice(0, 32768), slice(0, 32769)]
+    assert of_second == [slice(32768, 36768), slice(32769, 36809)]
     assert (first.cu_q.tolist(), first.cu_k.tolist()) == ([0, 32768], [0, 32769])
     assert second.cu_q.tolist() == list(range(0, 4001, 100))
     assert second.cu_k.tolist() == list(range(0, 4041, 101))

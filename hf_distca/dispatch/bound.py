@@ -29,12 +29,7 @@ TOTAL: Source = "total", 0
 
 
 class BoundGroup:
-    """Tasks of one kernel call, as index tensors.
-
-    Attributes:
-        q_rows: rows among local or received queries.
-        k_rows: rows among local or received keys.
-    """
+    """Tasks of one kernel call, as index tensors of their rows among local or received rows."""
 
     def __init__(self, group: TaskGroup, buffer: IndexBuffer) -> None:
         self.shapes = TaskShapes.placed(group.q_lens.tolist(), group.k_lens.tolist(), buffer.place)
@@ -57,12 +52,11 @@ class LocalTasks:
 
 
 class GradientSum:
-    """Sources of the gradient of rows at one place, in the order in which they are added up.
+    """Sources of the gradient of rows at one place: for each, the row to which each of its rows is added.
 
     Args:
-        early: for each source that is added to a total at once, to free its memory, the row of the gradient to which
-            each of the source's rows is added.
-        late: the same for sources that are added up together at the end.
+        early: sources that are added to a total as soon as they are there, to free their memory.
+        late: sources that are added up together at the end, in this order.
 
     Attributes:
         early: sum of the total and the source, by source.
@@ -94,8 +88,7 @@ class BoundRoutes:
 
     Attributes:
         rows: rows at each place: local rows, and received queries.
-        queries: route of queries and their results.
-        keys: [stages] route of K and V, dK and dV.
+        keys: [stages] route of K and V, and of dK and dV.
         slots: [stages] memory slot of K/V rows.
         forwards: whether any rank forwards K/V rows inside its node.
         gateway_sums: [stages] sum that adds dK and dV of forwarded rows to the gateway's copies; empty without any.
@@ -103,7 +96,6 @@ class BoundRoutes:
         groups: tasks of each kernel call; calls without tasks are missing.
         merges: whether results of several calls are merged, since a query's keys come in several stages.
         gradients: sources of dq, dk and dv, by place; the place of received keys is their stage.
-        backward: phases of the backward, by what the forward keeps.
     """
 
     def __init__(self, plan: Plan, rank: int, turn: Turn, buffer: IndexBuffer) -> None:
@@ -231,6 +223,7 @@ class BoundNanoBatch:
 
     Attributes:
         rows: rows of the nano-batch that this rank holds.
+        last_position: largest position of a row in its document; -1 without rows.
     """
 
     def __init__(
@@ -245,6 +238,7 @@ class BoundNanoBatch:
         self.index = index
         self.rows = int(nano_batch.layout.tokens[rank])
         self._layout, self._mine = nano_batch.layout, nano_batch.layout.of_rank(rank)
+        self.last_position = int(self._mine["stop"].max(initial=0)) - 1
         self.local: dict[AttentionKind, LocalTasks] = {}
         self.routes: dict[AttentionKind, BoundRoutes] = {}
         for kind, plan in nano_batch.plans.items():
@@ -265,11 +259,6 @@ class BoundNanoBatch:
         """[rows] position in its document of each row that this rank holds."""
         ranges = [np.arange(start, stop) for _, start, stop, *_ in self._mine.tolist()]
         return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *ranges])).to(self._buffer.device)
-
-    @property
-    def last_position(self) -> int:
-        """Largest position; -1 without rows."""
-        return int(self._mine["stop"].max(initial=0)) - 1
 
     def repair(self, kind: AttentionKind, lost: frozenset[int], remote: RemotePlan) -> BoundRoutes:
         """Return the routes by which the ranks compute the tasks of lost servers."""
@@ -324,7 +313,7 @@ class BoundPlan:
 
     Attributes:
         nano_batches: nano-batches whose rows the layer is called with.
-        local: tasks of all these rows, by kind, for kinds where nothing moves; the same kinds on every rank.
+        local: tasks of all these rows, for kinds where nothing moves; the same kinds on every rank.
         kept_results: kept O and LSE, by attention module and nano-batch.
         pause: called between the start of an exchange and the wait for it; lets the other nano-batch run.
     """
@@ -352,12 +341,7 @@ class BoundPlan:
         kept_results: KeptResults | None = None,
         in_one_go: bool | None = None,
     ) -> "BoundPlan":
-        """Return a plan bound to a rank.
-
-        Args:
-            kept_results: where O and LSE are kept; None: in new memory.
-            in_one_go: see `IndexBuffer`.
-        """
+        """Return a plan bound to a rank; `in_one_go` is for its `IndexBuffer`."""
         turns: tuple[Turn, ...] = ("alone",) if len(plan.nano_batches) == 1 else ("first", "second")
         buffer = IndexBuffer(runtime.device, in_one_go)
         kinds = {
@@ -431,10 +415,6 @@ class BoundPlan:
         return len(self.nano_batches) < len(self.plan.nano_batches)
 
     def of_nano_batch(self, index: int, pause: Callable[[], None]) -> "BoundPlan":
-        """Return the plan for a layer that runs on the rows of one nano-batch.
-
-        Args:
-            pause: lets the other nano-batch run.
-        """
+        """Return the plan for a layer that runs on the rows of one nano-batch; `pause` lets the other one run."""
         nano = self.nano_batches[index]
         return BoundPlan(self.plan, self.runtime, (nano,), nano.local, self.kept_results, self.ran, pause)

@@ -53,7 +53,7 @@ class ExchangeBuffer:
     uses the buffer again. One transfer is under way at a time: `wait` follows each method that starts a transfer.
 
     Args:
-        columns: row shape and dtype of each column; a row holds its columns side by side.
+        columns: of a row, side by side.
         memory_B: bytes of `sent`, `received` and `forwarded`; without "received" one memory serves for both.
 
     Attributes:

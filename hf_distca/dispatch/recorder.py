@@ -26,7 +26,6 @@ Kind = Literal["step", "section", "phase", "kernel", "wait", "send", "call", "se
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
 ALWAYS: frozenset[Kind] = frozenset({"wait", "kernel"})
 """Kinds measured without a listener: training logs how long ranks wait and compute core attention."""
 
@@ -57,8 +56,7 @@ class Span(NamedTuple):
     Attributes:
         part: name of the step, section, phase, exchange, group of tasks or server.
         work: the core attention; None outside of any.
-        begin: seconds on the device's clock, whose origin is arbitrary.
-        end: seconds on the same clock.
+        begin: seconds on the device's clock, whose origin is arbitrary; `end` likewise.
         pairs: query-key pairs of a kernel call, here or at a server.
         rows: for the start of an exchange, the rows that it carries.
     """

@@ -31,18 +31,14 @@ def test_cuts(lens, expected):
     assert cuts(lens, lens, BY_Q, heads=32) == expected
 
 
-def test_keys_count_where_they_make_blocks():
+def test_keys_count_where_they_make_blocks_and_few_heads_make_few():
     """A task of few rows may have many keys, as the end of a long document has."""
     q_lens, k_lens = [SHORT] * 101, [32768] + [SHORT] * 100
     assert cuts(q_lens, k_lens, BY_Q, heads=32) == [0, 101]
     assert cuts(q_lens, k_lens, Grid(by_q=2, by_k=1), heads=32) == [0, 1, 101]
     assert cuts(q_lens, k_lens, Grid(by_q=0, by_k=0), heads=32) == [0, 101]
-
-
-def test_fewer_heads_make_fewer_blocks():
     lens = [4096] + [SHORT] * 20
-    assert cuts(lens, lens, BY_Q, heads=32) == [0, 1, 21]
-    assert cuts(lens, lens, BY_Q, heads=4) == [0, 21]
+    assert [cuts(lens, lens, BY_Q, heads) for heads in (32, 4)] == [[0, 1, 21], [0, 21]]
 
 
 def blocks(lens, borders):

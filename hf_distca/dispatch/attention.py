@@ -39,16 +39,13 @@ def disaggregated_attention(
     *,
     chunk: int | None = None,
 ) -> Tensor:
-    """Compute core attention of this rank's rows on the workers that the plan names.
+    """Compute core attention of this rank's rows on the workers that the plan names, and return o_THE.
 
     Args:
         q_THD: queries after position embedding; q, k and v have one dtype.
         sinks_H: learned attention sinks, one logit per query head (gpt-oss), or None.
         module: the attention layer, the key of results kept through a checkpoint.
         chunk: rows of the layer's attention chunks; None for no chunks.
-
-    Returns:
-        o_THE.
 
     Raises:
         ValueError: the plan has another number of rows or lacks the layer's kind of attention, or the kernel cannot

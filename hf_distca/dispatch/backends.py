@@ -19,10 +19,7 @@ under attention that left 4 to 8 SMs free ("How to Ensure Kernels Actually Overl
 
 
 def exchange_backend(device: torch.device) -> str:
-    """Return the default group's backend for a device, or gloo if the group has none.
-
-    Over gloo, CUDA tensors travel through host memory, and ranks can share a GPU.
-    """
+    """Return the default group's backend for a device, or gloo, over which CUDA tensors go through host memory."""
     default = dist.BackendConfig(dist.Backend(dist.get_backend_config()))
     return str(default.get_device_backend_map().get(device.type, "gloo"))
 

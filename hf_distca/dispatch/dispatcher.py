@@ -106,7 +106,7 @@ class Dispatcher:
     def bind(self, plan: MicroBatchPlan) -> BoundPlan:
         """Bind a plan to this rank: make its index tensors on the device, once per micro-batch.
 
-        With dedicated servers, the tasks are planned again for the servers that take part now.
+        With dedicated servers, the tasks are planned again for the current servers.
 
         Raises:
             ValueError: The plan was made for other nodes than those of the dispatcher's settings.
@@ -157,12 +157,11 @@ class Dispatcher:
         return plans
 
     def plan_batches(self, batches: Sequence[dict[str, Any]], at_least: int = 0) -> list[dict[str, Any]]:
-        """Plan the batches of one optimizer step, whose tokens stay on this rank.
+        """Plan the padding-free batches of one optimizer step, whose tokens stay on this rank.
 
         A collective call. A rank whose data has ended gives fewer batches than others, or none.
 
         Args:
-            batches: Batches of a padding-free collator.
             at_least: Least number of batches to return if any rank has one: the micro-batches of an optimizer step.
 
         Returns:
@@ -201,9 +200,5 @@ class Dispatcher:
         return self.prepare(planned)
 
     def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Bind the plan of a batch to this rank and return the batch ready for `model(**batch)`.
-
-        Args:
-            batch: A batch with a plan, from `DistCACollator` or `plan_batches`.
-        """
+        """Bind the plan that `DistCACollator` or `plan_batches` put in a batch; return what `model(**batch)` takes."""
         return {**batch, PLAN_KEY: self.bind(batch[PLAN_KEY])}

@@ -130,7 +130,7 @@ class _Local(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.plan, ctx.tasks, ctx.params, ctx.layer = plan, tasks, params, layer
         if known is None:
-            known = _with_sinks(*_in_one_call(ctx, "forward", q_THD, k_TGD, v_TGE), sinks_H)
+            known = _with_sinks(_in_one_call(ctx, "forward", q_THD, k_TGD, v_TGE), sinks_H)
         return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H)
 
     @staticmethod
@@ -138,7 +138,7 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, sinks_H = ctx.saved_tensors
         gradients = _in_one_call(ctx, "backward", do_THE, *inputs)
-        return *[None] * 5, *gradients, _sink_gradient(ctx, do_THE, *inputs[3:], sinks_H)
+        return *[None] * 5, *gradients, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
 
 
 def _in_one_call(ctx: Any, direction: Direction, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -199,7 +199,7 @@ class _Receive(torch.autograd.Function):
         ctx.core, received = core, {}
         if known is None:
             ended = core.end()
-            known, received = _with_sinks(*ended.results.of_local_rows(), sinks_H), ended.kept()
+            known, received = _with_sinks(ended.results.of_local_rows(), sinks_H), ended.kept()
         ctx.received = tuple(received)
         return _save(ctx, (q_THD, k_TGD, v_TGE), known, sinks_H, *received.values())
 
@@ -222,14 +222,15 @@ def _save(
     return results
 
 
-def _with_sinks(o_THE: Tensor, lse_TH: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:
+def _with_sinks(results: tuple[Tensor, ...], sinks_H: Tensor | None) -> tuple[Tensor, ...]:
     """Return O and LSE with the learned sinks in the softmax.
 
     A sink is one more key with a value of zero: it changes only the softmax's denominator. With these O and LSE the
     backward of all other keys is unchanged.
     """
     if sinks_H is None:
-        return o_THE, lse_TH
+        return results
+    o_THE, lse_TH = results
     with_sink_TH = torch.logaddexp(lse_TH, sinks_H.to(lse_TH.dtype))
     return (o_THE * (lse_TH - with_sink_TH).exp().unsqueeze(-1)).to(o_THE.dtype), with_sink_TH
 

@@ -1,6 +1,6 @@
 """A plan bound to one rank: routes as index tensors on the device, and schedules, ready for every layer."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import get_args
@@ -23,6 +23,9 @@ from hf_distca.planner.schedule import Group, Kept, Location, Schedule, Transfer
 
 Source = tuple[str, int]
 """What computes a part of a gradient, a group of tasks, "ranks" or "servers"; and the stage of its K/V rows."""
+
+RowsOfSources = dict[Source, IntArray]
+"""For each source, the row of a gradient to which each of the source's rows is added."""
 
 TOTAL: Source = "total", 0
 """The sum over earlier sources."""
@@ -52,7 +55,7 @@ class LocalTasks:
 
 
 class GradientSum:
-    """Sources of the gradient of rows at one place: for each, the row to which each of its rows is added.
+    """Sources of the gradient of rows at one place.
 
     Args:
         early: sources that are added to a total as soon as they are there, to free their memory.
@@ -67,8 +70,8 @@ class GradientSum:
     def __init__(
         self,
         rows: int,
-        early: Mapping[Source, IntArray],
-        late: Mapping[Source, IntArray],
+        early: RowsOfSources,
+        late: RowsOfSources,
         buffer: IndexBuffer,
         *,
         in_place: bool = True,
@@ -147,7 +150,7 @@ class BoundRoutes:
         self.merges = several and plan.window is None
 
         # 3. Sources of gradients, and the order of all that.
-        self.gradients = self._gradients(routes, local, remote, buffer)
+        self.gradients = self._declared(routes, local, remote, buffer)
         schedule = partial(
             make_schedule,
             turn=turn,
@@ -160,7 +163,7 @@ class BoundRoutes:
         self.forward = schedule("forward")
         self.backward: dict[Kept, Schedule] = {kept: schedule("backward", kept=kept) for kept in get_args(Kept)}
 
-    def _gradients(
+    def _declared(
         self, routes: Routes, local: dict[Group, TaskGroup], remote: dict[Group, TaskGroup], buffer: IndexBuffer
     ) -> dict[tuple[str, Location | int], GradientSum]:
         """Return the sources of dq, dk and dv by place; dk and dv have the same.
@@ -168,18 +171,20 @@ class BoundRoutes:
         With several stages the gradients of tasks, and dk and dv of other ranks, are added to totals at once.
         """
         queries, keys = routes.queries, [stage.keys for stage in routes.stages]
-        of_tasks_q = {name: group.q_rows for name, group in (local | remote).items() if "query" not in name[0]}
-        of_tasks_k = {name: group.k_rows for name, group in local.items()}
+        of_tasks_q: RowsOfSources = {
+            name: group.q_rows for name, group in (local | remote).items() if "query" not in name[0]
+        }
+        of_tasks_k: RowsOfSources = {name: group.k_rows for name, group in local.items()}
         of_tasks_k |= {("ranks", n): keys[n].send_rows[: sum(route.sent)] for n, route in enumerate(self.keys)}
-        received_q = {name: group.q_rows for name, group in remote.items() if "query" in name[0]}
+        received_q: RowsOfSources = {name: group.q_rows for name, group in remote.items() if "query" in name[0]}
         # Rows of servers follow those of ranks.
-        of_ranks_q: dict[Source, IntArray] = {("ranks", 0): queries.send_rows[: sum(self.queries.sent)]}
-        of_servers_k: dict[Source, IntArray] = {}
+        of_ranks_q: RowsOfSources = {("ranks", 0): queries.send_rows[: sum(self.queries.sent)]}
+        of_servers_k: RowsOfSources = {}
         if self.servers:
             of_ranks_q["servers", 0] = queries.send_rows[sum(self.queries.sent) :]
             of_servers_k["servers", 0] = keys[0].send_rows[sum(self.keys[0].sent) :]
 
-        def declared(rows: int, early: dict[Source, IntArray], late: dict[Source, IntArray]) -> GradientSum:
+        def declared(rows: int, early: RowsOfSources, late: RowsOfSources) -> GradientSum:
             several = len(keys) > 1
             return GradientSum(rows, early if several else {}, late if several else early | late, buffer)
 
@@ -190,7 +195,7 @@ class BoundRoutes:
         }
         for stage, route in enumerate(self.keys):
             rows = sum(route.received) + (0 if route.forwarded is None else sum(route.forwarded.received))
-            readers = {name: group.k_rows for name, group in remote.items() if name[1] == stage}
+            readers: RowsOfSources = {name: group.k_rows for name, group in remote.items() if name[1] == stage}
             gradients["dk", stage] = GradientSum(rows, {}, readers, buffer, in_place=False)
         return gradients | {("dv", place): sums for (name, place), sums in gradients.items() if name == "dk"}
 

@@ -162,8 +162,8 @@ class Pass:
                 columns = [local[name] for name in transfer.columns]
                 self._buffer(transfer, columns).send(columns, routes.queries.rows)
             case "queries", True:
-                columns = self.results.of_received_queries()
-                self._buffer(transfer, columns).return_received(columns)
+                results = self.results.of_received_queries()
+                self._buffer(transfer, results).return_received(results)
             case "keys", False:
                 columns = [local["k"], local["v"]]
                 self._buffer(transfer, columns).send(columns, routes.keys[stage].rows)
@@ -317,8 +317,9 @@ class Gradients:
 
     def add(self, call: KernelCall, _group: BoundGroup, part: tuple[Tensor, ...]) -> None:
         """Add gradients of a kernel call."""
-        keys_at = "local" if call.keys == "local" else call.stage
-        for name, place, rows_N in zip(self._no_rows, (call.queries, keys_at, keys_at), part, strict=True):
+        keys_at: Location | int = "local" if call.keys == "local" else call.stage
+        places = call.queries, keys_at, keys_at
+        for name, place, rows_N in zip(self._no_rows, places, part, strict=True):
             self._add(name, place, call.group, rows_N)
 
     def add_from_ranks(self, stage: int, columns: Columns) -> None:

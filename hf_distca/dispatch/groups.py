@@ -89,7 +89,7 @@ class Groups:
         if world[1] > 1:
             self._device = indexed(device)
             meshes = [self.members] if mesh is None else self._in_world(self.members)
-            options = {"backend": "gloo", "timeout": self._timeout}
+            options: dict[str, Any] = {"backend": "gloo", "timeout": self._timeout}
             try:
                 self._control = self._control_of_world = _new_group(meshes, group_desc="distca control", **options)
                 if len(meshes) > 1:

@@ -66,7 +66,7 @@ class CpuKernel:
             if params.softcap is None:
                 o_BHRE, lse_BHR = _flash_forward(*rows, 0.0, call.causal, **call.options(q_QHD.dtype, params))
             else:
-                o_BHRE, lse_BHR = _capped_forward(*rows, call.hidden, params)
+                o_BHRE, lse_BHR = _capped_forward(*rows, call.hidden, params.scale, params.softcap)
             into = call.rows_of(o_QHE), call.rows_of(lse_QH)
             if call.further:
                 merge_into(*into, o_BHRE, lse_BHR)
@@ -100,7 +100,7 @@ class CpuKernel:
             if params.softcap is None:
                 found = _flash_backward(*rows, 0.0, call.causal, **call.options(q_QHD.dtype, params))
             else:
-                found = _capped_backward(*rows, call.hidden, params)
+                found = _capped_backward(*rows, call.hidden, params.scale, params.softcap)
             for at, (total, part) in enumerate(zip(gradients, found, strict=True)):
                 (call.keys_of(total) if at else call.rows_of(total)).add_(part)
         widths = head_dim_qk, head_dim_qk, head_dim_v
@@ -113,7 +113,7 @@ class CpuKernel:
 class _Tasks(NamedTuple):
     """Equal tasks that lie one after another."""
 
-    count: int
+    number: int
     q_first: int
     q_len: int
     k_first: int
@@ -138,13 +138,15 @@ class _Call:
 
     def rows_of(self, x_Q: Tensor) -> Tensor:
         """View query rows of a packed tensor [Q, H, ...] as [B, H, R, ...]."""
-        count, first, length, *_ = self.tasks
-        return x_Q[first : first + count * length].unflatten(0, (count, length))[:, self.rows].transpose(1, 2)
+        number, first, length, *_ = self.tasks
+        x_BQ: Tensor = x_Q[first : first + number * length].unflatten(0, (number, length))
+        return x_BQ[:, self.rows].transpose(1, 2)
 
     def keys_of(self, x_K: Tensor) -> Tensor:
         """View keys of a packed tensor [K, G, ...] as [B, G, S, ...]."""
-        count, *_, first, length = self.tasks
-        return x_K[first : first + count * length].unflatten(0, (count, length))[:, self.keys].transpose(1, 2)
+        number, *_, first, length = self.tasks
+        x_BK: Tensor = x_K[first : first + number * length].unflatten(0, (number, length))
+        return x_BK[:, self.keys].transpose(1, 2)
 
     def options(self, dtype: torch.dtype, params: AttentionParams) -> dict[str, Any]:
         """Return further arguments of the flash op."""
@@ -190,7 +192,7 @@ def _blocks(shapes: TaskShapes, params: AttentionParams, heads: int) -> Iterator
                 hidden_RS = key_S > own_R1
                 if params.window is not None:
                     hidden_RS |= key_S <= own_R1 - params.window
-            for task in range(tasks.count):
+            for task in range(tasks.number):
                 one = _Tasks(1, tasks.q_first + task * q_len, q_len, tasks.k_first + task * k_len, k_len)
                 yield _Call(one, slice(start, stop), slice(first, last), hidden=hidden_RS)
 
@@ -218,12 +220,13 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _capped_forward(
-    q_BHRD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, hidden_RS: Tensor | None, params: AttentionParams
+    q_BHRD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, hidden_RS: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Return o_BHRE and lse_BHR with softcap."""
     dtype, heads, kv_heads = _accumulator(q_BHRD.dtype), q_BHRD.shape[1], k_BGSD.shape[1]
     q_BGMD, k_BGSD, v_BGSE = _by_kv_head(q_BHRD.to(dtype), kv_heads), k_BGSD.to(dtype), v_BGSE.to(dtype)
-    s_BGMS = _hide(_capped(q_BGMD, k_BGSD, params).mul_(params.softcap), hidden_RS, -torch.inf)
+    s_BGMS = (q_BGMD @ k_BGSD.mT).mul_(scale / softcap).tanh_().mul_(softcap)
+    s_BGMS = _hide(s_BGMS, hidden_RS, -torch.inf)
     lse_BGM1 = s_BGMS.logsumexp(dim=-1, keepdim=True)
     o_BGME = s_BGMS.sub_(lse_BGM1).exp_() @ v_BGSE
     return _by_head(o_BGME, heads), _by_head(lse_BGM1, heads).squeeze(-1)
@@ -237,22 +240,17 @@ def _capped_backward(
     o_BHRE: Tensor,
     lse_BHR: Tensor,
     hidden_RS: Tensor | None,
-    params: AttentionParams,
+    scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients with softcap, complete for these rows."""
     by_rows = do_BHRE, q_BHRD, o_BHRE, lse_BHR.unsqueeze(-1)
     do_BGME, q_BGMD, o_BGME, lse_BGM1 = (_by_kv_head(x, k_BGSD.shape[1]) for x in by_rows)
-    t_BGMS = _capped(q_BGMD, k_BGSD, params)
-    p_BGMS = _hide((t_BGMS * params.softcap).sub_(lse_BGM1).exp_(), hidden_RS, 0.0)
+    t_BGMS = (q_BGMD @ k_BGSD.mT).mul_(scale / softcap).tanh_()
+    p_BGMS = _hide((t_BGMS * softcap).sub_(lse_BGM1).exp_(), hidden_RS, 0.0)
     ds_BGMS = (do_BGME @ v_BGSE.mT).sub_((do_BGME * o_BGME).sum(-1, keepdim=True)).mul_(p_BGMS)
-    ds_BGMS.mul_(t_BGMS.square_().neg_().add_(1.0)).mul_(params.scale)  # the slope of the softcap is 1 - tanh²
+    ds_BGMS.mul_(t_BGMS.square_().neg_().add_(1.0)).mul_(scale)  # the slope of the softcap is 1 - tanh²
     return _by_head(ds_BGMS @ k_BGSD, q_BHRD.shape[1]), ds_BGMS.mT @ q_BGMD, p_BGMS.mT @ do_BGME
-
-
-def _capped(q_BGMD: Tensor, k_BGSD: Tensor, params: AttentionParams) -> Tensor:
-    """Return the capped scores [B, G, M, S], divided by the softcap."""
-    assert params.softcap is not None
-    return (q_BGMD @ k_BGSD.mT).mul_(params.scale / params.softcap).tanh_()
 
 
 def _hide(x_BGMS: Tensor, hidden_RS: Tensor | None, value: float) -> Tensor:
@@ -264,9 +262,9 @@ def _hide(x_BGMS: Tensor, hidden_RS: Tensor | None, value: float) -> Tensor:
 
 def _by_kv_head(x_BHRD: Tensor, kv_heads: int) -> Tensor:
     """Return [B, G, M, D]."""
-    return x_BHRD.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return torch.unflatten(x_BHRD, 1, (kv_heads, -1)).flatten(2, 3)
 
 
 def _by_head(x_BGMD: Tensor, heads: int) -> Tensor:
     """Return [B, H, R, D]."""
-    return x_BGMD.unflatten(2, (heads // x_BGMD.shape[1], -1)).flatten(1, 2)
+    return torch.unflatten(x_BGMD, 2, (heads // x_BGMD.shape[1], -1)).flatten(1, 2)

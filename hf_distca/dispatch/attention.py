@@ -85,17 +85,17 @@ def disaggregated_attention(
         receives_again = keeps or were_kept or not plan.runtime.keep_received
         # With sinks, the worker's O and LSE are not final.
         kept: Kept = "nothing" if receives_again else "results" if sinks_H is None else "received"
-        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer=layer, kept=kept), known, qkv))
+        parts.append((CoreAttention(plan.runtime, nano, kind, params, layer=layer, kept=kept, known=known), qkv))
 
     # The order is the same whether both nano-batches are here or take turns: ranks stay in step even if nano-batches
     # take turns on some ranks only. A recomputation keeps the order too: checkpointing matches saved tensors by order.
-    tokens = [_Send.apply(core, known, *qkv) for core, known, qkv in parts]
+    tokens = [_Send.apply(core, *qkv) for core, qkv in parts]
     plan.pause()
-    tokens = [_Compute.apply(core, known, token) for (core, known, _), token in zip(parts, tokens, strict=True)]
+    tokens = [_Compute.apply(core, token) for (core, _), token in zip(parts, tokens, strict=True)]
     plan.pause()
     outputs = []
-    for (core, known, qkv), token in zip(parts, tokens, strict=True):
-        o_THE, lse_TH = _Receive.apply(core, known, token, *qkv, sinks_H)
+    for (core, qkv), token in zip(parts, tokens, strict=True):
+        o_THE, lse_TH = _Receive.apply(core, token, *qkv, sinks_H)
         if keeps:
             kept_results.keep((module, core.nano.index), (o_THE.detach(), lse_TH))
         outputs.append(o_THE)
@@ -108,10 +108,6 @@ def _by_nano_batch(x_T: Tensor, plan: BoundPlan) -> Sequence[Tensor]:
     return (x_T,) if len(rows) == 1 else torch.split(x_T, rows)
 
 
-Known = tuple[Tensor, ...] | None
-"""O and LSE of the first forward, for its recomputation, which exchanges and computes nothing."""
-
-
 class _Local(torch.autograd.Function):
     """Core attention of all rows of a rank where nothing moves."""
 
@@ -122,7 +118,7 @@ class _Local(torch.autograd.Function):
         tasks: LocalTasks,
         params: AttentionParams,
         layer: int | None,
-        known: Known,
+        known: tuple[Tensor, ...] | None,
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGE: Tensor,
@@ -157,23 +153,23 @@ def _in_one_call(ctx: Any, direction: Direction, *inputs: Tensor) -> tuple[Tenso
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: CoreAttention, known: Known, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
+    def forward(ctx: Any, core: CoreAttention, q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor) -> Tensor:
         ctx.core = core
-        if known is None:
+        if core.known is None:
             core.begin("forward", q_THD, k_TGD, v_TGE)
         return q_THD.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.core.end().results.of_local_rows()
+        return None, *ctx.core.end().results.of_local_rows()
 
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: CoreAttention, known: Known, token: Tensor) -> Tensor:
+    def forward(ctx: Any, core: CoreAttention, token: Tensor) -> Tensor:
         ctx.core = core
-        if known is None:
+        if core.known is None:
             core.running.go_on()
         return token.new_empty(0)
 
@@ -181,7 +177,7 @@ class _Compute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
         ctx.core.running.go_on()
-        return None, None, token.new_empty(0)
+        return None, token.new_empty(0)
 
 
 class _Receive(torch.autograd.Function):
@@ -189,7 +185,6 @@ class _Receive(torch.autograd.Function):
     def forward(
         ctx: Any,
         core: CoreAttention,
-        known: Known,
         token: Tensor,
         q_THD: Tensor,
         k_TGD: Tensor,
@@ -197,6 +192,7 @@ class _Receive(torch.autograd.Function):
         sinks_H: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.core, received = core, {}
+        known, core.known = core.known, None  # autograd keeps them, or hooks that offload them
         if known is None:
             ended = core.end()
             known, received = _with_sinks(ended.results.of_local_rows(), sinks_H), ended.kept()
@@ -206,10 +202,10 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_THE: Tensor, _lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q_THD, k_TGD, v_TGE, o_THE, lse_TH, sinks_H, *received = ctx.saved_tensors
-        received = dict(zip(ctx.received, received, strict=True))
-        ctx.core.begin("backward", do_THE, q_THD, k_TGD, v_TGE, o_THE, lse_TH, received=received)
-        return None, None, do_THE.new_empty(0), None, None, None, _sink_gradient(ctx, do_THE, o_THE, lse_TH, sinks_H)
+        saved = ctx.saved_tensors  # unpacked once, as checkpoints want it
+        inputs, sinks_H, received = saved[:5], saved[5], dict(zip(ctx.received, saved[6:], strict=True))
+        ctx.core.begin("backward", do_THE, *inputs, received=received)
+        return None, do_THE.new_empty(0), None, None, None, _sink_gradient(ctx, do_THE, inputs[3], inputs[4], sinks_H)
 
 
 def _save(

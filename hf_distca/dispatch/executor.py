@@ -45,6 +45,7 @@ class CoreAttention:
     Args:
         layer: index of the layer, for the recorder; None if the model does not give one.
         kept: received rows that the forward keeps for the backward.
+        known: O and LSE of the first forward, for its recomputation, which exchanges and computes nothing.
         lost: lost servers of the plan: the ranks compute these servers' tasks, and no others.
 
     Attributes:
@@ -60,10 +61,11 @@ class CoreAttention:
         *,
         layer: int | None = None,
         kept: Kept = "nothing",
+        known: tuple[Tensor, ...] | None = None,
         lost: frozenset[int] = frozenset(),
     ) -> None:
         self.runtime, self.nano, self.kind, self.params = runtime, nano, kind, params
-        self.layer, self.kept, self.lost = layer, kept, lost
+        self.layer, self.kept, self.known, self.lost = layer, kept, known, lost
         self.routes: BoundRoutes = nano.routes[kind]
         if lost:
             assert runtime.remote is not None  # a plan with servers is bound with them

@@ -122,8 +122,8 @@ def compute(
     if "do" not in rows:
         parts = zip(("o", "lse"), kernel.forward(*inputs.values(), shapes, params), strict=True)
     else:
-        inputs = (inputs[name] for name in ("do", "q", "k", "v", "o", "lse"))
-        parts = zip(("dq", "dk", "dv"), kernel.backward(*inputs, shapes, params), strict=True)
+        ordered = [inputs[name] for name in ("do", "q", "k", "v", "o", "lse")]
+        parts = zip(("dq", "dk", "dv"), kernel.backward(*ordered, shapes, params), strict=True)
     answers: list[dict[str, Tensor]] = [{} for _ in received]
     for name, part in parts:
         kind, index = ("k", k_rows) if name in ("dk", "dv") else ("q", q_rows)

@@ -2,7 +2,7 @@
 
 Run: python benchmarks/planner.py [--repeats 3]
 
-Documents and the reference's figures stand in benchmarks/data/, whose README says where they come from. R ranks take
+Documents and the reference's figures stand in benchmarks/data/, whose README names their sources. R ranks take
 the first rows of a batch; in layout "dp" a row is one rank's, in layout "cp4" one of 4 consecutive ranks.
 
 The reference runs at its tolerance 0, whose plans achieve 1.0013 times the mean in most cases and more in some. Ours

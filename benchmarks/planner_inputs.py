@@ -19,7 +19,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def read_batches() -> list[dict[str, Any]]:
-    """The documents: data/README.md says what they are."""
+    """The documents: data/README.md describes them."""
     with gzip.open(DATA / "planner_batches.json.gz", "rt") as file:
         batches: list[dict[str, Any]] = json.load(file)["batches"]
     return batches
@@ -36,10 +36,6 @@ def plan_once(
     """Plan one input.
 
     Args:
-        batch: the documents.
-        ranks: which take its first rows.
-        kind: "joint", "fixed", or "fixed, head-tail".
-        tolerance: balance_tolerance.
         ranks_per_node: that the plan knows of; None for a flat plan.
         window: width of the sliding window; None for full causal attention.
     """

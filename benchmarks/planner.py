@@ -33,10 +33,10 @@ from functools import partial
 from typing import Any
 
 from harness import print_json, spread, table
-from planner_inputs import DATA, plan_once, read_batches, timed
+from planner_inputs import DATA, measure, plan_once, read_batches, timed
 
 from hf_distca.planner.cost import BALANCE_TOLERANCE, RowBytes
-from hf_distca.planner.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds, measure
+from hf_distca.planner.metrics import BETWEEN, WITHIN, bytes_by_link, link_seconds
 from hf_distca.planner.nodes import node_sizes, nodes_of
 
 RANKS, IN_NODES, RANKS_PER_NODE = (4, 8, 16, 32, 64), 64, 8

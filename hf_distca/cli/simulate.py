@@ -30,12 +30,13 @@ from hf_distca.cli.options import (
 )
 from hf_distca.cli.sources import SOURCES, add_source_options, drawn_micro_batches
 from hf_distca.memory.simulated import GpuMemory
+from hf_distca.models.settings import document_layout
 from hf_distca.models.shape import model_shape
 from hf_distca.planner.seconds import Links
 from hf_distca.planner.settings import PlanSettings
 from hf_distca.sim.costs import DeviceProfile
 from hf_distca.sim.figures import Simulation, columns_of
-from hf_distca.sim.model import MODELS
+from hf_distca.sim.model import MODELS, ModelShape
 from hf_distca.sim.report.simulation import simulation_report
 from hf_distca.sim.simulate import simulate
 from hf_distca.sim.strategies import Setup
@@ -96,10 +97,12 @@ def run(options: argparse.Namespace) -> None:
     if options.tokens_per_rank < 2:
         raise InputError("--tokens-per-rank must be at least 2: memory is counted with full and with half rows")
     try:
-        setup = _setup(options)
         config = config_of(options)
+        model = None if options.model in MODELS else fake_model(options.model)
+        layout = "joint" if model is None else document_layout(model, config)
+        setup = _setup(options, MODELS[options.model] if model is None else model_shape(model))
         settings = PlanSettings(
-            **{**config.planning(setup.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": "joint"},
+            **{**config.planning(setup.ranks), "ranks_per_node": setup.ranks_per_node, "document_layout": layout},
             kinds=tuple(map(setup.on_a_gpu, setup.model.layers)),
             bytes_per_value=setup.profile.bytes_per_value,
         )
@@ -126,7 +129,7 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps(figures) if options.json else _table(figures))
 
 
-def _setup(options: argparse.Namespace) -> Setup:
+def _setup(options: argparse.Namespace, model: ModelShape) -> Setup:
     profile = DeviceProfile.load(options.profile)
 
     def with_given_bandwidths(links: Links) -> Links:
@@ -137,7 +140,6 @@ def _setup(options: argparse.Namespace) -> Setup:
             between = replace(between, bandwidth=options.network_bandwidth * GB)
         return replace(links, within=within, between=between)
 
-    model = MODELS.get(options.model) or model_shape(fake_model(options.model))
     for kind in model.layers:
         if kind.q_heads % options.tensor_parallel:
             raise InputError(

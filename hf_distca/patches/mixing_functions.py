@@ -99,7 +99,7 @@ def _replaced(name: str, stock: Function, planned: Function) -> Function:
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
-        result = planned(stock, call, *args, **kwargs)
+        result = planned(call.plan.runtime.functions.get(name, stock), call, *args, **kwargs)
         if result is not None:
             call.mixed += [CONVOLUTION, SCAN] if name == CONVOLUTION_AND_SCAN else [name]
         return result
@@ -112,6 +112,8 @@ def _takes_packed(stock: Function, argument: str) -> bool:
 
     Transformers wraps its functions, and drops arguments that the kernel does not know.
     """
+    if hasattr(stock, "packed_by"):  # a stand-in
+        return bool(stock.packed_by == argument)
     try:
         found = inspect.getclosurevars(stock).nonlocals
     except TypeError:  # a kernel of the Hub

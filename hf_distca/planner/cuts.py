@@ -108,17 +108,10 @@ def _holders(layout: Layout, document: IntArray, position: IntArray) -> IntArray
 def chains(layout: Layout, rank: int) -> Chains:
     """Return which states a rank's cut segments exchange with other segments."""
     segments = layout.segments
-    order = np.lexsort((segments["start"], segments["document"]))
-    document = segments["document"][order]
-    count = np.bincount(document, minlength=len(layout.lengths))[document]
-    nth = np.arange(len(order)) - np.searchsorted(document, document, "left")
-    # Pairs of an earlier and a later segment, by later segment.
-    later = np.repeat(np.arange(len(order)), nth)
-    earlier = later - _counted_down(nth)
+    order, _, earlier, later = chained(segments)
+    count = np.bincount(segments["document"], minlength=len(layout.lengths))[segments["document"]]
     mine = np.flatnonzero(segments["rank"] == rank)
-    number_in_order = np.empty_like(order)
-    number_in_order[order] = np.arange(len(order))
-    cut = np.flatnonzero(count[number_in_order[mine]] > 1)
+    cut = np.flatnonzero(count[mine] > 1)
     own = np.full(len(segments), -1)
     own[mine[cut]] = np.arange(len(cut))
     from_, to = order[earlier], order[later]
@@ -139,10 +132,19 @@ def chains(layout: Layout, rank: int) -> Chains:
     return Chains(cut, messages, own[to[received]], tuple(map(tuple, before)), tuple(map(tuple, after)))
 
 
-def _counted_down(numbers: IntArray) -> IntArray:
-    """Return n, n - 1, ..., 1 for each number n."""
-    ends = np.cumsum(numbers)
-    return np.repeat(ends, numbers) - np.arange(int(numbers.sum()))
+def chained(segments: NDArray[np.void]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Return the segments in document order, and the pairs of an earlier and a later segment of a document.
+
+    Returns:
+        [segments] indices of segments in document order; [segments] number of earlier segments of the document;
+        [pairs] place in this order of the earlier segment; [pairs] place of the later one, ascending.
+    """
+    order = np.lexsort((segments["start"], segments["document"]))
+    document = segments["document"][order]
+    nth = np.arange(len(order)) - np.searchsorted(document, document, "left")
+    later = np.repeat(np.arange(len(order)), nth)
+    counted_down = np.repeat(np.cumsum(nth), nth) - np.arange(int(nth.sum()))
+    return order, nth, later - counted_down, later
 
 
 def _messages(

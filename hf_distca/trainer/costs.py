@@ -199,6 +199,7 @@ class Corrections:
             after=costs.after * self.other,
             head=costs.head * self.other,
             launches=costs.launches * self.other,
+            mixing=costs.mixing and costs.mixing.scaled(self.other),
             slowness=self.slowness,
         )
 
@@ -226,9 +227,8 @@ def _ratios(costs: StepCosts, settings: PlanSettings, step: Step) -> FloatArray:
     """[2, ranks] observed over expected seconds, of kernel calls and of other work."""
     kernel = np.sum([predict_plan(plan, settings, costs).attention for plan in step.plans], axis=0)
     first = step.plans[0]
-    layers = sum(of_kind.layers for of_kind in costs.kinds)
     nano_batches = 1 if first.summary.exchange.bytes_total == 0 else len(first.nano_batches)
-    between = (layers - 1) * (first.tokens * (costs.before + costs.after) + nano_batches * costs.launches)
+    between = (costs.depth - 1) * (first.tokens * costs.between + nano_batches * costs.launches)
     seen = np.array([(each.kernel, each.between) for each in step.seen]).T
     expected = np.stack([kernel, between])
     # A model of one layer has no time between layers.

@@ -32,6 +32,7 @@ from hf_distca.pool.wire import LinkLost
 from tests.dispatch.test_equality import cut_rows
 from tests.logged import Messages
 from tests.models_and_batches import (
+    SMALL_HYBRID,
     SMALL_LLAMA4,
     random_documents,
     reference_step,
@@ -201,7 +202,8 @@ def lose(link: Any, *, in_a_call: bool) -> None:
 @cache
 def expected(model_type: str) -> tuple[dict[str, Tensor], float]:
     """Parameters and evaluation of one process with transformers' own attention."""
-    config = {"gemma2": GEMMA["config"], "llama4_text": SMALL_LLAMA4}.get(model_type, {})
+    configs = {"gemma2": GEMMA["config"], "llama4_text": SMALL_LLAMA4, "qwen3_next": SMALL_HYBRID}
+    config = configs.get(model_type, {})
     model = new_model(model_type, config, "eager" if model_type == "gemma2" else "sdpa")
     optimizer = new_optimizer(model)
     for batches in BATCHES[:STEPS]:
@@ -291,8 +293,9 @@ def warnings(result: dict[str, Any]) -> list[str]:
         (NIXL, 1, 2, {**GEMMA, "ping_pong": True}),
         (TCP, 1, 2, {"model_type": "llama4_text", "config": SMALL_LLAMA4}),
         (NIXL, 1, 1, {**LLAMA, "ping_pong": True}),
+        (TCP, 1, 2, {"model_type": "qwen3_next", "config": SMALL_HYBRID, "ping_pong": True}),
     ],
-    ids=["tcp", "ping-pong", "ranks do not serve", "keep received", "gemma2", "llama4", "one rank"],
+    ids=["tcp", "ping-pong", "ranks do not serve", "keep received", "gemma2", "llama4", "one rank", "hybrid"],
 )
 def test_without_faults(run, transport, servers, ranks, options):
     results = run(transport, [None] * servers, "never", options, ranks)

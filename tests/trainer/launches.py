@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from hf_distca.collator.lengths import fit_documents
 from hf_distca.collator.sampler import GlobalBatchSampler
 from tests.launch import LOG, results_of, run_in_forks, run_launch, write_options
-from tests.models_and_batches import random_documents
+from tests.models_and_batches import SMALL_HYBRID, random_documents
 from tests.trainer.train_script import VOCABULARY, generated, make_model
 
 SCRIPT = Path(__file__).parent / "train_script.py"
@@ -43,14 +43,7 @@ FEW_BUT_LARGE = {**FEW, "learning_rate": 3e-2}
 BF16 = {**FEW_BUT_LARGE, "max_steps": 8, "bf16": True}
 WHOLE = {**ARGUMENTS, "eval_on_start": True, "save_strategy": "steps", "save_steps": STEPS // 2}
 
-HYBRID = {
-    "model_type": "qwen3_next",
-    "layer_types": ["linear_attention", "full_attention"],
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    "num_experts": 4,
-}
+HYBRID = {"model_type": "qwen3_next", **SMALL_HYBRID}
 SETS = {"few": 5, "most": 40}
 # The more a step has lowered the loss, the worse: the first is the best, and two later ones are waited for.
 BEST = {

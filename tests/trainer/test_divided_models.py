@@ -25,6 +25,7 @@ from hf_distca.models.tensor_parallel import config_on_a_rank
 from hf_distca.trainer.memory import log_memory, shards_of
 from tests.models_and_batches import random_documents, reference_step, relative_error, small_model
 from tests.ranks import RankPool
+from tests.trainer.launches import HYBRID
 from tests.trainer.small_trainers import LENGTHS, make_trainer
 
 CHUNK_BYTES = 4 * 64 * 20  # logits of 20 rows
@@ -66,6 +67,11 @@ CASES: dict[str, dict[str, Any]] = {
         "divided": {**TP_FSDP, "ep_size": 2},
         "model": {"model_type": "gpt_oss", "num_local_experts": 4, "layer_types": ["full_attention"] * 2},
         "arguments": {"gradient_checkpointing": True},
+    },
+    "a hybrid whose documents are cut": {
+        "divided": TP_FSDP,
+        "model": HYBRID,
+        "arguments": {"document_layout": "joint", "gradient_checkpointing": True},
     },
     "adapters": {
         "divided": {"fsdp_size": 4},

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/hybrid_steps.py [--batches 8]
 
-The model has the sizes of transformers' default config, Qwen3-Next 80B-A3B: 12 layers with attention and 36 with a gated
+The model has the sizes of transformers' default config, Qwen3-Next 80B-A3B: 12 layers with attention, 36 with a gated
 delta rule. A rank has 32,768 tokens. Strategies:
 
   whole     documents balanced over ranks by their cost; a document that no rank can hold is cut, and loses context

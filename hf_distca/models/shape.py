@@ -71,19 +71,24 @@ def model_shape(model: nn.Module) -> ModelShape:
 
 def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
     """Return the sizes of a model's layers that mix rows in order; None if it has none."""
-    weights, found = weights_met(model), []
+    weights: Mapping[Any, float] = weights_met(model)
+
+    def active(module: nn.Module) -> float:
+        return sum(weights.get(parameter, 0.0) for parameter in module.parameters())
+
+    found: list[tuple[nn.Module, float, float]] = []
     for layer in mixing_layers(model):
         modules = mixing_modules(layer)
         # Beside attention a module's own matrices count; in a layer of its own all of the layer's.
-        of_layer = 0.0 if has_attention(layer) else _active(layer, weights) - sum(_active(m, weights) for m in modules)
-        for module in modules:
-            last = sum(_active(getattr(module, name), weights) for name in LAST if hasattr(module, name))
-            found.append((module, _active(module, weights) - last, last + of_layer / len(modules)))
+        others = 0.0 if has_attention(layer) else active(layer) - sum(map(active, modules))
+        for each in modules:
+            last = sum(active(getattr(each, name)) for name in LAST if hasattr(each, name))
+            found.append((each, active(each) - last, last + others / len(modules)))
     if not found:
         return None
-    before, after = (round(sum(each) / len(found)) for each in list(zip(*found, strict=True))[1:])
+    before, after = (round(sum(each[part] for each in found) / len(found)) for part in (1, 2))
     module: Any = found[0][0]
-    convolution = next((each for each in module.modules() if isinstance(each, nn.Conv1d)), None)
+    convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
     channels, width = (convolution.out_channels, convolution.kernel_size[0] - 1) if convolution else (0, 0)
     sizes, names = (len(found), before, after, channels, width), functions(module) or ()
     if len(names) < 2:  # no recurrence, or one of which nothing is known
@@ -96,7 +101,3 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
         getattr(module, "head_v_dim", None) or module.head_dim,
     )
     return MixingShape(*sizes, heads, state, delta_rule=True)
-
-
-def _active(module: nn.Module, weights: Mapping[nn.Parameter, float]) -> float:
-    return sum(weights.get(parameter, 0.0) for parameter in module.parameters())

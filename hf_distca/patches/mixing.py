@@ -23,17 +23,13 @@ from hf_distca.models.mixing import functions, stock_forward
 from hf_distca.models.refusals import Models
 from hf_distca.patches.mixing_functions import MixingCall, planned_functions
 from hf_distca.patches.modules import subclass, uncompiled
-from hf_distca.patches.split import CACHED, Refusal, Sizes, join_results, split_argument
+from hf_distca.patches.split import CACHED, Parts, Sizes, join_results, split_argument
 from hf_distca.plan import PLAN_KEY
 
 REPLACED_BY_PLAN = (PLAN_KEY, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that describe documents in a row, as the plan does."""
-DOCUMENTS = Refusal(
-    "a planned step runs a mixing module document by document, but cannot divide its {name} ({described}) into the "
-    "documents of its {rows} rows; this model cannot train with planned attention",
-    "a planned step runs a mixing module document by document, but cannot join its {name} of documents of {sizes} "
-    "rows: got {described}; this model cannot train with planned attention",
-)
+DOCUMENTS = Parts("a mixing module's", "this model cannot train with planned attention")
+"""Parts of a module that runs document by document."""
 
 _running: ContextVar[tuple[BoundPlan, Checkpoints] | None] = ContextVar("decoder layer that runs", default=None)
 """Plan of the running layer, and the checkpoints around the layer."""

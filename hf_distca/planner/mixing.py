@@ -5,6 +5,7 @@ Arrays are [ranks] seconds unless they say otherwise.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,9 +155,10 @@ class MixingLayers:
                 waited += np.maximum(arrived - clock, 0.0)
                 clock = np.maximum(clock, arrived)
         self.waited = self._layers * waited
-        return begun + self._layers * (clock + self._last - begun)
+        ended: FloatArray = begun + self._layers * (clock + self._last - begun)
+        return ended
 
-    def _sent(self, clock: FloatArray, size: FloatArray, free: FloatArray) -> FloatArray:
+    def _sent(self, clock: FloatArray, size: NDArray[Any], free: FloatArray) -> FloatArray:
         """Return when a nano-batch's rows or states arrive.
 
         Args:
@@ -165,7 +167,7 @@ class MixingLayers:
         """
         clock = clock + self._links.start
         takes_part = size.any(axis=0)
-        ready = clock[takes_part].max(initial=0.0)  # every sender has reached this point
+        ready = float(clock[takes_part].max(initial=0.0))  # every sender has reached this point
         arrives = clock
         for link, cost in enumerate((self._links.within, self._links.between)):
             used = size[link] > 0

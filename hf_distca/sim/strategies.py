@@ -295,7 +295,8 @@ def _on_groups(groups: Sequence[Sequence[int]], context: int, setup: Setup, cut:
     other = costs.token * tokens
     in_mixing = costs.mixing.layers * costs.mixing.token * (1 + costs.backward_factor) if costs.mixing else 0.0
     seconds = float((attention + other + gathered).max())
-    arrays = (np.repeat(each, context) for each in (attention, other, gathered, in_mixing * tokens))
-    return StepTime(
-        seconds, *arrays, int(moved), int(np.ceil(tokens.max())), cut, mixing_runs=int(costs.mixing is not None)
+    attention, other, gathered, mixing = (
+        np.repeat(of_groups, context) for of_groups in (attention, other, gathered, in_mixing * tokens)
     )
+    most, runs = int(np.ceil(tokens.max())), int(costs.mixing is not None)
+    return StepTime(seconds, attention, other, gathered, mixing, int(moved), most, cut, runs)

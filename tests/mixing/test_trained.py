@@ -1,6 +1,5 @@
 """Hybrids whose documents are cut, trained as users do on four ranks of two nodes, beside one process with "sdpa"."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 

@@ -310,10 +310,12 @@ def _convolution_and_scan(stock: Function, call: MixingCall, *args: Any, **kwarg
 def _recur(call: MixingCall, recurrence: _Recurrence) -> Tensor:
     """Compute a recurrence over each document, [1, T, H, V].
 
-    Cut segments come first: while their states travel, whole documents are computed.
+    Cut segments come first: while their states travel, whole documents are computed, those of both nano-batches.
     """
     divided = (call.of_nano_batches(x) for x in recurrence.tensors)
     parts = [_Part(call, nano, rows, recurrence) for nano, *rows in zip(call.plan.nano_batches, *divided, strict=True)]
+    if call.plan.nano_batches[0].index == 1:  # the first nano-batch is about to wait
+        parts[0].compute_whole()
     call.pause()
     return torch.cat([out for part in parts for out in part.finish()], 1)
 
@@ -343,13 +345,22 @@ class _Part:
         self._transitions = [transition for _, _, transition in self._cut.values()]
         self._token = self._exchange.send(self._transitions, rows)
         self._empty = recurrence.values[:, :0]
+        self._whole: list[Tensor] | None = None
+
+    def compute_whole(self) -> None:
+        """Compute whole documents."""
+        self._whole = [
+            self._recurrence.run(rows, self._cuts.packing(tuple(sizes)))[0]
+            for number, sizes, rows in self._calls
+            if number is None
+        ]
 
     def finish(self) -> list[Tensor]:
-        """Compute whole documents, and add to cut segments what the states before them change."""
-        outputs = [
-            self._recurrence.run(rows, self._cuts.packing(tuple(sizes)))[0] if number is None else self._cut[number][0]
-            for number, sizes, rows in self._calls
-        ]
+        """Return all results, after adding to cut segments what the states before them change."""
+        if self._whole is None:
+            self.compute_whole()
+        whole = iter(self._whole or [])
+        outputs = [next(whole) if number is None else self._cut[number][0] for number, _, _ in self._calls]
         # Some result goes through the exchange on every rank, see `StateExchange.receive`.
         passed = outputs or [self._empty]
         passed[0], states = self._exchange.receive(self._token, passed[0], self._transitions)

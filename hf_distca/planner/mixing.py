@@ -90,6 +90,9 @@ def count_cuts(layout: Layout, nodes: Sequence[int]) -> CountedCuts:
     )
 
 
+_Act = tuple[int, FloatArray | float, bool, FloatArray, NDArray[Any] | None, FloatArray | float]
+
+
 class MixingLayers:
     """Mixing layers between two layers with attention, in one direction on all ranks.
 
@@ -117,45 +120,45 @@ class MixingLayers:
     ) -> None:
         self._layers, self._links = layers, links
         self._exchanges = any(nano.states.any() for nano in nano_batches)
-        nano_batches = nano_batches if direction == "forward" else nano_batches[::-1]
         launch = launches if self._exchanges else launches / len(nano_batches)  # without cuts one call has all rows
-        before = [factor * (costs.before * nano.rows + launch) for nano in nano_batches]
-        cut = [
-            factor * (costs.mix * nano.cut + costs.continued * nano.continued + costs.run * nano.segments)
-            for nano in nano_batches
-        ]
-        whole = [factor * (costs.mix * (nano.rows - nano.cut) + costs.run * (nano.whole > 0)) for nano in nano_batches]
-        after = [factor * costs.after * nano.rows for nano in nano_batches]
-        nothing = [np.zeros_like(factor)] * len(nano_batches)
-        halos = [costs.halo * nano.halos for nano in nano_batches]
-        states = [costs.state * nano.states for nano in nano_batches]
-        # Of each nano-batch: what comes before an exchange, its bytes, and what hides it besides the other nano-batch.
-        if direction == "forward":
-            self._steps = ((before, halos, nothing), (cut, states, whole))
-            self._last: FloatArray = np.sum(after, axis=0)
-        else:
-            self._steps = ((after, states, whole), (cut, halos, nothing))
-            self._last = np.sum(before, axis=0)
-        self._layer_computed: FloatArray = np.sum([*before, *cut, *whole, *after], axis=0)
-        self.computed = layers * self._layer_computed
-        self.waited = np.zeros_like(self.computed)
+        self.computed: FloatArray = np.zeros_like(factor)
+        self.waited: FloatArray = np.zeros_like(factor)
+        # Acts of a nano-batch up to each pause: seconds, whether to wait for an exchange, seconds, bytes to send,
+        # seconds. The whole documents of both nano-batches lie between the sending of states and the wait for them.
+        parts: list[list[_Act]] = [[], [], []]
+        for index, nano in enumerate(nano_batches):
+            first, last = costs.before * nano.rows + launch, costs.after * nano.rows
+            cut = costs.mix * nano.cut + costs.continued * nano.continued + costs.run * nano.segments
+            whole = costs.mix * (nano.rows - nano.cut) + costs.run * (nano.whole > 0)
+            first, cut, whole, last = (factor * seconds for seconds in (first, cut, whole, last))
+            self.computed += layers * (first + cut + whole + last)
+            halos, states = costs.halo * nano.halos, costs.state * nano.states
+            own, other = (whole, 0.0 * whole) if index == 0 else (0.0 * whole, whole)
+            if direction == "forward":
+                acts = [(0, False, first, halos, 0), (0, True, cut, states, other), (own, True, last, None, 0)]
+            else:
+                acts = [(0, False, last, states, own), (other, True, cut, halos, 0), (0, True, first, None, 0)]
+            for part, act in zip(parts, acts, strict=True):
+                part.insert(index if direction == "forward" else 0, (index, *act))
+        self._acts = [act for part in parts for act in part]
 
     def walk(self, clock: FloatArray) -> FloatArray:
         """Return the time after the layers on each rank, from the time before them."""
         if not self._exchanges:
             return clock + self.computed
-        begun, free, waited = clock, np.zeros((2, len(clock))), np.zeros_like(clock)
-        for seconds, sizes, beside in self._steps:
-            arrives = []
-            for of_nano, size in zip(seconds, sizes, strict=True):
-                clock = clock + of_nano
-                arrives.append(self._sent(clock, size, free))
-            for of_nano, arrived in zip(beside, arrives, strict=True):
-                clock = clock + of_nano
-                waited += np.maximum(arrived - clock, 0.0)
-                clock = np.maximum(clock, arrived)
+        begun, waited, free = clock, np.zeros_like(clock), np.zeros((2, len(clock)))
+        arrives: dict[int, FloatArray] = {}
+        for nano, early, waits, seconds, size, late in self._acts:
+            clock = clock + early
+            if waits:
+                waited += np.maximum(arrives[nano] - clock, 0.0)
+                clock = np.maximum(clock, arrives[nano])
+            clock = clock + seconds
+            if size is not None:
+                arrives[nano] = self._sent(clock, size, free)
+            clock = clock + late
         self.waited = self._layers * waited
-        ended: FloatArray = begun + self._layers * (clock + self._last - begun)
+        ended: FloatArray = begun + self._layers * (clock - begun)
         return ended
 
     def _sent(self, clock: FloatArray, size: NDArray[Any], free: FloatArray) -> FloatArray:

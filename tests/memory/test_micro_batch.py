@@ -14,7 +14,7 @@ from hf_distca.dispatch.exchange import rounded_up
 from hf_distca.memory.counter import count_by_layers
 from hf_distca.memory.live import LiveMemory, fake_tensors
 from hf_distca.memory.micro_batch import Use, bound_plan, count_core_attention, count_micro_batch, run_core_attention
-from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, counted_kernel
+from hf_distca.memory.stand_ins import COUNTED_FUNCTIONS, RecurrenceMemory, counted_kernel
 from hf_distca.models.fake import model_after, model_of_config, repeated_layers, with_layers
 from hf_distca.models.kinds import layers_by_kind
 from hf_distca.models.mixing import DELTA_RULE, SCAN
@@ -90,7 +90,14 @@ def test_rows_are_added_up_as_by_the_device_of_the_kernel(kernel, in_one_go):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "bamba"])
-def test_mixing_layers_take_what_their_kernels_take(model_type):
+def test_mixing_layers_take_what_their_kernels_take(model_type, monkeypatch):
+    runs, compute = Counter(), RecurrenceMemory.__call__
+
+    def run(*args, **options):
+        runs["all"] += 1
+        return compute(*args, **options)
+
+    monkeypatch.setattr(RecurrenceMemory, "__call__", run)
     mode, settings = fake_tensors(), PlanSettings(2, TOKENS, small_kinds(), document_layout="joint")
     states = Counter()
     for documents in ([2 * TOKENS], [TOKENS, TOKENS]):
@@ -104,6 +111,7 @@ def test_mixing_layers_take_what_their_kernels_take(model_type):
     rows, columns = shape.state
     kept = 4 * (shape.width * shape.channels + shape.heads * rows * columns)
     assert states[1] - states[2] == shape.layers * kept
+    assert runs["all"] == 2 * 2 * shape.layers  # twice a checkpointed layer, which packs its documents
 
 
 def test_a_recurrence_keeps_what_it_reads_and_makes_states_of_chunks():

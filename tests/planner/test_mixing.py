@@ -59,9 +59,12 @@ def test_whole_documents_do_not_wait():
 
 
 def test_exchanges_hide_behind_the_other_nano_batch_and_whole_documents():
-    ends, waited, computed = walk(CUT, WHOLE)
-    assert waited == [6.0, 0.0]  # rank 0 reaches the states 6 s before rank 1
-    assert np.subtract(ends, computed).tolist() == waited
+    for direction in ("forward", "backward"):
+        ends, waited, computed = walk(CUT, WHOLE, direction=direction)
+        assert waited == [0.0, 0.0]
+        assert ends == computed
+    # The second nano-batch's states leave when the first one's have arrived: 25 + 0.5 + 1 + 10 s, then 2 · 4 s.
+    assert walk(CUT, CUT)[0] == [44.5, 44.5]
     beside = layout([4, 20, 20], (0, 0, 2, 0), (1, 0, 20, 0), (0, 2, 4, 1), (2, 0, 20, 1))
     assert walk(beside)[1] == [2.0, 2.0]  # whole documents hide states, nothing hides halos
 

@@ -6,12 +6,12 @@ The model has the sizes of transformers' default config, Qwen3-Next 80B-A3B: 12 
 delta rule. A rank has 32,768 tokens. Strategies:
 
   whole     documents balanced over ranks by their cost; a document that no rank can hold is cut, and loses context
-  planned   the same documents whole, and core attention balanced (document_layout="whole"); where all fit on a rank
   joint     documents may span ranks
   chosen    the fastest plan for each micro-batch, as training chooses
 """
 
 import argparse
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -37,10 +37,9 @@ def steps(every: list[IntArray], setup: Setup, settings: PlanSettings, strategy:
     """The predicted step of each micro-batch."""
     if strategy == "whole":
         return [data_and_context_parallel(lengths, setup, 1) for lengths in every]
-    layout = {"document_layout": "whole" if strategy == "planned" else "joint"}
     if strategy == "chosen":
-        layout = {"choices": Choices.beside(settings, setup.costs)}
-    return [planned(lengths, setup, PlanSettings(**{**vars(settings), **layout}))[0] for lengths in every]
+        settings = replace(settings, choices=Choices.beside(settings, setup.costs))
+    return [planned(lengths, setup, settings)[0] for lengths in every]
 
 
 def main() -> None:
@@ -59,13 +58,8 @@ def main() -> None:
                 drawn = micro_batches(cut_at(corpora()[corpus], longest), ranks * TOKENS_PER_RANK, seed=0)
                 every = list(islice(drawn, count))
                 whole = None
-                for strategy in ("whole", "planned", "joint", "chosen"):
-                    if strategy == "planned" and longest > TOKENS_PER_RANK:
-                        continue
-                    try:
-                        taken = steps(every, setup, settings, strategy)
-                    except ValueError:  # whole documents do not fill the ranks
-                        continue
+                for strategy in ("whole", "joint", "chosen"):
+                    taken = steps(every, setup, settings, strategy)
                     seconds = float(np.mean([step.seconds for step in taken]))
                     whole = whole or seconds
                     found.append(

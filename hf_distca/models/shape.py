@@ -86,7 +86,8 @@ def mixing_shape(model: PreTrainedModel) -> MixingShape | None:
             found.append((each, active(each) - last, last + others / len(modules)))
     if not found:
         return None
-    before, after = (round(sum(each[part] for each in found) / len(found)) for part in (1, 2))
+    before = round(sum(first for _, first, _ in found) / len(found))
+    after = round(sum(rest for _, _, rest in found) / len(found))
     module: Any = found[0][0]
     convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
     channels, width = (convolution.out_channels, convolution.kernel_size[0] - 1) if convolution else (0, 0)

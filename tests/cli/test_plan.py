@@ -266,7 +266,7 @@ def test_hybrids_and_experts(command, run, figures, tmp_path, model_type):
     assert found["memory"]["ddp"]["without_checkpointing"]["total"] > 0
     if model_type == "qwen3_next":
         assert found["tokens_max_over_mean"] == 1.0
-        cut = command([150, 30], 2, 96, *model, "--document-layout", "joint", "--no-ping-pong")
+        cut = command([150, 30], 2, 96, *model, "--document-layout", "fixed", "--no-ping-pong")
         found = figures(*cut)
         assert found["memory"]["ddp"]["without_checkpointing"]["total"] > 0
         # One layer: 3 rows of 48 channels in bfloat16; A and B of 2 heads, 8 rows and 16 columns in float32.

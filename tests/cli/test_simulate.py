@@ -157,7 +157,7 @@ def test_the_shape_of_a_hybrid():
     # Projections of queries, keys, values, gates and decays; the output's, the router, 11 experts and norms.
     assert mixing.before == pytest.approx(2048 * (2 * 2048 + 2 * 4096 + 64), rel=0.01)
     assert mixing.after == pytest.approx(4096 * 2048 + 2048 * 512 + 11 * 3 * 2048 * 512, rel=0.01)
-    assert found.operations == pytest.approx(3e9, rel=0.1)
+    assert found.operations == pytest.approx(3.67e9, rel=0.01)
     # Of an 80B model some 6 % of a mixing layer's operations are its recurrence's; r and A take half as much again.
     recurrence, more = mixing.operations
     assert recurrence / (mixing.before + mixing.after) == pytest.approx(0.044, rel=0.1)

@@ -95,6 +95,6 @@ def test_documents_are_cut_only_as_long_as_a_cut_is_cheap():
 
 def test_equal_tokens_matter_more_the_more_layers_mix():
     few, many = (document_seconds(np.array([4000, 500]), step_costs(layers=layers)) for layers in (0, 60))
-    assert few[0] / few[1] > 20  # by pairs
+    assert few[0] / few[1] > 15  # by pairs
     assert many[0] / many[1] < 10  # by tokens
     assert step_costs(layers=60).token == pytest.approx(2 * (1e-6 + 60 * 3e-7))
